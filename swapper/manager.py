@@ -131,6 +131,7 @@ class SwapManager:
         device_memory: int | str = "auto",
         accelerator: Accelerator | None = None,
         external: ExternalWeights | None = None,
+        state_codec: str | Mapping[str, str] = "exact",
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Move `model`'s parameters and `optimizer`'s state to their placement. Call it once.
@@ -164,6 +165,11 @@ class SwapManager:
                 it on the CPU.
             external: a swapper.ExternalWeights(path=...): your files of the frozen parameters, which are read in place.
                 By default all parameters are copied to the run's directory.
+            state_codec: how the optimizer's state is stored. "exact" (the default): as it is. "split": fp32 masters of bf16
+                parameters in 2.125 bytes instead of 4, without loss. "bf16": the same, and moments in bf16. "8bit": masters
+                in 1 byte beside the parameter, moments in 8 bits with a scale for each 32. Or a map from state key
+                ("exp_avg", "exp_avg_sq", "master", ...) to "exact", "split", "master24", "bf16", "moment8", "variance8".
+                docs/training.md says which tensors are encoded. Your optimizer sees fp32.
             init: the source of values for a model on the meta device: a function that fills the parameters and buffers
                 of the given module, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They
                 are filled group by group, so that the model is never whole in memory. A resumed run does not use it.
@@ -192,7 +198,7 @@ class SwapManager:
             )
         options = OffloadOptions(
             params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
-            device=device, device_memory=device_memory, accelerator=accelerator, external=external,
+            device=device, device_memory=device_memory, accelerator=accelerator, external=external, state_codec=state_codec,
         )  # fmt: skip
         if plan is not None:
             if not isinstance(plan, Plan):
@@ -229,6 +235,7 @@ class SwapManager:
         device_memory: int | str = "auto",
         accelerator: Accelerator | None = None,
         external: ExternalWeights | None = None,
+        state_codec: str | Mapping[str, str] = "exact",
     ) -> Plan:
         """Return the plan of `offload`: placement, memory, space, bytes of a step, wear. Changes nothing. `print` it.
 
@@ -241,7 +248,7 @@ class SwapManager:
         self.current.check_usable()
         options = OffloadOptions(
             params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
-            device=device, device_memory=device_memory, accelerator=accelerator, external=external,
+            device=device, device_memory=device_memory, accelerator=accelerator, external=external, state_codec=state_codec,
         )  # fmt: skip
         return self._factory.plan(Request.of(model, optimizer, options, self._options), may_be_meta=True)
 

@@ -47,6 +47,7 @@ from swapper.train.sharded.shards import Shards
 from swapper.train.updates.at_step import Updates
 from swapper.train.updates.deferred import DeferredStep
 from swapper.train.updates.during_backward import StepInBackward
+from swapper.train.updates.masters import Masters
 from swapper.train.updates.step_rollback import StepRollback
 from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable
 
@@ -99,12 +100,13 @@ class OffloadedModel:
         state_sections = [section for section in sections if section.plan.family == "state"]
         self.optimizer_state = OptimizerState(
             self._membership, inventory, self._trainables, self._places, state_sections, pager, session_guard, self.finish_update,
-            on_device,
+            on_device, plan.request.manager.drives.directories[0],
         )  # fmt: skip
         self._sweep = self._make_sweep(plan.budget.page_bytes, current.clock.counters)
         self._conditions = Conditions(inventory, self._trainables, self._membership, self.optimizer_state.entries)
         self.groups: list[GroupParameters] = []
-        self.gathering = Gathering(self.groups, self._refresh_masters, session_guard.turns, pager.check_room)
+        self._masters = Masters(self._sweep, pager)
+        self.gathering = Gathering(self.groups, self._masters, session_guard.turns, pager.check_room)
         self.fault_handler = ParameterFaultHandler(
             inventory, self._trainables, self.groups, self._places, pager, session_guard, self.gathering, self.finish_update,
             changes_itself(model), current.changed_in_pass,
@@ -153,7 +155,7 @@ class OffloadedModel:
                     fill(section, self._pager, content)
             for name, parameter in group.parameters:
                 if content is not None and name in self.optimizer_state.entries:
-                    self.optimizer_state.entries.take(name, content.state(name))
+                    self.optimizer_state.begin(name, content.state(name))
                 self._optimizer.state.pop(parameter, None)
             parameters = self._make_group(group)
             self.groups.append(parameters)
@@ -189,7 +191,7 @@ class OffloadedModel:
         self._gradients.paged.finish_update = self.finish_update
         self._passes = PassLifecycle(
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
-            self._clock, self._on_device, self._gradients, self._refresh_masters,
+            self._clock, self._on_device, self._gradients, self._masters,
         )  # fmt: skip
         if isinstance(self.model, Shards):
             self._shard_hooks = ShardHooks(
@@ -400,7 +402,9 @@ class OffloadedModel:
         placed = None if self._on_device is None else self._placed
         content: dict[str, Any] = {"model": state_dict_of(self.model, placed)}
         masters = {
-            places.name: self._alias(places.name, "master") for _, places in self._trained() if places.has_master
+            places.name: self.optimizer_state.stored(places.name, "master")
+            for _, places in self._trained()
+            if places.has_master
         }
         content["optimizer"] = {
             "state": self.optimizer_state.at_its_place(),
@@ -463,9 +467,3 @@ class OffloadedModel:
     def _trained(self) -> Iterator[tuple[nn.Parameter, ParameterLocations]]:
         for trainable in self._trainables:
             yield from zip(trainable.parameters, trainable.places, strict=True)
-
-    def _refresh_masters(self, groups: Iterable[GroupParameters]) -> None:
-        indices = {group.index for group in groups}
-        for trainable in self._trainables:
-            if trainable.group in indices and any(places.has_master for places in trainable.places):
-                self._sweep.refresh_masters(trainable)

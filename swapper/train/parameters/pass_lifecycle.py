@@ -16,7 +16,7 @@ from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.grads import Gradients
 from swapper.train.layout.inventory import Inventory
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
-from swapper.train.parameters.gathering import LoadHooks, RefreshMasters
+from swapper.train.parameters.gathering import Followers, LoadHooks
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.parameters.train_hooks import TrainingHooks
 from swapper.train.session.session_slot import SessionGuard
@@ -29,7 +29,7 @@ class PassLifecycle:
 
     Args:
         sweep: an abandoned pass drops its leases too.
-        refresh_masters: called with groups that `load_state_dict` has changed.
+        masters: follow what `load_state_dict` changes.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PassLifecycle:
         clock: StepClock,
         on_device: TrainingDevice | None,
         gradients: Gradients,
-        refresh_masters: RefreshMasters,
+        masters: Followers,
     ) -> None:
         self._inventory = inventory
         self._groups = groups
@@ -58,7 +58,7 @@ class PassLifecycle:
         self._hooks = fault_handler.hooks = TrainingHooks(
             inventory.units, groups, self.enter_forward, self._drop_leases, clock.enter, updates, session_guard.turns, on_device
         )  # fmt: skip
-        self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, refresh_masters)
+        self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, masters)
 
     def remove(self) -> None:
         """Remove the hooks."""
