@@ -35,10 +35,12 @@ from swapper.train.optimizer.conditions import Conditions, Membership
 from swapper.train.optimizer.optim import OtherOptimizers, packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
+from swapper.train.parameters.accumulation_pass import AccumulationOrder
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering, state_dict_of
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
+from swapper.train.parameters.preparation import Preparation
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionGuard, SessionSlot
 from swapper.train.sharded.shard_hooks import ShardHooks
@@ -86,6 +88,8 @@ class OffloadedModel:
         self._clock = current.clock
         self._shard_hooks: ShardHooks | None = None
         self._has_warned = False
+        self._preparation: Preparation | None = None
+        self._update = plan.request.options.update
         self._on_device = on_device
         self._inventory = inventory
         self._pager = pager
@@ -116,7 +120,8 @@ class OffloadedModel:
         self._other_optimizers = OtherOptimizers(plan.request.given_optimizer, self._names_of_given())
         self._rollback = StepRollback(optimizer, self.optimizer_state, sections, self.groups, current.undo_update)
         self._begin_step = current.begin_step
-        self.updates = self._make_updates(plan.request.options.update, session_guard)
+        self._lose_ranks = current.lose_ranks
+        self.updates = self._make_updates(session_guard)
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
         entries, kept_state = self.optimizer_state.entries, self.optimizer_state.kept
@@ -128,10 +133,10 @@ class OffloadedModel:
             return Sweep(*parts)
         return DeviceSweep(self._on_device, lambda parameter: self.gradients.paged.where(parameter), kept_state, *parts)
 
-    def _make_updates(self, update: str, session_guard: SessionGuard) -> Updates:
-        if update == "deferred":
+    def _make_updates(self, session_guard: SessionGuard) -> Updates:
+        if self._update == "deferred":
             return DeferredStep(self._sweep, self.groups, self._undo_update, self._may_defer)
-        if update == "backward":
+        if self._update == "backward":
             return StepInBackward(
                 self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived
             )
@@ -184,6 +189,7 @@ class OffloadedModel:
     def start(self) -> None:
         """Construct the gradients, and install the hooks."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
+        order = AccumulationOrder(self.model)  # before all other hooks of the parameters
         regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
             parameters, self._grad_sections, self._pager, regions, self._on_device, self._kept_gradients()
@@ -191,7 +197,7 @@ class OffloadedModel:
         self._gradients.paged.finish_update = self.finish_update
         self._passes = PassLifecycle(
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
-            self._clock, self._on_device, self._gradients, self._masters,
+            self._clock, self._on_device, self._gradients, self._masters, order,
         )  # fmt: skip
         if isinstance(self.model, Shards):
             self._shard_hooks = ShardHooks(
@@ -202,7 +208,10 @@ class OffloadedModel:
                 self._clock.enter,
                 self.updates,
                 self._make_finish(),
+                self._lose_ranks,
             )
+        else:
+            self._preparation = Preparation(self.model, self.fault_handler, self._update)
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
             self._on_device.start()
@@ -418,6 +427,8 @@ class OffloadedModel:
         """Remove the hooks. Paged parameters stay cold if `keep_cold`."""
         if self._shard_hooks is not None:
             self._shard_hooks.remove()
+        if self._preparation is not None:
+            self._preparation.remove()
         if self._passes is not None:
             self._passes.remove()
         self.updates.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,10 +13,12 @@ from types import ModuleType
 import pytest
 import torch
 from sampling import runs_a_sample
+from torch.distributed.fsdp import fully_shard
 
 import swapper
 from e2e import fsdp_open_step, fsdp_run
 from e2e.processes import run_python
+from e2e.twins import named_budget
 
 
 def torchrun(ranks: int, program: ModuleType, *arguments: object) -> list[str]:
@@ -156,3 +159,25 @@ def test_a_step_of_another_optimizer_is_refused(tmp_path: Path, alone: None, whi
         model(torch.arange(8).view(1, 8)).sum().backward()
         with pytest.raises(swapper.StateError, match=r"manager\.offload"):
             (optimizer if which == "given" else fsdp_run.adamw(model)).step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_moves_the_bytes_that_the_prediction_counts(tmp_path: Path) -> None:
+    """Of each parameter, where next to nothing stays in memory: docs/ranks-at-scale.md."""
+    path = Path(__file__).parents[2] / "tools" / "predict_ranks"
+    predicted = runpy.run_path(str(path))
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    places = {"params": "nvme", "optimizer_state": "nvme"}
+    with swapper.SwapManager(tmp_path, host_memory=1) as manager:
+        with pytest.raises(swapper.BudgetError) as refused:
+            manager.plan(model, optimizer, **places)
+    with swapper.SwapManager(tmp_path, host_memory=named_budget(refused.value), resume="discard") as manager:
+        traffic = manager.plan(model, optimizer, **places).traffic
+    found = predicted["predict"](count, 1, predicted["Machine"](nodes=1, gpus=1))
+    assert traffic.total_read_bytes == pytest.approx(found.read_bytes, rel=0.1)
+    assert traffic.total_written_bytes == pytest.approx(found.written_bytes, rel=0.1)

@@ -42,6 +42,8 @@ from swapper.train.layout.train_placement import (
 )
 from swapper.train.session.compute_times import ComputeTimes, find_compute
 from swapper.train.session.request import Request
+from swapper.train.sharded.buffers import buffer_bytes
+from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import Trainable
 
 
@@ -267,6 +269,12 @@ class Plan:
         resident = sum(p.nbytes for p in own if is_resident(p, self.places) or id(p) in kept)
         return resident + self.traffic.pooled_bytes
 
+    @cached_property
+    def buffer_bytes(self) -> int | None:
+        """Peak of FSDP2's own buffers in a step on this rank, outside of `host_memory`; None if the model is not sharded."""
+        model = self.request.model
+        return buffer_bytes(model) if isinstance(model, Shards) else None
+
     @property
     def drive_seconds(self) -> float | None:
         """Minimum seconds of the drive for a step; None if its speed is not known."""
@@ -290,6 +298,7 @@ class Plan:
                 f"{format_bytes(budget.resident_bytes)} stay, {format_bytes(budget.pool_bytes)} are "
                 f"{budget.frame_count} frames of {format_bytes(budget.page_bytes)}",
             ),
+            *([("FSDP2's buffers", self._buffers())] if self.buffer_bytes is not None else []),
             *(
                 [
                     ("device memory", self._on_device()),
@@ -336,6 +345,9 @@ class Plan:
     def _updates(self) -> str:
         where = "device" if self.request.updates_there else "cpu"
         return f"on the {where}{', by AdamW as one kernel' if self.request.kernel else ''}"
+
+    def _buffers(self) -> str:
+        return f"{format_bytes(self.buffer_bytes or 0)} at most, in addition: gathered parameters and reduced gradients"
 
     def _scratch(self) -> str:
         return f", and {format_bytes(self.scratch_bytes)} for gradients" if self.scratch_bytes else ""

@@ -35,6 +35,7 @@ class ShardHooks:
         enter_phase: told which phase of a step begins.
         updates: told of what FSDP2 is about to use.
         finish: finishes an open step before an access by the user; raises if the manager cannot be used.
+        lose_ranks: told why this rank has left a collective that the others wait in.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class ShardHooks:
         enter_phase: Callable[[str], None],
         updates: Updates,
         finish: Callable[[], None],
+        lose_ranks: Callable[[BaseException], None],
     ) -> None:
         self._shards = shards
+        self._lose_ranks = lose_ranks
         self._enter_forward = enter_forward
         self._enter_phase = enter_phase
         self._updates = updates
@@ -122,6 +125,10 @@ class ShardHooks:
                     group.lease()
                     taken.append(group)
                 yield
+            except BaseException as error:
+                if not alone:
+                    self._lose_ranks(error)
+                raise
             finally:
                 for group in taken:
                     group.release()
