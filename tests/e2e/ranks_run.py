@@ -1,14 +1,14 @@
 """Ranks as a program, each a process of its own: a small model trains by DDP, with orders from the command line.
 
 Usage: ranks_run.py DIRECTORY SIZE ORDER ... An order is name=value for all ranks, or name=RANK:value for one of them:
-steps (how many more to take), resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
+steps (how many more to take), update, resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
 stall_s. "killed=RANK": that rank is killed right before the commit of its last step gets its name. "skips=RANK:N": it does
 not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "plain": without
-DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made. "full=RANK:N": in its Nth update
-the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With "retries" who gets an error says
-so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step. "uncommitted=RANK:N": the drive has
-no room for the record of the commit before its Nth step. What ranks give to swapper, for bad input: depth (of the model), lr,
-optimizer (its class), update, version (of swapper). "absent=RANK": it makes no manager.
+DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made; "later": after offload.
+"full=RANK:N": in its Nth update the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With
+"retries" who gets an error says so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
+"uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to swapper, for
+bad input: depth (of the model), lr, optimizer (its class), update, version (of swapper). "absent=RANK": it makes no manager.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
         "world_size": size,
         "timeout": timedelta(seconds=float(orders.one("timeout", 60))),
     }
-    is_late = orders.is_said("late")
+    is_late = orders.is_said("late") or orders.is_said("later")
     if is_late:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     else:
@@ -198,7 +198,7 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
     try:
         manager = swapper.SwapManager(directory, host_memory=memory, **for_manager(options))
         begun = manager.step
-        if is_late:
+        if orders.is_said("late"):
             dist.init_process_group("gloo", **join)
             wrapped = wrapped_by(orders, model)
         steps = int(orders.one("steps", 0))
@@ -210,7 +210,10 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                 "optimizer_state": "nvme",
                 "update": orders.one("update", "step"),
             }
-            _, optimizer = manager.offload(wrapped, optimizer, **places)
+            _, optimizer = manager.offload(wrapped or model, optimizer, **places)
+            if orders.is_said("later"):
+                dist.init_process_group("gloo", **join)
+                wrapped = wrapped_by(orders, model)
             for number in map(str, range(1, steps + 1)):
                 if orders.one("skips") == number:
                     loss_of(wrapped, tokens()).backward()

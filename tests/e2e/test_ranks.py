@@ -162,8 +162,10 @@ def test_a_sharded_model_of_ranks_that_are_alone_is_refused(tmp_path: Path) -> N
 
 
 def test_distributed_that_is_initialized_too_late_is_refused(tmp_path: Path) -> None:
-    for said in launch(tmp_path, "late", ok=False):
-        assert "StateError" in said and "call init_process_group first" in said
+    for orders in (["late"], ["later", "steps=1"]):
+        said = launch(tmp_path, *orders, ok=False)
+        assert len(said) == 2 and all("StateError" in each for each in said)
+        assert all("call init_process_group first" in each for each in said)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -24,7 +24,7 @@ from swapper.runtime.sizes import format_bytes
 from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.slices import TensorLocation, plan_slices
-from swapper.train.updates.sweep import Trainable
+from swapper.train.updates.sweep import Trainable, decoded_bytes
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
 """Places of (parameters, optimizer state), best first: tensors used twice a step come before those used once.
@@ -113,6 +113,7 @@ def _divide(
     kept_bytes = resident_bytes([p.nbytes for p in kept]) + resident_bytes([p.nbytes for p in kept_grads])
     if step.on_device:
         kept_bytes += STAGING_BYTES
+    kept_bytes += _decoded_bytes(inventory)
     explain = ", ".join(
         f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *kept_grads) if p.family == family))}"
         for family, name in (("grad", "gradients"), ("param", "parameters"), ("state", "optimizer state"))
@@ -125,6 +126,14 @@ def _divide(
         explain,
         page_bytes,
     )
+
+
+def _decoded_bytes(inventory: Inventory) -> int:
+    """Return the bytes of the scratch for encoded state."""
+    if not any(inventory.codecs.values()):
+        return 0
+    sections = make_sections(inventory.plans, [0] * len(inventory.plans), lambda plan: True, 0)
+    return decoded_bytes(find_trainables(inventory, find_places(sections)))
 
 
 def place_on_accelerator(

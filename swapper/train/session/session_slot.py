@@ -152,6 +152,7 @@ class SessionSlot:
             self.clock.end_step()
 
     def _take_step(self, run: TrainingSession, train_more: Callable[[], None]) -> None:
+        self.directory.ranks.check_still_so()
         step, has_begun = self._counters.step + 1, run.model.updates.has_begun_early
         with self._told(run, has_begun):
             run = self._prepare(run, train_more)

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from swapper.checkpoint.encoded_state import STATE_CODEC
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
 from swapper.durability.committer import Committer
 from swapper.durability.ranks import describe_failure
@@ -362,7 +363,9 @@ class TrainingSession:
         self.model.optimizer_state.sync_to_host()
         if self.committer.has_snapshot:
             self.committer.finish()
-        return {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step}}
+        codecs = self.model.optimizer_state.codecs
+        encoded = {STATE_CODEC: codecs} if codecs else {}
+        return {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step, **encoded}}
 
     @property
     def is_sharded(self) -> bool:
