@@ -113,14 +113,14 @@ class ShardHooks:
 
         @contextmanager
         def leased() -> Iterator[None]:
-            if _in_backward():
-                self._enter_phase("backward")
-                self._updates.finish(in_order=True)
-            else:
-                self._enter_phase("forward")
-                self._updates.forward_reaches([group.index for group in groups])
             taken = []
             try:
+                if _in_backward():
+                    self._enter_phase("backward")
+                    self._updates.finish(in_order=True)
+                else:
+                    self._enter_phase("forward")
+                    self._updates.forward_reaches([group.index for group in groups])
                 for group in groups:
                     group.lease()
                     taken.append(group)
