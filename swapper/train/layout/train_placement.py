@@ -278,11 +278,18 @@ def expected_cycle(
         for places in reversed(updated[group].places if group in updated else ()):
             backward[group] += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
     updates = {group: [part.access for part in of.all_slices(page_bytes)] for group, of in updated.items()}
+    steps = [_slices_of(updated, groups, page_bytes) for groups in inventory.ranges]
     if update == "deferred":
         return list(_updating_in_forward(forward, backward, updates))
     if update == "backward":
         return list(_updating_in_backward(forward, backward, updates, 0 if resident_set is None else UPDATED_BEHIND))
-    return [access for by_group in (forward, backward, updates) for of in by_group.values() for access in of]
+    return [access for by_group in (forward, backward, *steps) for of in by_group.values() for access in of]
+
+
+def _slices_of(updated: Mapping[int, Trainable], groups: range, page_bytes: int) -> ByGroup:
+    """Return the accesses of a step of the optimizer that has these groups."""
+    active = {index: tuple(at in groups for at in of.settings) for index, of in updated.items()}
+    return {i: [p.access for p in updated[i].slices(of, page_bytes)] for i, of in active.items() if any(of)}
 
 
 def _updating_in_forward(forward: ByGroup, backward: ByGroup, updates: ByGroup) -> Iterator[Access]:

@@ -35,6 +35,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, 
 
 from swapper.errors import UnsupportedError
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
+from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
 
 STEPS = 4  # of the trial: state that appears later is not seen
 SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -102,12 +103,13 @@ class StateForm:
 
 
 class OptimizerProbe:
-    """Finds the forms of one optimizer's state, each once."""
+    """Finds the forms of the optimizers' state, each once."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
-        self._forms: dict[Any, StateForm] = _of_torch if is_of_torch else {}
+    def __init__(self, optimizers: OptimizerSet) -> None:
+        self._optimizers = optimizers
+        self._forms: list[dict[Any, StateForm]] = [
+            _of_torch if type(member).__module__.startswith("torch.optim.") else {} for member in optimizers.members
+        ]
 
     def form(self, settings: int, dtype: torch.dtype, ndim: int) -> StateForm:
         """Return the form for parameters (or masters) of `dtype` with `ndim` dimensions in group `settings`.
@@ -115,32 +117,34 @@ class OptimizerProbe:
         Raises:
             UnsupportedError: the optimizer cannot be paged; gives the reason.
         """
-        group = self._optimizer.param_groups[settings]
+        member, local = self._optimizers.locate(settings)
+        optimizer, forms = self._optimizers.members[member], self._forms[member]
+        group = optimizer.param_groups[local]
         chosen = sorted(
             (key, type(value).__name__ if key in LR_NAMES else repr(value))
             for key, value in group.items()
             if key not in {"params", NAMES}
         )
-        optimizer = self._optimizer
         key = (type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, torch.get_default_dtype())
-        if key not in self._forms:
+        if key not in forms:
             if ndim >= len(SHAPES):
                 raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")
-            check_settings(self._optimizer, group, dtype)
+            check_settings(optimizer, group, dtype)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                self._forms[key] = _Trial(self._optimizer, settings, dtype, SHAPES[ndim]).run()
-        return self._forms[key]
+                forms[key] = _Trial(optimizer, local, dtype, SHAPES[ndim]).run()
+        return forms[key]
 
     def skipped_state(self, settings: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the state of an element of `dtype` after a first step that torch.amp.GradScaler has skipped.
 
         It is empty if it would not be zeros, as new sections are. torch's SGD leaves memory without values there.
         """
-        if isinstance(self._optimizer, SGD):
+        member, local = self._optimizers.locate(settings)
+        if isinstance(self._optimizers.members[member], SGD):
             return {}
-        clone = copy_for_trial(self._optimizer)
+        clone = copy_for_trial(self._optimizers.members[member])
         vars(clone).update(found_inf=torch.ones(()), grad_scale=None)
-        work = Work(settings, torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), {})
+        work = Work(local, torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), {})
         with torch.no_grad():
             OptimizerProxy(clone).update([work])
         is_zero = not any(isinstance(value, torch.Tensor) and value.any() for value in work.state.values())
@@ -157,7 +161,7 @@ class _Trial:
         self._settings = settings
         self._dtype = dtype
         self._shapes = shapes
-        self._kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        self._kind = kind_of(optimizer)
         generator = torch.Generator().manual_seed(0x5AFE)
         self._values = [_random(shape, dtype, generator) for shape in shapes]
         self._gradients = [[_random(shape, dtype, generator) for shape in shapes] for _ in range(STEPS)]
@@ -404,7 +408,7 @@ def check_supported(optimizer: Optimizer) -> None:
     """Raise UnsupportedError unless a trial of `optimizer` can tell everything that matters."""
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedError(f"offload takes a torch.optim.Optimizer; {type(optimizer).__name__} is not supported")
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    kind = kind_of(optimizer)
     if isinstance(optimizer, LBFGS):
         raise UnsupportedError(
             f"{kind} cannot be paged: it keeps a history of flat vectors over all parameters and runs the closure several times "
@@ -433,14 +437,16 @@ def check_settings(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dty
         )
 
 
-def check_dtypes(optimizer: Optimizer, dtypes: Mapping[int, Collection[torch.dtype]]) -> None:
+def check_dtypes(optimizers: OptimizerSet, dtypes: Mapping[int, Collection[torch.dtype]]) -> None:
     """Raise UnsupportedError if what happens to a parameter depends on the dtype of another one in its group.
 
     Args:
-        optimizer: the user's.
-        dtypes: those that parameters (or masters) are updated in, by the index of their group.
+        optimizers: the user's.
+        dtypes: those that parameters (or masters) are updated in, by the number of their group.
     """
-    for index, found in dtypes.items():
+    for number, found in dtypes.items():
+        member, index = optimizers.locate(number)
+        optimizer = optimizers.members[member]
         if isinstance(optimizer, Adafactor) and len(found) > 1 and optimizer.param_groups[index]["eps"][0] is None:
             raise UnsupportedError(
                 f"group {index} of Adafactor has parameters of {' and '.join(sorted(map(str, found)))}: torch takes the epsilon "

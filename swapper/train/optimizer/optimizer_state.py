@@ -113,9 +113,12 @@ class OptimizerState:
 
     # --- state dicts --------------------------------------------------------------------------------------------------
 
-    def save(self) -> dict[int, dict[str, Any]]:
+    def save(self, numbers: range | None = None) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form, {index of parameter: {key: tensor}}, mapped from its sections until it
         changes.
+
+        Args:
+            numbers: those of one optimizer's parameters among all, which then count from 0; None for all.
 
         Raises:
             IoError: changes in memory could not be written.
@@ -127,9 +130,9 @@ class OptimizerState:
             self._pager.flush()
             shown = MappedState(self._pager, "optimizer.state_dict()")
             self._shown.add(shown)
-            return self._in_torch_order(shown.tensor)
+            return self._in_torch_order(shown.tensor, numbers)
 
-    def load(self, state: dict[int, dict[str, Any]]) -> None:
+    def load(self, state: dict[int, dict[str, Any]], numbers: range | None = None) -> None:
         """Load the same.
 
         Raises:
@@ -139,14 +142,16 @@ class OptimizerState:
             self._session_guard.check_to_write()
             self.sync_to_host()
             try:
-                numbered = self._numbered()
+                numbered = list(self._numbered())
+                if numbers is not None:
+                    numbered = [(n - numbers.start, p) for n, p in numbered if n is not None and n in numbers]
                 self._take({p.name: {} if number is None else state.get(number, {}) for number, p in numbered})
             finally:
                 self.forget_kept()
 
-    def at_its_place(self) -> dict[int, dict[str, Any]]:
-        """Return the state in torch's form; its tensors alias the sections, whose data may be cold."""
-        return self._in_torch_order(lambda place: place.section.tensor(place.slot))
+    def at_its_place(self, numbers: range | None = None) -> dict[int, dict[str, Any]]:
+        """Return the state in torch's form; its tensors alias the sections, whose data may be cold. See `save`."""
+        return self._in_torch_order(lambda place: place.section.tensor(place.slot), numbers)
 
     @property
     def packed_entries(self) -> dict[str, Any]:
@@ -182,17 +187,20 @@ class OptimizerState:
             for name, settings, dtype in new:
                 self.entries.take(name, self._inventory.discovery.skipped_state(settings, dtype))
 
-    def _in_torch_order(self, find: Callable[[TensorLocation], torch.Tensor]) -> dict[int, dict[str, Any]]:
+    def _in_torch_order(
+        self, find: Callable[[TensorLocation], torch.Tensor], numbers: range | None
+    ) -> dict[int, dict[str, Any]]:
         """Return the optimizer's state as in its state_dict: by number of parameter, keys in the optimizer's order.
 
         Args:
             find: returns the tensor at a location.
+            numbers: see `save`.
         """
         state: dict[int, dict[str, Any]] = {}
         for number, places in self._numbered():
             entries = self.entries[places.name]
-            if entries and number is not None:
-                state[number] = {
+            if entries and number is not None and (numbers is None or number in numbers):
+                state[number - (0 if numbers is None else numbers.start)] = {
                     key: find(self._places[places.name, key]) if value is PAGED else copy.deepcopy(value)
                     for key, value in entries.items()
                 }
