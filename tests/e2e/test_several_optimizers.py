@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +14,28 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
+from typer.testing import CliRunner
 
 import swapper
 from e2e.models import Net, train_step
-from e2e.several import SeveralTwins, by_turns, muon_and_adamw, needs_muon, several
+from e2e.several import Several, SeveralTwins, by_turns, muon_and_adamw, needs_muon, several
+from e2e.several_run import swapped
+from e2e.twins import assert_same
+from swapper.cli import app
 
 __all__ = ["several"]
 
 MakeTwins = Callable[..., SeveralTwins]
+TOKENS = torch.arange(8).view(1, 8)
+
+
+def fixed_step(model: Any, optimizer: Any) -> torch.Tensor:
+    """Take a step without random numbers."""
+    loss = model(TOKENS).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def adamw_and_sgd(parameters: list[nn.Parameter], number: int) -> Any:
@@ -115,7 +133,7 @@ def test_clipping_and_plans_see_all(several: MakeTwins) -> None:
     pair = several(Net(), by_turns(adamw_and_sgd), gradients="nvme")
 
     def run(model: Any, optimizers: Any) -> torch.Tensor:
-        loss = model(torch.arange(8).view(1, 8)).square().mean()
+        loss = model(TOKENS).square().mean()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizers.step()
@@ -138,7 +156,7 @@ def test_a_gradscaler_steps_each(several: MakeTwins, update: str) -> None:
 
     def run(model: Any, optimizers: Any) -> Any:
         scaler, number = scalers[id(model)], next(iteration)
-        scaler.scale(model(torch.arange(8).view(1, 8)).square().mean()).backward()
+        scaler.scale(model(TOKENS).square().mean()).backward()
         for index, optimizer in enumerate(optimizers):
             if (number, index) in ((1, 0), (3, 0), (3, 1)):
                 optimizer.param_groups[0]["params"][0].grad.fill_(torch.inf)
@@ -152,3 +170,276 @@ def test_a_gradscaler_steps_each(several: MakeTwins, update: str) -> None:
     pair.train(run, steps=5)
     assert pair.manager is not None and pair.manager.step == 4  # both were skipped in one
     pair.finish()
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "update", "first"), [("gan", "step", 2), ("pair", "deferred", 3)])
+def test_a_run_killed_within_training_steps_resumes_from_a_whole_one(
+    tmp_path: Path, kind: str, update: str, first: int
+) -> None:
+    command = [sys.executable, "-m", "e2e.several_run", str(tmp_path), kind, update, str(first)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) >= 2
+
+
+def test_a_gan_says_where_its_training_step_ends(tmp_path: Path) -> None:
+    with swapped(tmp_path, "gan", "step") as (training, manager):
+        training.context = nullcontext
+        with pytest.raises(
+            swapper.StateError,
+            match=r"optimizers\[1\] \(SGD\) is about to step again before optimizers\[0\] "
+            r"\(AdamW\) has stepped.*with manager.one_step\(\)",
+        ):
+            training.iteration(0)
+        with pytest.raises(
+            swapper.StateError, match=r"snapshot in the middle of a training step.*until optimizers\[0\]"
+        ):
+            manager.snapshot(tmp_path / "middle.pt")
+        with pytest.raises(swapper.StateError, match="training more parameters in the middle of a training step"):
+            training.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        assert manager.step == 0
+        training.optimizers[0].step()
+        assert manager.step == 1
+        with manager.one_step():
+            with pytest.raises(swapper.StateError, match=r"one_step inside manager.one_step"), manager.one_step():
+                pass
+            for optimizer in (*training.optimizers, *training.optimizers):
+                optimizer.step()
+            with pytest.raises(swapper.StateError, match=r"snapshot in the middle of .* until manager.one_step ends"):
+                manager.snapshot(tmp_path / "middle.pt")
+        assert manager.step == 2
+        manager.snapshot(tmp_path / "whole.pt").wait()
+
+
+def test_one_optimizer_may_take_several_steps_as_one(tmp_path: Path) -> None:
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    expected = AdamW(plain.parameters(), lr=1e-3)
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        model, optimizer = manager.offload(model, AdamW(model.parameters(), lr=1e-3), params="nvme")
+        for _ in range(2):
+            with manager.one_step():
+                for _ in range(2):
+                    assert torch.equal(fixed_step(model, optimizer), fixed_step(plain, expected))
+        assert manager.step == 2
+
+
+def test_a_failed_one_step_is_continued(tmp_path: Path) -> None:
+    with swapped(tmp_path, "gan", "step") as (training, manager):
+        generator, discriminator = training.optimizers
+        with pytest.raises(ZeroDivisionError), manager.one_step():
+            discriminator.step()
+            raise ZeroDivisionError
+        assert manager.step == 0
+        with manager.one_step():
+            generator.step()
+        assert manager.step == 1
+        with manager.one_step():
+            pass
+        assert manager.step == 1
+
+
+@pytest.mark.parametrize("update", ["step", "deferred"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_step_that_fails_is_undone_and_taken_again(several: MakeTwins, failing: int, update: str) -> None:
+    """Its own part only: what the other optimizer has done in the training step stays."""
+    pair = several(Net(), by_turns(lambda parameters, number: Failing(parameters, lr=1e-3)), update=update)
+    pair.train(train_step, steps=2)
+    pair.both(lambda model, optimizers: model(TOKENS).square().mean().backward())
+    for number, (ours, theirs) in enumerate(zip(pair.optimizer, pair.plain_optimizer, strict=True)):
+        theirs.step()
+        if number == failing:
+            Failing.calls_left = 2
+            with pytest.raises(ZeroDivisionError):
+                ours.step()
+                pair.swapped(TOKENS)  # updates that are deferred
+            Failing.calls_left = None
+            if update == "deferred":
+                continue  # the next forward repeats what is left
+        ours.step()
+    pair.both(lambda model, optimizers: optimizers.zero_grad())
+    pair.train(train_step, steps=1)
+    pair.finish()
+
+
+class Failing(AdamW):
+    """Fails in a later call of a step, if told to."""
+
+    calls_left: int | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.calls_left is not None:
+            Failing.calls_left -= 1
+            if Failing.calls_left < 0:
+                raise ZeroDivisionError
+        return super().step(closure)
+
+
+def test_the_second_step_of_an_optimizer_in_a_training_step_cannot_be_undone(tmp_path: Path) -> None:
+    model = Net()
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        optimizers = by_turns(lambda parameters, number: Failing(parameters, lr=1e-3))(model.parameters())
+        _, (one, other) = manager.offload(model, list(optimizers), params="nvme", optimizer_state="nvme")
+        model(TOKENS).square().mean().backward()
+        with pytest.raises(ZeroDivisionError), manager.one_step():
+            one.step()
+            other.step()
+            Failing.calls_left = 2
+            try:
+                one.step()
+            finally:
+                Failing.calls_left = None
+        with pytest.raises(swapper.StateError, match="failed half-way"):
+            other.step()
+
+
+# --- what is given ----------------------------------------------------------------------------------------------------
+
+
+class Container:
+    """Holds optimizers, as torchtitan's OptimizersContainer."""
+
+    def __init__(self, optimizers: list[Any]) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_a_container_is_given_back_with_its_members_replaced(tmp_path: Path) -> None:
+    model = Net()
+    container = Container(list(by_turns(adamw_and_sgd)(model.parameters())))
+    originals = list(container.optimizers)
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        with pytest.raises(swapper.UnsupportedError):
+            manager.offload(model, container, update="backward")
+        assert container.optimizers == originals
+        _, given_back = manager.offload(model, container)
+        assert given_back is container
+        assert all(isinstance(member, swapper.PagedOptimizer) for member in container.optimizers)
+        model(TOKENS).square().mean().backward()
+        container.step()
+        assert manager.step == 1
+        with pytest.raises(swapper.StateError, match="was taken over by"):
+            originals[1].step()
+
+
+def test_a_plan_is_carried_out_and_names_the_optimizers_that_it_is_for(tmp_path: Path) -> None:
+    model = Net()
+    optimizers = list(by_turns(adamw_and_sgd)(model.parameters()))
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        plan = manager.plan(model, optimizers, params="nvme", optimizer_state="nvme")
+        with pytest.raises(swapper.StateError, match="the plan is for another optimizer"):
+            manager.offload(model, optimizers[:1], plan)
+        _, paged = manager.offload(model, optimizers, plan)
+        assert [type(one) for one in paged] == [swapper.PagedOptimizer] * 2
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    model = Net()
+    adamw, sgd = by_turns(adamw_and_sgd)(model.parameters())
+    shared = SGD([model.head.weight], lr=1e-2)
+    stranger = SGD([nn.Parameter(torch.zeros(3))], lr=1e-2)
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        for error, given, options, says in (
+            (swapper.ConfigError, [], {}, "no optimizer in its list"),
+            (swapper.ConfigError, [adamw, adamw], {}, "the same optimizer twice"),
+            (swapper.UnsupportedError, [adamw, 3], {}, "takes a torch.optim.Optimizer; int"),
+            (
+                swapper.UnsupportedError,
+                [adamw, sgd, shared],
+                {},
+                r"parameter head.weight is in .* and in group 0 of optimizers\[2\]",
+            ),
+            (
+                swapper.UnsupportedError,
+                [adamw, stranger],
+                {},
+                r"parameter 0 of group 0 of optimizers\[1\] \(SGD\) .* is not one of",
+            ),
+            (
+                swapper.UnsupportedError,
+                [adamw, sgd],
+                {"update": "backward"},
+                "update='backward' does not go with several",
+            ),
+        ):
+            with pytest.raises(error, match=says):
+                manager.offload(model, given, **options)
+        manager.offload(model, [adamw, sgd])
+
+
+def test_parameters_stay_with_their_optimizer(several: MakeTwins) -> None:
+    pair = several(Net(), by_turns(lambda parameters, number: AdamW(parameters, lr=1e-3)))
+    pair.train(train_step, steps=1)
+    one, other = (optimizer.param_groups[0]["params"] for optimizer in pair.optimizer)
+    moved = one.pop()
+    other.append(moved)
+    with pytest.raises(
+        swapper.StateError, match=r"is in group 0 of optimizers\[1\] \(AdamW\), and was in optimizers\[0\]"
+    ):
+        pair.optimizer[1].step()
+    one.append(other.pop())
+    pair.train(train_step, steps=1)
+    pair.finish()
+
+
+def test_parameters_are_trained_later_by_one_of_several(several: MakeTwins) -> None:
+    def freeze_and_split(parameters: Any) -> Any:
+        *given, _head = parameters
+        return by_turns(adamw_and_sgd)(given)
+
+    pair = several(Net(), freeze_and_split, budget=16 << 20)
+    pair.train(train_step, steps=2)
+    for model, optimizers in ((pair.plain, pair.plain_optimizer), (pair.swapped, pair.optimizer)):
+        optimizers[1].add_param_group({"params": [model.head.weight], "lr": 1e-3})
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_a_snapshot_has_a_state_dict_for_each(several: MakeTwins, tmp_path: Path, update: str) -> None:
+    pair = several(Net(), by_turns(adamw_and_sgd), update=update)
+    pair.train(train_step, steps=2)
+    assert pair.manager is not None
+    pair.manager.snapshot(tmp_path / "two.pt").wait()
+    found = torch.load(tmp_path / "two.pt", weights_only=True)
+    model = Net()
+    model.load_state_dict(found["model"])
+    optimizers = by_turns(adamw_and_sgd)(model.parameters())
+    for optimizer, state in zip(optimizers, found["optimizer"], strict=True):
+        optimizer.load_state_dict(state)
+    for _ in range(2):
+        assert torch.equal(fixed_step(model, optimizers), fixed_step(pair.plain, pair.plain_optimizer))
+    exported = tmp_path / "all.pt"
+    CliRunner().invoke(
+        app,
+        ["export", str(tmp_path / "two.pt"), str(exported), "--to", "torch", "--what", "all"],
+        catch_exceptions=False,
+    )
+    assert_same(torch.load(exported)["optimizer"], found["optimizer"])
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "two.pt")], catch_exceptions=False)
+    assert verified.exit_code == 0, verified.output
+
+
+def test_a_run_resumes_with_the_same_optimizers_only(tmp_path: Path) -> None:
+    def offload(*kinds: Any) -> None:
+        model = Net()
+        with swapper.SwapManager(tmp_path, host_memory="16MiB", resume="auto") as manager:
+            parameters = list(model.parameters())
+            optimizers = [kind(parameters[number :: len(kinds)], lr=1e-3) for number, kind in enumerate(kinds)]
+            _, paged = manager.offload(model, optimizers, params="nvme", optimizer_state="nvme")
+            train_step(model, Several(paged))
+
+    offload(AdamW, AdamW)
+    for kinds in ((AdamW,), (AdamW, torch.optim.Adam), (AdamW, AdamW, AdamW)):
+        with pytest.raises(swapper.CheckpointError, match=r"of another model or optimizer|param_groups"):
+            offload(*kinds)
+    offload(AdamW, AdamW)
