@@ -240,14 +240,15 @@ class StepLimit:
         }
 
 
-def step_bytes(parameters: int, *, parameters_on_nvme: bool, masters: bool) -> tuple[int, int]:
+def step_bytes(parameters: int, *, parameters_on_nvme: bool, masters: bool, muon: int = 0) -> tuple[int, int]:
     """Return the bytes that one AdamW step (reads, writes) with the optimizer state on NVMe.
 
-    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8. Parameters on NVMe are read in
+    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8; of the `muon` parameters that Muon
+    updates, with one momentum instead of two, 4 fewer. Parameters on NVMe are read in
     forward and in backward and written once: 2 bytes each with fp32 masters, else 4, and then read by the update too.
     """
-    state = 12 if masters else 8
+    state = (12 if masters else 8) * parameters - 4 * muon
     if not parameters_on_nvme:
-        return state * parameters, state * parameters
+        return state, state
     width, uses = (2, 2) if masters else (4, 3)
-    return (state + uses * width) * parameters, (state + width) * parameters
+    return state + uses * width * parameters, state + width * parameters

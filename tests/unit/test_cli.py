@@ -185,6 +185,7 @@ def test_the_limit_knows_a_drive_that_shares_one_speed_between_reads_and_writes(
 def test_a_step_moves_what_the_documented_formula_says():
     assert step_bytes(1, parameters_on_nvme=False, masters=True) == (12, 12)
     assert step_bytes(1, parameters_on_nvme=True, masters=True) == (16, 14)
+    assert step_bytes(2, parameters_on_nvme=True, masters=True, muon=1) == (28, 24)
     assert step_bytes(1, parameters_on_nvme=False, masters=False) == (8, 8)
     assert step_bytes(1, parameters_on_nvme=True, masters=False) == (20, 12)
 
