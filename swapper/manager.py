@@ -339,9 +339,10 @@ class SwapManager:
     ) -> SnapshotTicket:
         """Take a snapshot of the last step's state: a file that plain torch.load opens. Training may continue at once.
 
-        It has "model" and "optimizer" (torch's state dicts), "master" (fp32 masters by name, if any), "registered",
-        "extra", "rng" (if requested) and "swapper". Content on the drive is not copied if `path` is on the same
-        filesystem. The file appears in the background, when it is whole: the ticket's `wait` and `close` wait for it.
+        It has "model" and "optimizer" (torch's state dicts; of several optimizers a list of them), "master" (fp32
+        masters by name, if any), "registered", "extra", "rng" (if requested) and "swapper". Content on the drive is
+        not copied if `path` is on the same filesystem. The file appears in the background, when it is whole: the
+        ticket's `wait` and `close` wait for it.
 
         With ranks together each has its own file: the first `path`, and rank 1 of 2 "x.rank-1-of-2.pt" for "x.pt". A
         path that contains "rank-1", "rank_1" or "rank1" is used as it is. `ticket.path` has the name.
