@@ -18,6 +18,10 @@ decay, Rprop; fused AdamW, Adam and Adagrad. All others are updated whole there.
 [Note: shapes of state] The shape of a state tensor follows from the parameter's: each of its dimensions is one of the
 parameter's or a constant (Adafactor's factors). Two tensors with different sizes in all dimensions show which.
 
+[Note: large tensors] Low-bit optimizers (bitsandbytes, torchao) keep the state of parameters of 4,096 elements or more
+in another form than that of smaller ones. A tensor of twice as many takes one more step, and its state must have the
+form that the small ones showed.
+
 [Note: tried once] The behavior of torch's own classes follows from their settings, and from torch's default dtype
 (counters): one trial serves all instances. Other classes may depend on the instance, and each has trials of its own.
 """
@@ -47,6 +51,15 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((2, 3, 5, 7, 11), (3, 4, 7, 5, 2)),
 )
 """By number of dimensions, two shapes for the trial; no dimension of one is the same in the other."""
+LARGE_SHAPES: tuple[tuple[int, ...], ...] = (
+    (),
+    (8209,),
+    (131, 67),
+    (23, 19, 29),
+    (7, 11, 13, 9),
+    (5, 7, 6, 11, 4),
+)
+"""By number of dimensions, a shape of more than 8,192 elements. See [Note: large tensors]."""
 LR_NAMES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 TRIAL_LR = 1e-2
 """Replaces a learning rate of zero, as at the start of a warm-up, which would show nothing."""
@@ -57,7 +70,11 @@ CUT_NARROW_FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, Adagrad)
 PLAIN = (int, float, bool, str, type(None))
 
 _of_torch: dict[Any, StateForm] = {}
-"""See [Note: tried once]."""
+"""See [Note: large tensors] Low-bit optimizers (bitsandbytes, torchao) keep the state of parameters of 4,096 elements or more
+in another form than that of smaller ones. A tensor of twice as many takes one more step, and its state must have the
+form that the small ones showed.
+
+[Note: tried once]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +197,26 @@ class _Trial:
             )
         keys = tuple(self._key(name) for name in self._seen[0])
         always = frozenset(self._always or ())
+        self._check_large(keys)
         sets = self._changed_settings(together[1])
         may_cut = self._may_cut(keys, apart[0][0])
         return StateForm(keys, always, may_cut, starts_together=not self._may_start_late(), sets=sets)
+
+    def _check_large(self, keys: Sequence[StateKey]) -> None:
+        """Raise UnsupportedError unless a large tensor's state has the same form. See [Note: large tensors]."""
+        shape = LARGE_SHAPES[len(self._shapes[0])]
+        generator = torch.Generator().manual_seed(0x5AFE)
+        value, gradient = (_random(shape, self._dtype, generator) for _ in range(2))
+        work = Work(self._settings, value, gradient, self._initial(shape))
+        self._try(OptimizerProxy(copy_for_trial(self._optimizer)), [work])
+        forms = {key.name: (key.dtype, key.shape(shape)) for key in keys}
+        for name, kept in work.state.items():
+            self._check_kept(name, kept)
+            if isinstance(kept, torch.Tensor) and forms.get(name) != (kept.dtype, tuple(kept.shape)):
+                raise UnsupportedError(
+                    f"{self._kind} cannot be paged: for a parameter of {list(shape)} it keeps {name!r} as {kept.dtype} "
+                    f"{list(kept.shape)}, and in another form for a smaller one, as low-bit optimizers do, whose state is not paged"
+                )
 
     def _changed_settings(self, after: list[dict[str, Any]]) -> frozenset[str]:
         before = copy_for_trial(self._optimizer).param_groups
@@ -275,13 +309,17 @@ class _Trial:
     def _look_at(self, index: int, state: dict[str, Any]) -> None:
         self._always = set(state) if self._always is None else self._always & set(state)
         for name, value in state.items():
+            self._check_kept(name, value)
             if isinstance(value, torch.Tensor):
                 self._seen[index].setdefault(name, []).append(value)
-            elif not is_plain(value):
-                raise UnsupportedError(
-                    f"{self._kind} cannot be paged: it keeps {name!r} as a {type(value).__name__}; only dense tensors, "
-                    "numbers and strings can be kept in a file that plain torch.load reads"
-                )
+
+    def _check_kept(self, name: str, value: Any) -> None:
+        """Raise UnsupportedError for a value in the state that cannot lie in a section or in a commit."""
+        if type(value) is not torch.Tensor and not is_plain(value):
+            raise UnsupportedError(
+                f"{self._kind} cannot be paged: it keeps {name!r} as a {type(value).__name__}; only dense tensors of torch's own "
+                "class, numbers and strings can be kept in a file that plain torch.load reads"
+            )
 
     def _key(self, name: str) -> StateKey:
         one, other = self._seen[0][name], self._seen[1].get(name, [])
