@@ -153,7 +153,7 @@ def test_plain_training_goes_on_from_what_it_saved():
         first.step(*corpus.batch(number, 2, 16))
     saved = {
         "model": {name: value.clone() for name, value in first.model.state_dict().items()},
-        "optimizer": copy.deepcopy(first.optimizer.state_dict()),
+        "optimizer": copy.deepcopy(first.optimizers[0].state_dict()),
         "master": {name: value.detach().clone() for name, value in first._masters.items()},
     }
     second = PlainTraining(make_gpt(config, torch.bfloat16), 1e-3, masters=True, saved=saved)
