@@ -14,14 +14,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
-from typer.testing import CliRunner
 
 import swapper
 from e2e.models import Net, train_step
 from e2e.several import Several, SeveralTwins, by_turns, muon_and_adamw, needs_muon, several
 from e2e.several_run import swapped
 from e2e.twins import assert_same
-from swapper.cli import app
 
 __all__ = ["several"]
 
@@ -418,15 +416,14 @@ def test_a_snapshot_has_a_state_dict_for_each(several: MakeTwins, tmp_path: Path
         optimizer.load_state_dict(state)
     for _ in range(2):
         assert torch.equal(fixed_step(model, optimizers), fixed_step(pair.plain, pair.plain_optimizer))
-    exported = tmp_path / "all.pt"
-    CliRunner().invoke(
-        app,
-        ["export", str(tmp_path / "two.pt"), str(exported), "--to", "torch", "--what", "all"],
-        catch_exceptions=False,
-    )
-    assert_same(torch.load(exported)["optimizer"], torch.load(tmp_path / "two.pt")["optimizer"])
-    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "two.pt")], catch_exceptions=False)
-    assert verified.exit_code == 0, verified.output
+    if update == "step":
+        exported = tmp_path / "all.pt"
+        for arguments in (
+            ["export", tmp_path / "two.pt", exported, "--to", "torch", "--what", "all"],
+            ["verify", exported],
+        ):
+            subprocess.run([Path(sys.executable).with_name("swapper"), *arguments], check=True, timeout=300)
+        assert_same(torch.load(exported)["optimizer"], torch.load(tmp_path / "two.pt")["optimizer"])
 
 
 def test_a_run_resumes_with_the_same_optimizers_only(tmp_path: Path) -> None:
