@@ -3,6 +3,9 @@
     python examples/finetune.py --model path/to/model --text lines.txt --directory /nvme/run          # all parameters
     python examples/finetune.py --model path/to/model --text lines.txt --directory /nvme/run --lora 8  # adapters by peft
 
+With `torchrun --nproc-per-node 2` or `accelerate launch --cpu --num_processes 2` in place of `python`, two processes train one
+model on other samples each: accelerate puts DistributedDataParallel around it.
+
 `path/to/model` is a directory as `save_pretrained` or `huggingface-cli download` leaves it. It is read tensor by
 tensor; the model is never whole in memory. To resume a killed run from its last step, run the same command again. Needs
 transformers and accelerate, and peft for --lora.
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
 import swapper
@@ -45,11 +49,15 @@ class Progress(TrainerCallback):
         self._manager = manager
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        print(f"step {self._manager.step:3}  {self._manager.stats().brief}")
+        if PartialState().is_main_process:
+            print(f"step {self._manager.step:3}  {self._manager.stats().brief}")
 
 
 def main() -> None:
     options = parse_arguments()
+    ranks = PartialState(
+        cpu=True
+    )  # joins the other processes, if any; before the manager, so that all resume from one step
     model, values = for_training(AutoModelForCausalLM, options.model)
     if options.lora:
         from peft import LoraConfig
@@ -63,7 +71,7 @@ def main() -> None:
         placement = {"params": "nvme", "optimizer_state": "nvme"}  # so that each step is committed at no cost
         masters = torch.float32 if model.dtype in (torch.bfloat16, torch.float16) else None
         plan = manager.plan(model, optimizer, master_weights=masters, **placement)
-        print(plan)
+        ranks.on_main_process(print)(plan)
         model, optimizer = manager.offload(model, optimizer, plan, init=values)
         left = options.steps - manager.step
         if left > 0:
@@ -77,8 +85,10 @@ def main() -> None:
                 model=model, args=arguments, train_dataset=data, optimizers=(optimizer, schedule), callbacks=[Progress(manager)]
             )  # fmt: skip
             trainer.train()
-        model.save_pretrained(options.directory / "result")
-        print(f"written: {options.directory / 'result'}")
+        if ranks.is_main_process:
+            model.save_pretrained(options.directory / "result")
+            print(f"written: {options.directory / 'result'}")
+    ranks.destroy_process_group()
 
 
 if __name__ == "__main__":

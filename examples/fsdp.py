@@ -2,13 +2,15 @@
 
     torchrun --nproc-per-node 2 examples/fsdp.py --directory /nvme/run
 
-Run it again with `--resume`, also after a kill: it resumes from the newest step that all processes have committed. At the
-end they write one snapshot, in place of that of an earlier run: a directory that plain torch.distributed.checkpoint reads.
+Run it again with `--resume`, also after a kill: it resumes from the newest step that all processes have committed. So does
+`torchrun --max-restarts 3`, which starts all processes again when one dies. At the end they write one snapshot, in place of that
+of an earlier run: a directory that plain torch.distributed.checkpoint reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
@@ -47,7 +49,8 @@ def main() -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
-    resume = "auto" if options.resume else "discard"
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # of torchrun, after a process died
+    resume = "auto" if options.resume or is_restart else "discard"
     with swapper.SwapManager(options.directory, host_memory=options.budget, resume=resume) as manager:
         model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
         for number in range(manager.step, options.steps):

@@ -31,9 +31,10 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OwnHook:
-    """A hook that swapper puts into a module. Deep or pickled copies of the module do not have it: see `copy_without_hooks`.
+    """A hook that swapper puts into a module, or in place of its `_apply`.
 
-    A class with its own `__deepcopy__` or `__reduce__` may copy it: the copy does nothing.
+    Deep or pickled copies of the module do not have it: see `copy_without_hooks`. A class with its own `__deepcopy__` or
+    `__reduce__` may copy it: the copy does nothing.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -67,14 +68,16 @@ def _reduce(module: nn.Module) -> Any:
         for key, hook in table.items()
         if isinstance(getattr(hook, "hook", hook), OwnHook)  # torch wraps those of load_state_dict
     }
+    replaced = {name for name, value in state.items() if isinstance(value, OwnHook)}
     # torch numbers hooks across all of a module's tables, and notes by that number how some are called.
     plain = {
         name: type(table)((key, hook) for key, hook in table.items() if key not in own)
         if isinstance(table, dict) and "_hooks" in name
         else table
         for name, table in state.items()
+        if name not in replaced
     }
-    return (*reduced[:2], plain, *reduced[3:]) if own else reduced
+    return (*reduced[:2], plain, *reduced[3:]) if own or replaced else reduced
 
 
 @contextmanager

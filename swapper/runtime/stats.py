@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from swapper.runtime.counters import FAMILIES, Counters
 from swapper.runtime.sizes import format_bytes
@@ -173,12 +172,6 @@ def _cells(phase: PhaseStats) -> tuple[str, ...]:
     return (*(f"{value:.3f} s" for value in times), *(format_bytes(sum(nbytes.values())) for nbytes in moved))
 
 
-class DriveSpeed(Protocol):
-    """The speed of a drive, as `swapper tune` measured it."""
-
-    def seconds_for(self, read_bytes: int, written_bytes: int) -> float: ...
-
-
 class StepClock:
     """Divides the run's time into steps and phases, and what `counters` count in it. `clock` gives monotonic seconds."""
 
@@ -188,9 +181,13 @@ class StepClock:
         self.last: StepStats | None = None
         self.start(None)
 
-    def start(self, tuning: DriveSpeed | None) -> None:
-        """Begin the run, in the phase "between"."""
-        self._tuning = tuning
+    def start(self, drive_seconds: Callable[[int, int], float] | None) -> None:
+        """Begin the run, in the phase "between".
+
+        Args:
+            drive_seconds: the least time, in seconds, in which the drive reads and writes that many bytes; None: not known.
+        """
+        self._drive_seconds = drive_seconds
         self._phase, self._before = "between", self._tally()
         self._begin_step()
 
@@ -250,8 +247,8 @@ class StepClock:
         phases = {phase: _phase_stats(spent) for phase, spent in self._spent.items()}
         total = PhaseStats.sum(phases.values())
         drive_s = None
-        if self._tuning is not None:
-            drive_s = self._tuning.seconds_for(sum(total.read_bytes.values()), sum(total.written_bytes.values()))
+        if self._drive_seconds is not None:
+            drive_s = self._drive_seconds(sum(total.read_bytes.values()), sum(total.written_bytes.values()))
         used, missed, awaited = (after - before for after, before in zip(self._page_counts(), self._pages, strict=True))
         return StepStats(step, phases, used, missed, awaited, drive_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,34 @@ def test_a_model_is_fine_tuned_and_resumed(model: Path, tmp_path: Path, adapters
     resumed = run("finetune.py", *command, "--steps", 3)
     assert "step   3 " in resumed and "step   2 " not in resumed
     assert list((tmp_path / "run" / "result").glob("*.safetensors"))
+
+
+def test_two_processes_fine_tune_one_model(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    text = tmp_path / "lines.txt"
+    text.write_text("the quick brown fox\nthe fox\n" * 4)
+    command = (
+        EXAMPLES / "finetune.py",
+        "--model",
+        model,
+        "--text",
+        text,
+        "--directory",
+        tmp_path / "run",
+        "--budget",
+        "64MiB",
+    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    # without --cpu, with which accelerate starts one process
+    accelerate = (
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+        *("--mixed_precision=no", "--dynamo_backend=no", "--rdzv_backend=c10d", "--main_process_port=0"),
+    )
+    for launcher, steps in ((torchrun, 2), (accelerate, 3)):
+        done = run_python(*launcher, *command, "--steps", steps, ACCELERATE_USE_CPU="true")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.findall(r"^step +(\d+) ", done.stdout, re.MULTILINE) == (["1", "2"] if steps == 2 else ["3"])
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"rank-0-of-2", "rank-1-of-2", "result"}
 
 
 def test_a_sharded_model_is_trained_by_several_processes_and_resumed(tmp_path: Path) -> None:

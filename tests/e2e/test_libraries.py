@@ -3,6 +3,7 @@ and keep is what it is with plain torch."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import swapper
+from e2e import libraries_run
+from e2e.processes import run_python
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 NVME = {"params": "nvme", "optimizer_state": "nvme"}
@@ -162,3 +165,32 @@ def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp
         with pytest.raises(swapper.StateError, match=r"past the manager.*Trainer\(model, optimizers="):
             trainer.train()
         assert manager.step == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["torch", "accelerate", "trainer"])
+def test_two_ranks_go_the_way_of_plain_torch(tmp_path: Path, library: str) -> None:
+    cases = [name for name, of in libraries_run.LIBRARIES.items() if of == library]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    done = run_python(*torchrun, Path(libraries_run.__file__), tmp_path, *cases)
+    assert done.returncode == 0, done.stderr[-6000:]
+    said = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
+    assert said == {f"rank {rank}, {case}: same" for rank in range(2) for case in cases}
+
+
+def test_a_number_of_the_cpu_changes_nothing_and_copies_do_not_know_swapper(tmp_path: Path) -> None:
+    """As accelerate moves a model in a job of several CPU ranks: resident and cold parameters, and those of models in a list."""
+    models = [layers(), torch.nn.Linear(4, 4)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    expected = [value.clone() for model in models for value in model.state_dict().values()]
+    with swapper.SwapManager(tmp_path, "8MiB") as manager:
+        manager.offload(models, optimizer, **NVME)
+        for model in models:
+            assert model.to("cpu:0") is model
+            copy = deepcopy(model)
+            assert "_apply" not in vars(copy) and copy.to("cpu:0") is copy
+        with pytest.raises(swapper.ColdParameterError, match="apply them before"):
+            models[0].double()
+        found = [value.clone() for model in models for value in model.state_dict().values()]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert not any("_apply" in vars(model) for model in models)

@@ -21,6 +21,7 @@ from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.entries import StateEntries
 from swapper.train.optimizer.optimizer_probe import StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.parameters.preparation import refuse_averaging
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 
@@ -239,7 +240,4 @@ def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], opti
             "after the next forward: offload with update='step'"
         )
     if update == "backward" and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise UnsupportedError(
-            "DistributedDataParallel averages gradients over processes during backward, and update='backward' would use "
-            "them before that: offload with update='step' or update='deferred'"
-        )
+        refuse_averaging()
