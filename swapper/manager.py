@@ -32,11 +32,14 @@ from swapper.runtime.process import is_off
 from swapper.runtime.stats import StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.optimizer.accelerated import unwrapped, wrapped_as
+from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back
 from swapper.train.session.plan import Plan
 from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.session_factory import SessionFactory
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.user_state import UserState
+
+Optimizers = Optimizer | Sequence[Optimizer] | HoldsOptimizers | None
 
 
 class SwapManager:
@@ -125,7 +128,7 @@ class SwapManager:
     def offload(
         self,
         model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers = None,
         plan: Plan | None = None,
         *,
         params: str = "auto",
@@ -147,7 +150,9 @@ class SwapManager:
                 used together (a policy and a reward model, an averaged copy) in a dictionary by name or in a list share
                 the budget.
             optimizer: over parameters of `model`. Use the returned one instead from now on. None to train nothing.
-                accelerate's, after `accelerator.prepare`, stays the same object and steps the returned one.
+                accelerate's, after `accelerator.prepare`, stays the same object and steps the returned one. Or a list of
+                optimizers over different parameters, each with its own `step()`; or an object that holds such a list in its
+                attribute `optimizers`, in which they are replaced.
             plan: a result of `manager.plan` for these, which is carried out. It includes all options below but `init`,
                 so leave those out.
             params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget allows). `params` may be
@@ -182,7 +187,8 @@ class SwapManager:
                 are filled group by group, so that the model is never whole in memory. A resumed run does not use it.
 
         Returns:
-            `model`, the same object, and an optimizer that shares `optimizer.param_groups` (None for None).
+            `model`, the same object, and an optimizer that shares `optimizer.param_groups` (None for None). For a list, a
+            list of optimizers; for an object that holds them, the same object.
 
         Raises:
             ConfigError: an option is unknown, or options do not go together.
@@ -224,7 +230,7 @@ class SwapManager:
             paged = self._factory.open(make, init)
             if (path := asked_for(self._ranks.rank)) is not None:
                 self._recording.enter_context(self.trace(path))
-            return model, None if optimizer is None else wrapped_as(optimizer, paged)
+            return model, None if optimizer is None else wrapped_as(optimizer, give_back(inner, paged))
         except BaseException:
             self._factory.give_up()
             raise
@@ -232,7 +238,7 @@ class SwapManager:
     def plan(
         self,
         model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers = None,
         *,
         params: str = "auto",
         optimizer_state: str = "auto",
@@ -298,6 +304,19 @@ class SwapManager:
             self.current.check_to_write()
         with run.model.gathering.gather(run.model.paged(parameters), write):
             yield target
+
+    def one_step(self) -> AbstractContextManager[None]:
+        """Return a context whose optimizer steps are one training step: counted, committed and resumed from as one.
+
+        For a loop in which one of several optimizers steps more often than another (a GAN's), or one optimizer several
+        times. Without it a training step has one `step()` of each optimizer, in any order, and is over with the last. A
+        context that ends by an exception does not end the training step: the next one continues it.
+
+        Raises:
+            StateError: no model is offloaded; or within another such context.
+            UnsupportedError: with `update="backward"`.
+        """
+        return self.current.one_step()
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context for all backwards of a step but the last, as DDP's no_sync.
@@ -367,9 +386,10 @@ class SwapManager:
     ) -> SnapshotTicket:
         """Take a snapshot of the last step's state: a file that plain torch.load opens. Training may continue at once.
 
-        It has "model" and "optimizer" (torch's state dicts), "master" (fp32 masters by name, if any), "registered",
-        "extra", "rng" (if requested) and "swapper". Content on the drive is not copied if `path` is on the same
-        filesystem. The file appears in the background, when it is whole: the ticket's `wait` and `close` wait for it.
+        It has "model" and "optimizer" (torch's state dicts; of several optimizers a list of them), "master" (fp32
+        masters by name, if any), "registered", "extra", "rng" (if requested) and "swapper". Content on the drive is
+        not copied if `path` is on the same filesystem. The file appears in the background, when it is whole: the
+        ticket's `wait` and `close` wait for it.
 
         With ranks together each has its own file: the first `path`, and rank 1 of 2 "x.rank-1-of-2.pt" for "x.pt". A
         path that contains "rank-1", "rank_1" or "rank1" is used as it is. `ticket.path` has the name.
@@ -486,7 +506,7 @@ class SwapManager:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps taken."""
+        """Number of training steps taken: `optimizer.step()` of one optimizer, or of several. See `one_step`."""
         return self._counters.step
 
     def close(self) -> None:

@@ -243,20 +243,22 @@ class StepLimit:
 
 
 def step_bytes(
-    parameters: int, *, parameters_on_nvme: bool, masters: bool, state_codec: str = "exact"
+    parameters: int, *, parameters_on_nvme: bool, masters: bool, state_codec: str = "exact", muon: int = 0
 ) -> tuple[int, int]:
     """Return the bytes that one AdamW step (reads, writes) with the optimizer state on NVMe.
 
-    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8, and less with a codec. Parameters
-    on NVMe are read in forward and in backward and written once: 2 bytes each with fp32 masters, else 4. They are read
-    by the update too, unless it writes them from masters that are whole.
+    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8, and less with a codec; of the
+    `muon` parameters that Muon updates, with one fp32 momentum instead of two moments, 4 fewer. Parameters on NVMe are
+    read in forward and in backward and written once: 2 bytes each with fp32 masters, else 4. They are read by the update
+    too, unless it writes them from masters that are whole.
     """
     codecs = PRESETS[state_codec]
-    state = sum(_bytes_of(codecs.get(key)) for key in ("exp_avg", "exp_avg_sq", *(["master"] if masters else [])))
+    moments = sum(_bytes_of(codecs.get(key)) for key in ("exp_avg", "exp_avg_sq"))
+    state = (moments + (_bytes_of(codecs.get("master")) if masters else 0)) * parameters - (moments - 4) * muon
     if not parameters_on_nvme:
-        return int(state * parameters), int(state * parameters)
+        return int(state), int(state)
     width, uses = (2, 3 if "master" in codecs else 2) if masters else (4, 3)
-    return int((state + uses * width) * parameters), int((state + width) * parameters)
+    return int(state + uses * width * parameters), int(state + width * parameters)
 
 
 def _bytes_of(codec: str | None) -> float:

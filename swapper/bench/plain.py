@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,18 +26,41 @@ def make_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Optimiz
     return torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
 
 
+def make_optimizers(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float, kind: str
+) -> list[torch.optim.Optimizer]:
+    """Make one optimizer, if `kind` is "adamw", or with "muon" two: Muon for the matrices of the layers, AdamW for the rest."""
+    named = list(named_parameters)
+    matrices = [parameter for name, parameter in named if kind == "muon" and updated_by_muon(name, parameter)]
+    others = [parameter for name, parameter in named if kind != "muon" or not updated_by_muon(name, parameter)]
+    muon: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=learning_rate)] if matrices else []
+    return [*muon, make_optimizer(others, learning_rate)]
+
+
+def updated_by_muon(name: str, parameter: nn.Parameter) -> bool:
+    """Return True for a matrix of a layer: not for embeddings and the head, by Muon's own advice."""
+    return name.startswith("layers.") and parameter.dim() == 2
+
+
 class PlainTraining:
-    """One model and its optimizer.
+    """One model and its optimizers.
 
     Args:
         model: in its compute dtype.
         learning_rate: for AdamW.
         masters: keep fp32 copies of the parameters for the optimizer.
+        optimizers: see `make_optimizers`.
         saved: a snapshot to continue from, as loaded by torch.load: "model", "optimizer" and, with masters, "master".
     """
 
     def __init__(
-        self, model: nn.Module, learning_rate: float, *, masters: bool, saved: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        learning_rate: float,
+        *,
+        masters: bool,
+        saved: Mapping[str, Any] | None = None,
+        optimizers: str = "adamw",
     ) -> None:
         self.model = model
         if saved is not None:
@@ -47,10 +70,12 @@ class PlainTraining:
             for name, parameter in model.named_parameters():
                 value = saved["master"][name] if saved is not None else parameter.detach()
                 self._masters[name] = nn.Parameter(value.to(torch.float32, copy=True))
-        updated = self._masters.values() if masters else model.parameters()
-        self.optimizer = make_optimizer(updated, learning_rate)
+        updated = self._masters.items() if masters else model.named_parameters()
+        self.optimizers = make_optimizers(updated, learning_rate, optimizers)
         if saved is not None:
-            self.optimizer.load_state_dict(saved["optimizer"])
+            states = saved["optimizer"] if isinstance(saved["optimizer"], list) else [saved["optimizer"]]
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor, micro_batches: int = 1) -> float:
         """Run forward and backward of each micro-batch, and one update. Returns the loss, from before the update."""
@@ -62,11 +87,13 @@ class PlainTraining:
         for name, master in self._masters.items():
             gradient = self.model.get_parameter(name).grad
             master.grad = None if gradient is None else gradient.float()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         with torch.no_grad():
             for name, master in self._masters.items():
                 self.model.get_parameter(name).copy_(master)
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         self.model.zero_grad()
         return total
 

@@ -33,7 +33,7 @@ from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.conditions import Conditions, Membership
 from swapper.train.optimizer.optim import OtherOptimizers, packed_groups
-from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
+from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.accumulation_pass import AccumulationOrder
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
@@ -80,7 +80,7 @@ class OffloadedModel:
         current: SessionSlot,
         on_device: TrainingDevice | None,
     ) -> None:
-        inventory, model, optimizer = plan.inventory, plan.request.model, plan.request.optimizer
+        inventory, model, optimizers = plan.inventory, plan.request.model, plan.request.optimizers
         session_guard = SessionGuard(
             current.check, current.check_to_write, current.turns, plan.request.manager.operates
         )
@@ -94,13 +94,13 @@ class OffloadedModel:
         self._inventory = inventory
         self._pager = pager
         self._session_guard = session_guard
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._sections = sections
         self._grad_sections = grad_sections
         self._places = find_places([*sections, *grad_sections])
         self._trainables = find_trainables(inventory, self._places)
         self._names = inventory.names
-        self._membership = Membership(optimizer, self._trainables, self._names)
+        self._membership = Membership(optimizers, self._trainables, self._names, inventory.homes)
         state_sections = [section for section in sections if section.plan.family == "state"]
         self.optimizer_state = OptimizerState(
             self._membership, inventory, self._trainables, self._places, state_sections, pager, session_guard, self.finish_update,
@@ -117,8 +117,8 @@ class OffloadedModel:
         )  # fmt: skip
         self._gradients: Gradients | None = None
         self._passes: PassLifecycle | None = None
-        self._other_optimizers = OtherOptimizers(plan.request.given_optimizer, self._names_of_given())
-        self._rollback = StepRollback(optimizer, self.optimizer_state, sections, self.groups, current.undo_update)
+        self._other_optimizers = OtherOptimizers(plan.request.given_optimizers, self._names_of_given())
+        self._rollback = StepRollback(optimizers, self.optimizer_state, sections, current.undo_update)
         self._begin_step = current.begin_step
         self._lose_ranks = current.lose_ranks
         self.updates = self._make_updates(session_guard)
@@ -126,7 +126,7 @@ class OffloadedModel:
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
         entries, kept_state = self.optimizer_state.entries, self.optimizer_state.kept
         parts = (
-            self._trainables, OptimizerProxy(self._optimizer), entries, self._pager, page_bytes, counters,
+            self._trainables, OptimizerProxies(self._optimizers), entries, self._pager, page_bytes, counters,
             lambda parameter, gradient, begin, end: self.gradients.part(parameter, gradient, begin, end), self._make_ready,
         )  # fmt: skip
         if self._on_device is None or kept_state is None:
@@ -161,7 +161,7 @@ class OffloadedModel:
             for name, parameter in group.parameters:
                 if content is not None and name in self.optimizer_state.entries:
                     self.optimizer_state.begin(name, content.state(name))
-                self._optimizer.state.pop(parameter, None)
+                self._optimizers.drop_state(parameter)
             parameters = self._make_group(group)
             self.groups.append(parameters)
             parameters.adopt(content)
@@ -284,18 +284,18 @@ class OffloadedModel:
         return [of[id(parameter)].local if id(parameter) in of else parameter for parameter in parameters]
 
     def restore_groups(self, settings: list[dict[str, Any]], members: Sequence[Sequence[str]] | None) -> None:
-        """Restore the optimizer's groups from a commit: settings and, if the run has edited them, members by name."""
+        """Restore the optimizers' groups from a commit: settings and, if the run has edited them, members by name."""
         self._rollback.restore_settings(settings)
         if members is not None:
             parameters = {name: p for group in self._inventory.groups for name, p in group.parameters}
-            for group, names in zip(self._optimizer.param_groups, members, strict=True):
+            for group, names in zip(self._optimizers.param_groups, members, strict=True):
                 group["params"] = [parameters[name] for name in names]
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     @property
     def has_more_to_train(self) -> bool:
-        """True if a parameter in the optimizer's groups has a gradient but no space for state: it was frozen."""
+        """True if a parameter in the optimizers' groups has a gradient but no space for state: it was frozen."""
         return any(parameter.grad is not None for parameter in self._membership.untrained)
 
     def follow_groups(self) -> None:
@@ -307,22 +307,28 @@ class OffloadedModel:
         if self._shard_hooks is not None:
             self._shard_hooks.follow_gradients()
         if not self.updates.has_begun_early:
+            if self.updates.is_open and self._membership.is_outdated:
+                self.finish_update(in_order=True)  # another optimizer's step, of the groups before
             self._membership.follow()
 
-    def check_step(self) -> None:
-        """Raise StateError if a step cannot be taken exactly as plain torch would. See Conditions and Gradients.check."""
-        self.gradients.check((places.name, parameter) for parameter, places in self._trained())
-        if not self.updates.has_begun_early:
-            self._conditions.check_step()
+    def check_step(self, member: int) -> None:
+        """Raise StateError if an optimizer's step cannot be taken exactly as plain torch would.
 
-    def update(self) -> None:
-        """Apply the optimizer to every parameter that has a gradient, or fix these updates if they are deferred."""
+        See Conditions and Gradients.check.
+        """
+        names = self.names_of([member])
+        self.gradients.check((places.name, p) for p, places in self._trained() if places.name in names)
+        if not self.updates.has_begun_early:
+            self._conditions.check_step(self._optimizers.ranges[member])
+
+    def update(self, member: int) -> None:
+        """Apply an optimizer to all of its parameters that have a gradient, or fix these updates if they are deferred."""
         if not self.updates.has_begun_early:
             self._note_before()
         else:
             self._rollback.note_settings()
         self.gradients.paged.before_step()
-        self.updates.take_step()
+        self.updates.take_step(member)
         if self._on_device is not None:
             self._on_device.after_update()
 
@@ -397,17 +403,37 @@ class OffloadedModel:
         self.updates.forget()
         self._sweep.abandon()
 
-    def _undo_update(self, groups: Collection[int], error: BaseException) -> bool:
+    def _undo_update(self, updates: Collection[GroupUpdate], error: BaseException) -> bool:
         """See at_step.Undo."""
         self.passes.forget_leases()
-        return not groups or self._rollback.undo_groups(groups, error, self.updates.ahead)
+        names = {name for update in updates for name in update.names}
+        return not names or self._rollback.undo_updates(names, error, self.updates.ahead)
+
+    def names_of(self, members: Collection[int]) -> set[str]:
+        """Return the names of the trained parameters in the groups of these optimizers."""
+        numbers = {number for member in members for number in self._optimizers.ranges[member]}
+        return {
+            places.name
+            for trainable in self._trainables
+            for places, at in zip(trainable.places, trainable.settings, strict=True)
+            if at in numbers
+        }
+
+    def sections_of(self, member: int) -> list[Section]:
+        """Return the sections that an optimizer's step changes."""
+        return self._rollback.sections_of(self.names_of([member]))
+
+    def members_of(self, sections: Iterable[Section]) -> set[int]:
+        """Return the optimizers of the parameters in these sections."""
+        owners = {slot.spec.owner for section in sections for slot in section.plan.slots}
+        return {member for member in range(len(self._optimizers.members)) if owners & self.names_of([member])}
 
     # --- closing ------------------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state in the form of a checkpoint. Its tensors alias the sections, whose data may be cold."""
         if isinstance(self.model, Shards):
-            return checkpoint_of(self.model, self._optimizer, self.optimizer_state.at_its_place())
+            return checkpoint_of(self.model, self._optimizers.members[0], self.optimizer_state.at_its_place())
         placed = None if self._on_device is None else self._placed
         content: dict[str, Any] = {"model": state_dict_of(self.model, placed)}
         masters = {
@@ -415,10 +441,14 @@ class OffloadedModel:
             for _, places in self._trained()
             if places.has_master
         }
-        content["optimizer"] = {
-            "state": self.optimizer_state.at_its_place(),
-            "param_groups": packed_groups(self._optimizer.param_groups),
-        }
+        packed = [
+            {
+                "state": self.optimizer_state.at_its_place(self._optimizers.numbers(number)),
+                "param_groups": packed_groups(member.param_groups),
+            }
+            for number, member in enumerate(self._optimizers.members)
+        ]
+        content["optimizer"] = packed if len(packed) > 1 else packed[0]
         if masters:
             content["master"] = masters
         return content

@@ -177,6 +177,12 @@ def test_what_an_optimizer_counts_outside_of_its_state_advances_once_a_step(twin
         (third_party.Noisy, "or on chance"),
         (third_party.Wrapper, "'inner' is an optimizer of its own"),
         (third_party.Remembering, "'flat' holds parameters"),
+        (
+            third_party.LowBit,
+            r"for a parameter of \[131, 67\] it keeps 'momentum' as torch.int8.*in another form for a smaller",
+        ),
+        (third_party.LowBitTensors, "it keeps 'momentum' as a Quantized"),
+        (third_party.ListOfTensors, "it keeps 'factors' as a list"),
         (third_party.GlobalState, "as in swapper's sweep, failed with KeyError"),
         (third_party.NeedsClosure, "failed with TypeError.*closure"),
         (partial(AdamW, capturable=True), "build it with capturable=False"),

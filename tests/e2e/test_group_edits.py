@@ -199,7 +199,7 @@ def test_what_joins_a_group_by_an_edit_is_trained(twins: MakeTwins, update: str)
 
 def stranger(model: nn.Module, groups: list[Any]) -> str:
     groups[0]["params"].append(nn.Parameter(torch.zeros(3)))
-    return r"parameter 4 of the optimizer's group 0 \(shape \[3\]\) is not one of the offloaded model's"
+    return r"parameter 4 of group 0 of the optimizer \(shape \[3\]\) is not one of the offloaded model's"
 
 
 def twice(model: nn.Module, groups: list[Any]) -> str:

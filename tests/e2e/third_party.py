@@ -152,6 +152,49 @@ class GlobalState(Optimizer):
                 p.sub_(p.grad, alpha=group["lr"])
 
 
+class LowBit(Optimizer):
+    """Keeps the momentum of tensors of 4,096 elements and more in 8 bits, as bitsandbytes does."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                coded = p.numel() >= 4096
+                momentum = (state["momentum"].float() / 127 if coded else state["momentum"]) if state else p.grad
+                momentum = momentum.lerp(p.grad, 0.1)
+                state["momentum"] = momentum.clamp(-1, 1).mul(127).round().to(torch.int8) if coded else momentum
+                p.sub_(momentum, alpha=group["lr"])
+
+
+class Quantized(torch.Tensor):
+    """A tensor of another class, as torchao's."""
+
+
+class LowBitTensors(LowBit):
+    """Keeps the momentum of such tensors in a class of its own, as torchao does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for state in self.state.values():
+            if state["momentum"].numel() >= 4096:
+                state["momentum"] = state["momentum"].float().as_subclass(Quantized)
+
+
+class ListOfTensors(Lion):
+    """Keeps tensors in a list, as SOAP and Shampoo do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for p, state in self.state.items():
+            state["factors"] = [torch.eye(size) for size in p.shape]
+
+
 class NeedsClosure(Lion):
     """Evaluates the loss twice in a step, as SAM does."""
 

@@ -32,6 +32,7 @@ def measured(moved_bytes: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the figures of the swapped process and of the one in memory, where a step moves these bytes each way."""
     swapped = {
         "parameters": MB,
+        "muon_parameters": 0,
         "budget_bytes": 100 * MB,
         "losses": [[2.0], [1.0]],
         "step_s": 0.2,

@@ -184,7 +184,7 @@ def test_plain_training_goes_on_from_what_it_saved():
         first.step(*corpus.batch(number, 2, 16))
     saved = {
         "model": {name: value.clone() for name, value in first.model.state_dict().items()},
-        "optimizer": copy.deepcopy(first.optimizer.state_dict()),
+        "optimizer": copy.deepcopy(first.optimizers[0].state_dict()),
         "master": {name: value.detach().clone() for name, value in first._masters.items()},
     }
     second = PlainTraining(make_gpt(config, torch.bfloat16), 1e-3, masters=True, saved=saved)
@@ -216,6 +216,7 @@ def test_the_limit_knows_a_drive_that_shares_one_speed_between_reads_and_writes(
 def test_a_step_moves_what_the_documented_formula_says():
     assert step_bytes(1, parameters_on_nvme=False, masters=True) == (12, 12)
     assert step_bytes(1, parameters_on_nvme=True, masters=True) == (16, 14)
+    assert step_bytes(2, parameters_on_nvme=True, masters=True, muon=1) == (28, 24)
     assert step_bytes(1, parameters_on_nvme=False, masters=False) == (8, 8)
     assert step_bytes(1, parameters_on_nvme=True, masters=False) == (20, 12)
     assert step_bytes(1000, parameters_on_nvme=False, masters=True, state_codec="split") == (10125, 10125)

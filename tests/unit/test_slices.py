@@ -16,6 +16,7 @@ from swapper.paging.section import Section
 from swapper.train.layout.inventory import find_places, find_trainables, make_sections, take_inventory
 from swapper.train.layout.slices import CUT_ELEMENTS, ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
 from swapper.train.layout.train_placement import StepKind, frames_needed
+from swapper.train.optimizer.optimizer_set import OptimizerSet
 
 GROUP = 5
 
@@ -202,7 +203,7 @@ def test_a_step_in_which_parameters_have_no_gradient_fits_into_the_frames_too(la
     """The sweep has two neighbouring slices leased at one time, whichever parameters are left out."""
     page_bytes = page_sectors * 16 * SECTOR_BYTES
     model = Stack(layers)
-    inventory = take_inventory(model, torch.optim.AdamW(model.parameters()), None)
+    inventory = take_inventory(model, OptimizerSet([torch.optim.AdamW(model.parameters())]), None)
     sections = make_sections(inventory.plans, [0] * len(inventory.plans), lambda plan: False, page_bytes)
     frames = frames_needed(inventory, lambda plan: False, page_bytes, StepKind())
     before: set[int] = set()

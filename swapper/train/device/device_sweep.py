@@ -176,9 +176,9 @@ class DeviceSweep(Sweep):
             self.on_device.bring_up(storage, [copied for p in parts if p.copied_up for copied in self._pieces(p)])
             run = list(self._runs(update, part, parts, storage))
             if self.on_device.kernel is None:
-                self._proxy.update([one.work for one in run])
+                self._proxies.update([one.work for one in run])
             else:
-                self.on_device.kernel.update(run, self._proxy.settings)
+                self.on_device.kernel.update(run, self._proxies.settings)
             for one in run:
                 self._store(one)
             found = [copied for p in parts if p.copied_down for copied in self._pieces(p)]
@@ -227,7 +227,7 @@ class DeviceSweep(Sweep):
                 gradient = gradient.to(target.dtype)
             state = self._state(places, piece.begin, piece.end, homes)
             settings = trainable.settings[piece.parameter]
-            there = self._proxy.counts_on_device(settings)
+            there = self._proxies.counts_on_device(settings)
             state = {
                 key: value.to(target.device) if isinstance(value, torch.Tensor) and (there or value.dim()) else value
                 for key, value in state.items()

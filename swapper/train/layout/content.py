@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from swapper import _C
 from swapper.errors import CheckpointError, InvariantError
@@ -29,6 +28,7 @@ from swapper.runtime.interrupts import close_all
 from swapper.train.layout.inventory import find_places
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.layout.state_codecs import MASTER
+from swapper.train.optimizer.optimizer_set import OptimizerSet
 
 STAGING_BYTES = 4 << 20  # a choice
 
@@ -53,15 +53,15 @@ class SectionSource(Protocol):
 
 
 class GivenSource:
-    """Takes content from the user's model and optimizer."""
+    """Takes content from the user's model and optimizers."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizers: OptimizerSet) -> None:
+        self._optimizers = optimizers
         self._values: dict[str, torch.Tensor] = {}
         self._states: dict[str, Mapping[str, Any]] = {}
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self._states = {name: dict(self._optimizer.state.get(parameter, {})) for name, parameter in parameters}
+        self._states = {name: dict(self._optimizers.state_of(parameter)) for name, parameter in parameters}
         self._values = {name: parameter.data.contiguous() for name, parameter in parameters if not parameter.is_meta}
 
     def state(self, name: str) -> Mapping[str, Any]:
@@ -81,15 +81,17 @@ class GivenSource:
 
 
 class CarriedSource:
-    """Takes content from the files of an earlier layout, and the rest from the optimizer.
+    """Takes content from the files of an earlier layout, and the rest from the optimizers.
 
     Args:
         sections: of parameters and optimizer state; only their locations in files are used.
         files: of that layout, by number: the parts of each, by drive.
     """
 
-    def __init__(self, optimizer: Optimizer, sections: Sequence[Section], files: Mapping[int, Sequence[Path]]) -> None:
-        self._given = GivenSource(optimizer)
+    def __init__(
+        self, optimizers: OptimizerSet, sections: Sequence[Section], files: Mapping[int, Sequence[Path]]
+    ) -> None:
+        self._given = GivenSource(optimizers)
         self._places = find_places(sections)
         self._paths = files
         self._files: dict[Path, _C.File] = {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from swapper.codecs import StateCodec
 from swapper.errors import ConfigError, StateError, UnsupportedError
@@ -23,6 +22,7 @@ from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
 from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_dtypes, check_supported, is_plain
+from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
@@ -37,7 +37,9 @@ class Inventory:
     Attributes:
         plans: sections of parameters and optimizer state, in the order of the container.
         grad_plans: sections of gradients.
-        settings: for the id of each parameter in the optimizer, the index of its group in `param_groups`.
+        settings: for the id of each parameter in an optimizer, the number of its group in the OptimizerSet.
+        ranges: the numbers of each optimizer's groups.
+        homes: for the name of each parameter in an optimizer, the optimizer's number.
         forms: for the name of each trained parameter, the form of its state.
         discovery: finds the forms of the optimizer's state.
         master_dtype: dtype of master weights, or None.
@@ -51,6 +53,8 @@ class Inventory:
     plans: list[SectionPlan]
     grad_plans: list[SectionPlan]
     settings: dict[int, int]
+    ranges: list[range]
+    homes: dict[str, int]
     forms: dict[str, StateForm]
     discovery: OptimizerProbe
     master_dtype: torch.dtype | None
@@ -89,7 +93,7 @@ class Inventory:
 
 def take_inventory(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizers: OptimizerSet,
     master_weights: torch.dtype | None,
     may_be_meta: bool = False,
     before: Inventory | None = None,
@@ -100,7 +104,7 @@ def take_inventory(
     """List everything to be placed.
 
     Args:
-        model, optimizer: the user's.
+        model, optimizers: the user's.
         master_weights: torch.float32, or None.
         may_be_meta: parameters may be on the meta device: their values come later.
         before: the present inventory, if the model is offloaded already and more is to be trained: everything trained
@@ -120,9 +124,10 @@ def take_inventory(
         raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
     if before is None:
         _check_model(model, may_be_meta, device, frozen is not None)
-    check_supported(optimizer)
-    settings = _settings(model, optimizer)
-    discovery = OptimizerProbe(optimizer) if before is None else before.discovery
+    for member in optimizers.members:
+        check_supported(member)
+    settings = _settings(model, optimizers)
+    discovery = OptimizerProbe(optimizers) if before is None else before.discovery
     forms: dict[str, StateForm] = {}
     groups, units = partition(model)
     padded = model.padded_numel if isinstance(model, Shards) else {}
@@ -130,6 +135,8 @@ def take_inventory(
     if before is not None:
         _check_same_parameters(groups, before.groups)
     with_gradient = _with_gradient(groups, settings, before)
+    ranges = optimizers.ranges
+    homes = _homes(groups, settings, ranges, before)
     external = {} if frozen is None else _find_external(frozen, model, groups, with_gradient, before is not None)
     chosen = state_codecs or StateCodecs({})
     codecs: dict[str, dict[str, StateCodec]] = {}
@@ -138,7 +145,7 @@ def take_inventory(
     state_plans: list[SectionPlan] = []
     grad_plans: list[SectionPlan] = []
     for group in groups:
-        state: list[TensorSpec] = []
+        state: dict[int, list[TensorSpec]] = {}  # by optimizer
         for name, parameter in group.parameters:
             index = settings.get(id(parameter))
             known = None if before is None else before.forms.get(name)
@@ -150,23 +157,36 @@ def take_inventory(
                 dtypes.setdefault(index, set()).add(updated)
             else:
                 continue
-            _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
+            _check_state(name, parameter, optimizers.state_of(parameter), forms[name], updated)
             shape = shapes.get(id(parameter), parameter.shape)
             codecs[name] = chosen.of(name, parameter, updated, forms[name], shape)
-            state += _state_specs(name, parameter, updated, forms[name], codecs[name])
-        for parameters in _by_training(group.parameters, with_gradient):
+            part = state.setdefault(homes.get(name, 0), [])
+            part += _state_specs(name, parameter, updated, forms[name], codecs[name])
+        for parameters in _apart(group.parameters, with_gradient, homes):
             specs = [_spec(n, "param", p, padded.get(id(p), 0)) for n, p in parameters]
             param_plans += plan_group(group.index, "param", [spec for spec in specs if spec.owner not in external])
             if frozen is not None:
                 param_plans += frozen.plan(group.index, [(s, external[s.owner]) for s in specs if s.owner in external])
-        state_plans += plan_group(group.index, "state", state)
-        trained = [_spec(n, "grad", p) for n, p in group.parameters if n in with_gradient]
-        grad_plans += plan_group(group.index, "grad", trained)
-    check_dtypes(optimizer, dtypes)
-    chosen.check_keys(forms.values(), type(optimizer).__name__)
+            trained = [_spec(n, "grad", p) for n, p in parameters if n in with_gradient]
+            grad_plans += plan_group(group.index, "grad", trained)
+        for part in state.values():
+            state_plans += plan_group(group.index, "state", part)
+    check_dtypes(optimizers, dtypes)
+    chosen.check_keys(forms.values(), optimizers.name)
     plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
     return Inventory(
-        groups, units, plans, grad_plans, settings, forms, discovery, master_weights, frozen=frozen, codecs=codecs
+        groups,
+        units,
+        plans,
+        grad_plans,
+        settings,
+        ranges,
+        homes,
+        forms,
+        discovery,
+        master_weights,
+        frozen=frozen,
+        codecs=codecs,
     )
 
 
@@ -207,12 +227,28 @@ def _check_same_parameters(groups: Sequence[Group], before: Sequence[Group]) -> 
         )
 
 
-def _by_training(
-    parameters: Sequence[tuple[str, nn.Parameter]], with_gradient: frozenset[str]
+def _apart(
+    parameters: Sequence[tuple[str, nn.Parameter]], with_gradient: frozenset[str], homes: dict[str, int]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Return trained and frozen ones, in order of first appearance: unchanging ones are separate."""
-    kinds = dict.fromkeys(name in with_gradient for name, _ in parameters)
-    return [[(name, p) for name, p in parameters if (name in with_gradient) == kind] for kind in kinds]
+    """Return parts that no step changes together, in order of first appearance: frozen ones, and those of each optimizer.
+
+    So content that never changes is separate, and a step of one optimizer touches no page of another's parameters.
+    """
+    kinds = {name: name in with_gradient and (homes.get(name, 0),) for name, _ in parameters}
+    return [[(name, p) for name, p in parameters if kinds[name] == kind] for kind in dict.fromkeys(kinds.values())]
+
+
+def _homes(
+    groups: Sequence[Group], settings: dict[int, int], ranges: Sequence[range], before: Inventory | None
+) -> dict[str, int]:
+    """Return the optimizer of each parameter that has or, in an earlier inventory, had one."""
+    found = {
+        name: next(member for member, numbers in enumerate(ranges) if settings[id(parameter)] in numbers)
+        for group in groups
+        for name, parameter in group.parameters
+        if id(parameter) in settings
+    }
+    return found if before is None else {**found, **before.homes}
 
 
 def find_places(sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:
@@ -334,7 +370,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _check_state(
-    name: str, parameter: nn.Parameter, state: dict[str, Any], form: StateForm, updated: torch.dtype
+    name: str, parameter: nn.Parameter, state: Mapping[str, Any], form: StateForm, updated: torch.dtype
 ) -> None:
     """Raise UnsupportedError unless the optimizer's existing state of a parameter has the form of the trial's."""
     known = {key.name: key for key in form.keys}
@@ -352,15 +388,20 @@ def _check_state(
             )
 
 
-def _settings(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
-    known = {id(parameter) for parameter in model.parameters()}
-    settings = {}
-    for index, group in enumerate(optimizer.param_groups):
+def _settings(model: nn.Module, optimizers: OptimizerSet) -> dict[int, int]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    settings: dict[int, int] = {}
+    for index, group in enumerate(optimizers.param_groups):
         for number, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
+            if id(parameter) not in names:
                 raise UnsupportedError(
-                    f"parameter {number} of the optimizer's group {index} (shape {list(parameter.shape)}) is not one of the "
+                    f"parameter {number} of {optimizers.describe(index)} (shape {list(parameter.shape)}) is not one of the "
                     "model's: build the optimizer from model.parameters(), or offload all models, offload([model, other], ...)"
+                )
+            if id(parameter) in settings:
+                raise UnsupportedError(
+                    f"parameter {names[id(parameter)]} is in {optimizers.describe(settings[id(parameter)])} and in "
+                    f"{optimizers.describe(index)}, and both would update it: give it to one of them"
                 )
             settings[id(parameter)] = index
     return settings

@@ -290,15 +290,24 @@ def expected_tasks(
         for places in reversed(updated[group].places if group in updated else ()):
             uses += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
         backward[group] = [Task("backward", group, uses)]
-    updates = {
-        group: [Task("step", group, [part.access], part.numel) for part in of.all_slices(page_bytes)]
-        for group, of in updated.items()
-    }
+    updates = {group: _updates_of(of, (True,) * len(of.places), page_bytes) for group, of in updated.items()}
+    steps = [_step_of(updated, groups, page_bytes) for groups in inventory.ranges]
     if update == "deferred":
         return list(_updating_in_forward(forward, backward, updates))
     if update == "backward":
         return list(_updating_in_backward(forward, backward, updates, 0 if resident_set is None else UPDATED_BEHIND))
-    return [task for by_group in (forward, backward, updates) for of in by_group.values() for task in of]
+    return [task for by_group in (forward, backward, *steps) for of in by_group.values() for task in of]
+
+
+def _step_of(updated: Mapping[int, Trainable], groups: range, page_bytes: int) -> ByGroup:
+    """Return the tasks of a step of the optimizer that has these groups."""
+    active = {index: tuple(at in groups for at in of.settings) for index, of in updated.items()}
+    return {index: _updates_of(updated[index], of, page_bytes) for index, of in active.items() if any(of)}
+
+
+def _updates_of(trainable: Trainable, active: tuple[bool, ...], page_bytes: int) -> list[Task]:
+    slices = trainable.slices(active, page_bytes)
+    return [Task("step", trainable.group, [part.access], part.numel) for part in slices]
 
 
 def _updating_in_forward(forward: ByGroup, backward: ByGroup, updates: ByGroup) -> Iterator[Task]:

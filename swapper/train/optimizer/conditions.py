@@ -14,39 +14,47 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from swapper.errors import StateError, UnsupportedError
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.entries import StateEntries
 from swapper.train.optimizer.optimizer_probe import StateForm
+from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.parameters.preparation import refuse_averaging
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 
 class Membership:
-    """Keeps `settings` of the trained parameters equal to the optimizer's groups.
+    """Keeps `settings` of the trained parameters equal to the optimizers' groups.
 
     Args:
-        optimizer: the user's.
+        optimizers: the user's.
         trainables: the trained parameters.
         names: of all parameters of the model, by id.
+        homes: for the name of each parameter in an optimizer at `offload`, the optimizer: it stays there.
 
     Attributes:
         edits: how often `follow` found that the groups had changed.
         untrained: parameters in a group that were frozen or in no group at `offload`.
-        numbers: by id of a parameter in a group, its number in torch's state_dict.
+        numbers: by id of a parameter in a group, its number in torch's state_dict; counted over all optimizers.
     """
 
-    def __init__(self, optimizer: Optimizer, trainables: Sequence[Trainable], names: Mapping[int, str]) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizers: OptimizerSet,
+        trainables: Sequence[Trainable],
+        names: Mapping[int, str],
+        homes: Mapping[str, int],
+    ) -> None:
+        self._optimizers = optimizers
         self._trainables = trainables
         self._names = names
+        self._homes = homes
         self._trained = {id(parameter) for trainable in trainables for parameter in trainable.parameters}
-        self._settings = set.intersection(
-            *(set(group) for group in optimizer.param_groups)
-        )  # settings that every group has
+        self._settings = [  # by optimizer: those that each of its groups has
+            set.intersection(*(set(group) for group in member.param_groups)) for member in optimizers.members
+        ]
         self._known: list[list[int]] | None = None
         self.edits = 0
         self.untrained: list[nn.Parameter] = []
@@ -58,8 +66,7 @@ class Membership:
         Raises:
             StateError: an edit cannot be followed. Nothing has changed then.
         """
-        groups = self._optimizer.param_groups
-        members = [members_of(group, index) for index, group in enumerate(groups)]
+        groups, members = self._optimizers.param_groups, self._members()
         if members == self._known:
             return
         self._check(members)
@@ -71,28 +78,45 @@ class Membership:
         self._known = members
         self.edits += 1
 
+    def describe(self, number: int) -> str:
+        """Return a group for people."""
+        return self._optimizers.describe(number)
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if the groups were edited since `follow`."""
+        return self._members() != self._known
+
+    def _members(self) -> list[list[int]]:
+        return [members_of(group, index) for index, group in enumerate(self._optimizers.param_groups)]
+
     def _check(self, members: Sequence[Sequence[int]]) -> None:
-        """Raise StateError unless each parameter is the model's, in one group only, and each group has all settings."""
+        """Raise StateError unless each parameter is the model's, in one group of its optimizer, and groups are complete."""
         seen: dict[int, int] = {}
         for index, keys in enumerate(members):
-            group = self._optimizer.param_groups[index]
-            for setting in sorted(self._settings - group.keys()):
+            group, where = self._optimizers.param_groups[index], self._optimizers.describe(index)
+            member, _ = self._optimizers.locate(index)
+            for setting in sorted(self._settings[member] - group.keys()):
                 raise StateError(
-                    f"group {index} of the optimizer has no {setting!r}: add groups with optimizer.add_param_group(), which "
-                    "fills in defaults"
+                    f"{where} has no {setting!r}: add groups with optimizer.add_param_group(), which fills in defaults"
                 )
             for number, key in enumerate(keys):
                 if key not in self._names:
                     raise StateError(
-                        f"parameter {number} of the optimizer's group {index} {_describe(group['params'][number])} is not one of "
-                        "the offloaded model's: train it with an optimizer of its own, or offload both models together, "
+                        f"parameter {number} of {where} {_describe(group['params'][number])} is not one of the offloaded model's: "
+                        "train it with an optimizer of its own, or offload both models together, "
                         "offload([model, other], optimizer)"
                     )
                 if key in seen:
-                    where = "twice" if seen[key] == index else f"and in group {index}"
+                    again = "twice" if seen[key] == index else f"and in group {index}"
                     raise StateError(
-                        f"parameter {self._names[key]} is in group {seen[key]} of the optimizer {where}, where torch would update "
-                        "it twice in a step: take it out of the one before it joins the other"
+                        f"parameter {self._names[key]} is in {self._optimizers.describe(seen[key])} {again}, where torch would "
+                        "update it twice in a step: take it out of the one before it joins the other"
+                    )
+                if (home := self._homes.get(self._names[key], member)) != member:
+                    raise StateError(
+                        f"parameter {self._names[key]} is in {where}, and was in {self._optimizers.describe_member(home)}, with "
+                        "which its state lies: leave it there, or close the manager and offload again from a snapshot"
                     )
                 seen[key] = index
 
@@ -107,13 +131,13 @@ def members_of(group: Mapping[str, Any], index: int) -> list[int]:
     return list(map(id, parameters))
 
 
-def names_by_group(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+def names_by_group(param_groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> list[list[str]]:
     """Return the names of each group's parameters, in order; one without a name is refused at the next step.
 
     Args:
         names: of the model's parameters, by id.
     """
-    return [[names[id(p)] for p in group.get("params", ()) if id(p) in names] for group in optimizer.param_groups]
+    return [[names[id(p)] for p in group.get("params", ()) if id(p) in names] for group in param_groups]
 
 
 def _describe(value: Any) -> str:
@@ -126,7 +150,7 @@ class Conditions:
     Args:
         inventory: the contents of the model and the optimizer.
         trainables: the trained parameters.
-        membership: updates their `settings` to the optimizer's groups.
+        membership: updates their `settings` to the optimizers' groups.
         entries: the optimizer's state of each parameter.
     """
 
@@ -159,14 +183,14 @@ class Conditions:
             (s, dtype) for (s, dtype, _), forms in self._kinds.items() if any(form.starts_together for form in forms)
         }
 
-    def check_step(self) -> None:
-        """Raise StateError if the optimizer would treat a slice differently from all parameters together.
+    def check_step(self, groups: range) -> None:
+        """Raise StateError if the optimizer with these groups would treat a slice differently from all parameters together.
 
         Its settings were changed so that it would keep other state, or need whole parameters; or a parameter has its
         first gradient later than others and must not.
         """
         self.check_settings()
-        for kind in self._starts_together:
+        for kind in (kind for kind in self._starts_together if kind[0] in groups):
             active = [places.name for parameter, places in self._of_kind[kind] if parameter.grad is not None]
             new = [name for name in active if not self._entries[name]]
             if new and len(new) < len(active):
@@ -185,11 +209,11 @@ class Conditions:
             now = self._inventory.discovery.form(settings, dtype, ndim)
             for form, name in forms.items():
                 if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
+                    kept, space = (sorted(key.name for key in of.keys) for of in (now, form))
                     raise StateError(
-                        f"parameter {name} is in the optimizer's group {settings}, which keeps other state than there is space for "
-                        f"({sorted(key.name for key in now.keys)} instead of {sorted(key.name for key in form.keys)}) or may not "
-                        "update parameters in pieces: the group's settings were changed, or the parameter was in another group. "
-                        "Do that before manager.offload"
+                        f"parameter {name} is in {self._membership.describe(settings)}, which keeps other state than there is "
+                        f"space for ({kept} instead of {space}) or may not update parameters in pieces: the group's settings "
+                        "were changed, or the parameter was in another group. Do that before manager.offload"
                     )
 
     @property

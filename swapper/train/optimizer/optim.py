@@ -7,7 +7,7 @@ on both; its `step` is the sweep over the paged state. Steps of other optimizers
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,18 +43,24 @@ class PagedOptimizer(Optimizer):
     Args:
         original: the user's optimizer. Its settings and param_groups are shared.
         run_step: does the update.
+        note_skipped: called when torch.amp.GradScaler skips a step; None: with one optimizer nobody needs to know.
         train_more: called with a function that adds a group to the original; calls it, and trains the group.
     """
 
     _owner: StateOwner | None = None
 
     def __init__(
-        self, original: Optimizer, run_step: Callable[[], None], train_more: Callable[[Callable[[], None]], None]
+        self,
+        original: Optimizer,
+        run_step: Callable[[], None],
+        train_more: Callable[[Callable[[], None]], None],
+        note_skipped: Callable[[], None] | None = None,
     ) -> None:
         super().__init__([{"params": list(group["params"])} for group in original.param_groups], original.defaults)
         del self.defaults  # the original's attributes are used: see `__setattr__`
         self._original = original
         self._run_step = run_step
+        self._note_skipped = note_skipped
         self._train_more = train_more
         for name in [name for name in vars(self) if name.endswith("_hooks")]:  # the user's hooks still run
             setattr(self, name, getattr(original, name))
@@ -101,8 +107,13 @@ class PagedOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """True if torch.amp.GradScaler calls `step` with gradients still scaled, and also to have it skipped.
 
-        torch's fused optimizers have this mark; a skipped step begins their state.
+        torch's fused optimizers have this mark; a skipped step begins their state. Each of several has it here, as a
+        training step is over when all have stepped, or have been skipped.
         """
+        return self._note_skipped is not None or self._begins_when_skipped
+
+    @property
+    def _begins_when_skipped(self) -> bool:
         return getattr(self._original, "_step_supports_amp_scaling", False)
 
     @property
@@ -151,9 +162,15 @@ class PagedOptimizer(Optimizer):
             if self._follow_scaler():
                 self._run_step()
             else:
-                self._bound.skip_step(p for group in self.param_groups for p in group["params"] if p.grad is not None)
+                self._skip_step()
         self._original._opt_called = True  # type: ignore[attr-defined]  # an existing scheduler checks it
         return loss
+
+    def _skip_step(self) -> None:
+        if self._begins_when_skipped:
+            self._bound.skip_step(p for group in self.param_groups for p in group["params"] if p.grad is not None)
+        if self._note_skipped is not None:
+            self._note_skipped()
 
     def _follow_scaler(self) -> bool:
         """Unscale the gradients if torch.amp.GradScaler leaves that to `step`. Return False if it has found an infinite one.
@@ -259,12 +276,12 @@ class OtherOptimizers:
     or of the user's own, whose state another one has taken over.
 
     Args:
-        optimizer: the user's, which was given to `offload`.
+        optimizers: the user's, which were given to `offload`.
         names: of the model's parameters, by id.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+        self._optimizers = optimizers
         self._names = names
         me = weakref.ref(self)  # torch's hooks keep alive what they refer to
 
@@ -279,11 +296,11 @@ class OtherOptimizers:
             self._handle.remove()
 
     def _check(self, stepping: Optimizer, has_closure: bool) -> None:
-        if stepping is self._optimizer:
+        if any(stepping is own for own in self._optimizers):
             raise StateError(
                 f"this optimizer's state was taken over by manager.offload: step the one that it returned, {SAY}"
             )
-        if _is_ours(stepping) or stepping.param_groups is self._optimizer.param_groups:
+        if _is_ours(stepping) or any(stepping.param_groups is own.param_groups for own in self._optimizers):
             return
         for group in stepping.param_groups:
             for parameter in group["params"]:
@@ -293,14 +310,14 @@ class OtherOptimizers:
                     raise StateError(self._refusal(type(stepping).__name__, name))
 
     def _refusal(self, kind: str, name: str) -> str:
-        if isinstance(self._optimizer, NoOptimizer):
+        if isinstance(self._optimizers[0], NoOptimizer):
             remedy = (
                 f"manager.offload was given a model only, to be used and not trained. Give it the optimizer too, {SAY}"
             )
         else:
             remedy = (
-                "manager.offload was given another optimizer. Have one for all that is trained, with param_groups, and step the "
-                f"one that is returned, {SAY}"
+                "manager.offload was given another optimizer. Give it all that train the model, offload(model, [one, other]), and "
+                f"step those that are returned, {SAY}"
             )
         return (
             f"{kind}.step() would change parameter {name} past the manager, which has it: nothing of that would be paged or "
@@ -309,9 +326,11 @@ class OtherOptimizers:
 
 
 def _is_ours(stepping: Optimizer) -> bool:
-    """Return True if it is the one that `offload` returned, or a wrapper of that (accelerate's, Lookahead)."""
+    """Return True if `offload` returned it, or for a wrapper of such (accelerate's, Lookahead, a container of several)."""
     return isinstance(stepping, PagedOptimizer) or any(
-        isinstance(value, PagedOptimizer) for value in vars(stepping).values()
+        isinstance(held, PagedOptimizer)
+        for value in vars(stepping).values()
+        for held in (value if isinstance(value, list | tuple) else (value,))
     )
 
 

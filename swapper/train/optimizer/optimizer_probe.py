@@ -18,6 +18,10 @@ decay, Rprop; fused AdamW, Adam and Adagrad. All others are updated whole there.
 [Note: shapes of state] The shape of a state tensor follows from the parameter's: each of its dimensions is one of the
 parameter's or a constant (Adafactor's factors). Two tensors with different sizes in all dimensions show which.
 
+[Note: large tensors] Low-bit optimizers (bitsandbytes, torchao) keep the state of parameters of 4,096 elements or more
+in another form than that of smaller ones. A tensor of twice as many takes one more step, and its state must have the
+form that the small ones showed.
+
 [Note: tried once] The behavior of torch's own classes follows from their settings, and from torch's default dtype
 (counters): one trial serves all instances. Other classes may depend on the instance, and each has trials of its own.
 """
@@ -35,6 +39,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, 
 
 from swapper.errors import UnsupportedError
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
+from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
 
 STEPS = 4  # of the trial: state that appears later is not seen
 SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -46,6 +51,15 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((2, 3, 5, 7, 11), (3, 4, 7, 5, 2)),
 )
 """By number of dimensions, two shapes for the trial; no dimension of one is the same in the other."""
+LARGE_SHAPES: tuple[tuple[int, ...], ...] = (
+    (),
+    (8209,),
+    (131, 67),
+    (23, 19, 29),
+    (7, 11, 13, 9),
+    (5, 7, 6, 11, 4),
+)
+"""By number of dimensions, a shape of more than 8,192 elements. See [Note: large tensors]."""
 LR_NAMES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 TRIAL_LR = 1e-2
 """Replaces a learning rate of zero, as at the start of a warm-up, which would show nothing."""
@@ -56,7 +70,11 @@ CUT_NARROW_FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, Adagrad)
 PLAIN = (int, float, bool, str, type(None))
 
 _of_torch: dict[Any, StateForm] = {}
-"""See [Note: tried once]."""
+"""See [Note: large tensors] Low-bit optimizers (bitsandbytes, torchao) keep the state of parameters of 4,096 elements or more
+in another form than that of smaller ones. A tensor of twice as many takes one more step, and its state must have the
+form that the small ones showed.
+
+[Note: tried once]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +122,13 @@ class StateForm:
 
 
 class OptimizerProbe:
-    """Finds the forms of one optimizer's state, each once."""
+    """Finds the forms of the optimizers' state, each once."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
-        self._forms: dict[Any, StateForm] = _of_torch if is_of_torch else {}
+    def __init__(self, optimizers: OptimizerSet) -> None:
+        self._optimizers = optimizers
+        self._forms: list[dict[Any, StateForm]] = [
+            _of_torch if type(member).__module__.startswith("torch.optim.") else {} for member in optimizers.members
+        ]
 
     def form(self, settings: int, dtype: torch.dtype, ndim: int) -> StateForm:
         """Return the form for parameters (or masters) of `dtype` with `ndim` dimensions in group `settings`.
@@ -117,32 +136,34 @@ class OptimizerProbe:
         Raises:
             UnsupportedError: the optimizer cannot be paged; gives the reason.
         """
-        group = self._optimizer.param_groups[settings]
+        member, local = self._optimizers.locate(settings)
+        optimizer, forms = self._optimizers.members[member], self._forms[member]
+        group = optimizer.param_groups[local]
         chosen = sorted(
             (key, type(value).__name__ if key in LR_NAMES else repr(value))
             for key, value in group.items()
             if key not in {"params", NAMES}
         )
-        optimizer = self._optimizer
         key = (type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, torch.get_default_dtype())
-        if key not in self._forms:
+        if key not in forms:
             if ndim >= len(SHAPES):
                 raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")
-            check_settings(self._optimizer, group, dtype)
+            check_settings(optimizer, group, dtype)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                self._forms[key] = _Trial(self._optimizer, settings, dtype, SHAPES[ndim]).run()
-        return self._forms[key]
+                forms[key] = _Trial(optimizer, local, dtype, SHAPES[ndim]).run()
+        return forms[key]
 
     def skipped_state(self, settings: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the state of an element of `dtype` after a first step that torch.amp.GradScaler has skipped.
 
         It is empty if it would not be zeros, as new sections are. torch's SGD leaves memory without values there.
         """
-        if isinstance(self._optimizer, SGD):
+        member, local = self._optimizers.locate(settings)
+        if isinstance(self._optimizers.members[member], SGD):
             return {}
-        clone = copy_for_trial(self._optimizer)
+        clone = copy_for_trial(self._optimizers.members[member])
         vars(clone).update(found_inf=torch.ones(()), grad_scale=None)
-        work = Work(settings, torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), {})
+        work = Work(local, torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), {})
         with torch.no_grad():
             OptimizerProxy(clone).update([work])
         is_zero = not any(isinstance(value, torch.Tensor) and value.any() for value in work.state.values())
@@ -159,7 +180,7 @@ class _Trial:
         self._settings = settings
         self._dtype = dtype
         self._shapes = shapes
-        self._kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        self._kind = kind_of(optimizer)
         generator = torch.Generator().manual_seed(0x5AFE)
         self._values = [_random(shape, dtype, generator) for shape in shapes]
         self._gradients = [[_random(shape, dtype, generator) for shape in shapes] for _ in range(STEPS)]
@@ -178,9 +199,26 @@ class _Trial:
             )
         keys = tuple(self._key(name) for name in self._seen[0])
         always = frozenset(self._always or ())
+        self._check_large(keys)
         sets = self._changed_settings(together[1])
         may_cut = self._may_cut(keys, apart[0][0])
         return StateForm(keys, always, may_cut, starts_together=not self._may_start_late(), sets=sets)
+
+    def _check_large(self, keys: Sequence[StateKey]) -> None:
+        """Raise UnsupportedError unless a large tensor's state has the same form. See [Note: large tensors]."""
+        shape = LARGE_SHAPES[len(self._shapes[0])]
+        generator = torch.Generator().manual_seed(0x5AFE)
+        value, gradient = (_random(shape, self._dtype, generator) for _ in range(2))
+        work = Work(self._settings, value, gradient, self._initial(shape))
+        self._try(OptimizerProxy(copy_for_trial(self._optimizer)), [work])
+        forms = {key.name: (key.dtype, key.shape(shape)) for key in keys}
+        for name, kept in work.state.items():
+            self._check_kept(name, kept)
+            if isinstance(kept, torch.Tensor) and forms.get(name) != (kept.dtype, tuple(kept.shape)):
+                raise UnsupportedError(
+                    f"{self._kind} cannot be paged: for a parameter of {list(shape)} it keeps {name!r} as {kept.dtype} "
+                    f"{list(kept.shape)}, and in another form for a smaller one, as low-bit optimizers do, whose state is not paged"
+                )
 
     def _changed_settings(self, after: list[dict[str, Any]]) -> frozenset[str]:
         before = copy_for_trial(self._optimizer).param_groups
@@ -273,13 +311,17 @@ class _Trial:
     def _look_at(self, index: int, state: dict[str, Any]) -> None:
         self._always = set(state) if self._always is None else self._always & set(state)
         for name, value in state.items():
+            self._check_kept(name, value)
             if isinstance(value, torch.Tensor):
                 self._seen[index].setdefault(name, []).append(value)
-            elif not is_plain(value):
-                raise UnsupportedError(
-                    f"{self._kind} cannot be paged: it keeps {name!r} as a {type(value).__name__}; only dense tensors, "
-                    "numbers and strings can be kept in a file that plain torch.load reads"
-                )
+
+    def _check_kept(self, name: str, value: Any) -> None:
+        """Raise UnsupportedError for a value in the state that cannot lie in a section or in a commit."""
+        if type(value) is not torch.Tensor and not is_plain(value):
+            raise UnsupportedError(
+                f"{self._kind} cannot be paged: it keeps {name!r} as a {type(value).__name__}; only dense tensors of torch's own "
+                "class, numbers and strings can be kept in a file that plain torch.load reads"
+            )
 
     def _key(self, name: str) -> StateKey:
         one, other = self._seen[0][name], self._seen[1].get(name, [])
@@ -407,7 +449,7 @@ def check_supported(optimizer: Optimizer) -> None:
     """Raise UnsupportedError unless a trial of `optimizer` can tell everything that matters."""
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedError(f"offload takes a torch.optim.Optimizer; {type(optimizer).__name__} is not supported")
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    kind = kind_of(optimizer)
     if isinstance(optimizer, LBFGS):
         raise UnsupportedError(
             f"{kind} cannot be paged: it keeps a history of flat vectors over all parameters and runs the closure several times "
@@ -436,14 +478,16 @@ def check_settings(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dty
         )
 
 
-def check_dtypes(optimizer: Optimizer, dtypes: Mapping[int, Collection[torch.dtype]]) -> None:
+def check_dtypes(optimizers: OptimizerSet, dtypes: Mapping[int, Collection[torch.dtype]]) -> None:
     """Raise UnsupportedError if what happens to a parameter depends on the dtype of another one in its group.
 
     Args:
-        optimizer: the user's.
-        dtypes: those that parameters (or masters) are updated in, by the index of their group.
+        optimizers: the user's.
+        dtypes: those that parameters (or masters) are updated in, by the number of their group.
     """
-    for index, found in dtypes.items():
+    for number, found in dtypes.items():
+        member, index = optimizers.locate(number)
+        optimizer = optimizers.members[member]
         if isinstance(optimizer, Adafactor) and len(found) > 1 and optimizer.param_groups[index]["eps"][0] is None:
             raise UnsupportedError(
                 f"group {index} of Adafactor has parameters of {' and '.join(sorted(map(str, found)))}: torch takes the epsilon "

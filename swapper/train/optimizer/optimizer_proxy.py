@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.errors import UnsupportedError
+from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
 
 NAMES = "param_names"
 """Settings of named parameters. As many as parameters, and only for people."""
@@ -33,7 +34,7 @@ class Work:
     """One tensor to update: a parameter, its fp32 master, or elements of one, with gradient and state of the same
     dtype.
 
-    `settings` is the index of the parameter's group in `optimizer.param_groups`. `state` is `self.state[tensor]` before
+    `settings` is the number of the parameter's group in the OptimizerSet. `state` is `self.state[tensor]` before
     the update, and afterwards what the optimizer left there: possibly other tensors.
     """
 
@@ -44,7 +45,13 @@ class Work:
 
 
 class OptimizerProxy:
-    """Runs the update of `optimizer` on tensors of ours."""
+    """Runs the update of `optimizer` on tensors of ours.
+
+    Attributes:
+        first: the number in the OptimizerSet of its first group. Constant between `begin_step` and `end_step`.
+    """
+
+    first = 0
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -76,15 +83,16 @@ class OptimizerProxy:
         for work in works:
             work.tensor.grad = work.gradient
             state[work.tensor] = work.state
-            if work.settings not in groups:
-                groups[work.settings] = settings[work.settings].copy()
-            groups[work.settings]["params"].append(work.tensor)
+            index = work.settings - self.first
+            if index not in groups:
+                groups[index] = settings[index].copy()
+            groups[index]["params"].append(work.tensor)
         before = {index: dict(group) for index, group in groups.items()}
         proxy = object.__new__(type(self._optimizer))
         proxy.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
         self._step(proxy)
         if len(proxy.state) != len(works):
-            raise UnsupportedError(f"{self.kind} keeps state that belongs to none of its parameters")
+            raise UnsupportedError(f"{kind_of(self._optimizer)} keeps state that belongs to none of its parameters")
         for work in works:
             work.tensor.grad = None
             work.state = proxy.state[work.tensor]
@@ -106,13 +114,8 @@ class OptimizerProxy:
     def settings(self, number: int) -> Mapping[str, Any]:
         """Return the settings of a group of the optimizer in this step. Do not change them."""
         if self._begun is not None:
-            return self._begun[0][number].values
-        return self._optimizer.param_groups[number]
-
-    def counts_on_device(self, settings: int) -> bool:
-        """Return True if a group's update needs its counters, which are single numbers, on the parameters' device."""
-        group = self.settings(settings)
-        return bool(group.get("fused") or group.get("capturable"))
+            return self._begun[0][number - self.first].values
+        return self._optimizer.param_groups[number - self.first]
 
     def end_step(self) -> None:
         """Copy the step's changes of settings and attributes to the optimizer. See [Note: one step, many calls]."""
@@ -122,11 +125,6 @@ class OptimizerProxy:
             self._groups[index].update(values)
         self._optimizer.__dict__.update(self._attributes)
         self._attributes = {}
-
-    @property
-    def kind(self) -> str:
-        cls = type(self._optimizer)
-        return f"{cls.__module__}.{cls.__qualname__}"
 
     def _own_attributes(self) -> dict[str, Any]:
         own = dict(self._optimizer.__dict__)
@@ -155,6 +153,64 @@ class OptimizerProxy:
                     continue
                 if value is not before[index].get(key, self) or not is_same(value, theirs.get(key)):
                     self._settings.setdefault(index, {})[key] = value
+
+
+class OptimizerProxies:
+    """Runs the updates of a session: each tensor is updated by the optimizer of its group."""
+
+    def __init__(self, optimizers: OptimizerSet) -> None:
+        self._optimizers = optimizers
+        self._proxies = [OptimizerProxy(member) for member in optimizers.members]
+        self._number()
+
+    def groups_of(self, member: int) -> range:
+        """Return the numbers of a member's groups."""
+        return self._optimizers.ranges[member]
+
+    def begin_step(self, member: int) -> None:
+        """See OptimizerProxy.begin_step."""
+        self._number()
+        self._proxies[member].begin_step()
+
+    def update(self, works: Sequence[Work]) -> None:
+        """See OptimizerProxy.update."""
+        if len(self._proxies) == 1:
+            self._proxies[0].update(works)
+            return
+        by_proxy: dict[OptimizerProxy, list[Work]] = {}
+        for work in works:
+            by_proxy.setdefault(self._proxy(work.settings), []).append(work)
+        for proxy, some in by_proxy.items():
+            proxy.update(some)
+
+    def changed_setting(self) -> str | None:
+        """See OptimizerProxy.changed_setting."""
+        return next((changed for proxy in self._proxies if (changed := proxy.changed_setting()) is not None), None)
+
+    def settings(self, number: int) -> Mapping[str, Any]:
+        """Return the settings of a group in this step. Do not change them."""
+        return self._proxy(number).settings(number)
+
+    def counts_on_device(self, number: int) -> bool:
+        """Return True if a group's update needs its counters, which are single numbers, on the parameters' device."""
+        group = self.settings(number)
+        return bool(group.get("fused") or group.get("capturable"))
+
+    def end_step(self) -> None:
+        """See OptimizerProxy.end_step."""
+        for proxy in self._proxies:
+            proxy.end_step()
+
+    def kind(self, number: int) -> str:
+        """Return the qualified class name of a group's optimizer."""
+        return kind_of(self._optimizers.members[self._optimizers.locate(number)[0]])
+
+    def _number(self) -> None:
+        for proxy, groups in zip(self._proxies, self._optimizers.ranges, strict=True):
+            proxy.first = groups.start
+
+    def _proxy(self, number: int) -> OptimizerProxy:
+        return next(proxy for proxy in reversed(self._proxies) if number >= proxy.first)
 
 
 class _Settings:

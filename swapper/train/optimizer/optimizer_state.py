@@ -120,9 +120,12 @@ class OptimizerState:
 
     # --- state dicts --------------------------------------------------------------------------------------------------
 
-    def save(self) -> dict[int, dict[str, Any]]:
+    def save(self, numbers: range | None = None) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form, {index of parameter: {key: tensor}}, mapped from its sections until it
         changes.
+
+        Args:
+            numbers: those of one optimizer's parameters among all, which then count from 0; None for all.
 
         Raises:
             IoError: changes in memory could not be written.
@@ -139,10 +142,11 @@ class OptimizerState:
                     shown.only_shown(self._coded.read(name, key, on_drive=True))
                     if self._coded.has(name, key)
                     else shown.tensor(self._places[name, key])
-                )
+                ),
+                numbers,
             )
 
-    def load(self, state: dict[int, dict[str, Any]]) -> None:
+    def load(self, state: dict[int, dict[str, Any]], numbers: range | None = None) -> None:
         """Load the same.
 
         Raises:
@@ -152,14 +156,16 @@ class OptimizerState:
             self._session_guard.check_to_write()
             self.sync_to_host()
             try:
-                numbered = self._numbered()
+                numbered = list(self._numbered())
+                if numbers is not None:
+                    numbered = [(n - numbers.start, p) for n, p in numbered if n is not None and n in numbers]
                 self._take({p.name: {} if number is None else state.get(number, {}) for number, p in numbered})
             finally:
                 self.forget_kept()
 
-    def at_its_place(self) -> dict[int, dict[str, Any]]:
-        """Return the state in torch's form, with `stored` tensors."""
-        return self._in_torch_order(self.stored)
+    def at_its_place(self, numbers: range | None = None) -> dict[int, dict[str, Any]]:
+        """Return the state in torch's form, with `stored` tensors. See `save`."""
+        return self._in_torch_order(self.stored, numbers)
 
     def stored(self, name: str, key: str) -> Any:
         """Return a tensor in its section, whose data may be cold; of encoded state the codec's name and the parts."""
@@ -214,17 +220,18 @@ class OptimizerState:
             for name, settings, dtype in new:
                 self.entries.take(name, self._inventory.discovery.skipped_state(settings, dtype))
 
-    def _in_torch_order(self, find: Callable[[str, str], Any]) -> dict[int, dict[str, Any]]:
+    def _in_torch_order(self, find: Callable[[str, str], Any], numbers: range | None) -> dict[int, dict[str, Any]]:
         """Return the optimizer's state as in its state_dict: by number of parameter, keys in the optimizer's order.
 
         Args:
             find: returns the tensor of a parameter, by name, and a key.
+            numbers: see `save`.
         """
         state: dict[int, dict[str, Any]] = {}
         for number, places in self._numbered():
             entries = self.entries[places.name]
-            if entries and number is not None:
-                state[number] = {
+            if entries and number is not None and (numbers is None or number in numbers):
+                state[number - (0 if numbers is None else numbers.start)] = {
                     key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
                     for key, value in entries.items()
                 }

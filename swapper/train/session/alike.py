@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from swapper.durability.ranks import Ranks
 from swapper.errors import ConfigError
 from swapper.train.optimizer.optim import packed_groups
+from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.session.request import Request
 from swapper.train.sharded.shards import Shards
 
@@ -70,20 +71,20 @@ def _peers(request: Request) -> tuple[int, ...]:
     if isinstance(request.model, Shards):
         mesh: Any = request.model.all[0].parameter.device_mesh  # type: ignore[attr-defined]
         return tuple(mesh.mesh.flatten().tolist())
-    if isinstance(request.given, DistributedDataParallel):
-        return tuple(dist.get_process_group_ranks(request.given.process_group))
+    if isinstance(request.given[0], DistributedDataParallel):
+        return tuple(dist.get_process_group_ranks(request.given[0].process_group))
     return ()
 
 
 def _subjects(request: Request) -> dict[str, list[str]]:
     model: nn.Module = request.model.model if isinstance(request.model, Shards) else request.model
-    optimizer, options = request.given_optimizer, request.options
+    optimizers, options = OptimizerSet(request.given_optimizers), request.options
     return {
         "model": [
             f"{name}: {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
             for name, p in model.named_parameters()
         ],
-        "optimizer": [request.kind, *_settings(packed_groups(optimizer.param_groups))],
+        "optimizer": [optimizers.kind, *_settings(packed_groups(optimizers.param_groups))],
         "options": [
             f"update={options.update!r}",
             f"master_weights={options.master_weights}",

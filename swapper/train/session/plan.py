@@ -13,7 +13,7 @@ from functools import cached_property
 
 from swapper.device.device_placement import DevicePlacement
 from swapper.durability.committer import steps_between_commits
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, UnsupportedError
 from swapper.formats.torch_zip.container import ContainerLayout
 from swapper.io.drives import assign_to_drives
 from swapper.io.tuning import Tuning
@@ -220,14 +220,19 @@ class Plan:
 
         Raises:
             ConfigError: the drive's speed is not known, or a value is not positive.
+            UnsupportedError: there are several optimizers.
         """
         if type(tokens) is not int or tokens < 1:
             raise ConfigError(
                 f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together"
             )
         rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
-        optimizer = self.request.optimizer
-        compute = find_compute(self.request.model, self.inventory, optimizer, tokens)
+        members = self.request.optimizers.members
+        if len(members) > 1:
+            raise UnsupportedError(
+                "predict does not go with several optimizers: only one optimizer's update is measured"
+            )
+        compute = find_compute(self.request.model, self.inventory, members[0], tokens)
         return self.simulate(DriveRates(*rates, sum(rates)), compute)
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:

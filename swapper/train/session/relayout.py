@@ -71,12 +71,13 @@ class Relayout:
         run.committer.write_all(step)
         run.committer.before_change_of_layout()
         run.publisher.raise_failure()
-        before, groups = run.plan, run.plan.request.optimizer.param_groups
+        before, members = run.plan, run.plan.request.optimizers.members
         del run  # or a traceback would keep it
-        count = len(groups)
+        counts = [len(member.param_groups) for member in members]
 
         def undo() -> None:
-            del groups[count:]
+            for member, count in zip(members, counts, strict=True):
+                del member.param_groups[count:]
 
         try:
             add()
@@ -93,7 +94,7 @@ class Relayout:
         old = _OldSession.of(run)
         with (
             closing(GradientStash(self._directory.path)) as stash,
-            closing(run.carried(plan.request.optimizer)) as content,
+            closing(run.carried(plan.request.optimizers)) as content,
         ):
             stash.fill(run.model.gradients)
             del run

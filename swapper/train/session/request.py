@@ -21,6 +21,7 @@ from swapper.train.layout.inventory import Inventory, take_inventory
 from swapper.train.layout.state_codecs import StateCodecs
 from swapper.train.optimizer.conditions import check_update
 from swapper.train.optimizer.optim import NoOptimizer
+from swapper.train.optimizer.optimizer_set import OptimizerSet, members_of_given
 from swapper.train.sharded.shards import Shards, is_sharded, optimizer_of
 from swapper.train.updates.adamw_kernel import AdamWKernel
 from swapper.train.updates.update_rates import faster_place
@@ -99,10 +100,10 @@ class Request:
     """The checked arguments of `offload` or `plan`.
 
     Attributes:
-        given: the user's model, or several.
-        given_optimizer: the user's own, or a NoOptimizer.
+        given: the user's model, or several, and the optimizer, a list, or an object with several.
+        given_optimizers: the user's own, or a NoOptimizer.
         model: the paged one: the model, a module that contains all, or the shards of this rank.
-        optimizer: of `model`.
+        optimizers: of `model`.
         options: the keywords.
         manager: the manager's options.
         device: the accelerator of forwards and backwards, and its budget; None: the CPU.
@@ -111,10 +112,10 @@ class Request:
         frozen: the user's files of frozen parameters, or None.
     """
 
-    given: Any
-    given_optimizer: Optimizer
+    given: tuple[Any, Any]
+    given_optimizers: tuple[Optimizer, ...]
     model: nn.Module
-    optimizer: Optimizer
+    optimizers: OptimizerSet
     options: OffloadOptions
     manager: ManagerOptions
     device: DeviceBudget | None
@@ -126,7 +127,7 @@ class Request:
     def of(
         cls,
         model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
-        optimizer: Optimizer | None,
+        optimizer: Any,
         options: OffloadOptions,
         manager: ManagerOptions,
     ) -> Request:
@@ -135,18 +136,20 @@ class Request:
         Raises:
             ConfigError: options do not go together.
             DeviceError: there is no such device.
-            UnsupportedError: `model` is no model.
+            UnsupportedError: `model` is no model, or several optimizers cannot have an option.
             CheckpointError: what `external` names is no checkpoint, or damaged.
             IoError: it cannot be read.
         """
         device = DeviceBudget.parse(options.device, options.device_memory)
-        given = NoOptimizer() if optimizer is None else optimizer
+        given = [NoOptimizer()] if optimizer is None else members_of_given(optimizer)
         whole, used = as_one(model), given
+        accelerator = options.accelerator or Accelerator()
+        if len(given) > 1:
+            _check_several(options, accelerator, is_sharded(model))
         if is_sharded(model):
             _check_sharded(options, device)
             whole = Shards(whole)
-            used = optimizer_of(given, whole)
-        accelerator = options.accelerator or Accelerator()
+            used = [optimizer_of(given[0], whole)]
         updates_there = _check_accelerator(options, accelerator, device, used)
         if options.state_codecs.of_key and updates_there:
             raise UnsupportedError(
@@ -161,43 +164,53 @@ class Request:
                     "update_on='device', update_with='kernel')"
                 )
             kernel = AdamWKernel(accelerator.stochastic_rounding)
-            kernel.check(used, options.master_weights, device.device.device)
+            kernel.check(used[0], options.master_weights, device.device.device)
         frozen = None if options.external is None else FrozenFiles.of(options.external)
-        return cls(model, given, whole, used, options, manager, device, updates_there, kernel, frozen)
+        return cls(
+            (model, optimizer), tuple(given), whole, OptimizerSet(used), options, manager, device, updates_there, kernel, frozen
+        )  # fmt: skip
 
-    def check_is_for(self, model: Any, optimizer: Optimizer | None, manager: ManagerOptions) -> None:
+    def check_is_for(self, model: Any, optimizer: Any, manager: ManagerOptions) -> None:
         """Raise StateError unless the plan was made for these."""
         if self.manager is not manager:
             raise StateError(
                 f"the plan is of the manager of {self.manager.drives.directories[0]}, and this one has "
                 f"{manager.drives.directories[0]}: plan with the manager that offloads"
             )
-        theirs = None if isinstance(self.given_optimizer, NoOptimizer) else self.given_optimizer
-        for what, planned, given in (("model", self.given, model), ("optimizer", theirs, optimizer)):
+        for what, planned, given in zip(("model", "optimizer"), self.given, (model, optimizer), strict=True):
             if planned is not given and not (isinstance(planned, dict | list | tuple) and planned == given):
                 raise StateError(
                     f"the plan is for another {what} ({type(planned).__name__}) than the one that is given "
                     f"({type(given).__name__}): give what was planned, or plan again"
                 )
 
-    @property
-    def kind(self) -> str:
-        """The optimizer's class."""
-        return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
-
     def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
-        """List the contents of the model and the optimizer. See `take_inventory`."""
+        """List the contents of the model and the optimizers. See `take_inventory`."""
         where = None if self.device is None else self.device.device.device
         masters = self.options.master_weights
         codecs = self.options.state_codecs
-        found = take_inventory(self.model, self.optimizer, masters, may_be_meta, before, where, self.frozen, codecs)
+        found = take_inventory(self.model, self.optimizers, masters, may_be_meta, before, where, self.frozen, codecs)
         if self.kernel is not None:
             parameters = [entry for group in found.groups for entry in group.parameters]
             self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})
         if isinstance(self.model, Shards):
-            self.model.check_optimizer(found.forms.values(), type(self.optimizer).__name__)
-        check_update(self.options.update, self.model, found.forms.values(), type(self.optimizer).__name__)
+            self.model.check_optimizer(found.forms.values(), self.optimizers.name)
+        check_update(self.options.update, self.model, found.forms.values(), self.optimizers.name)
         return found
+
+
+def _check_several(options: OffloadOptions, accelerator: Accelerator, is_sharded: bool) -> None:
+    """Raise UnsupportedError for options that several optimizers do not support."""
+    asked = {
+        "a model that fully_shard has sharded": is_sharded,
+        "update='backward'": options.update == "backward",
+        "update_with='kernel'": accelerator.update_with == "kernel",
+    }
+    for option in (option for option, is_asked in asked.items() if is_asked):
+        raise UnsupportedError(
+            f"{option} does not go with several optimizers: have one optimizer, with param_groups"
+            + ("" if is_sharded else ", or leave the option out")
+        )
 
 
 def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None:
@@ -215,8 +228,12 @@ def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None
         )
 
 
+def _numel(optimizer: Optimizer) -> int:
+    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _check_accelerator(
-    options: OffloadOptions, accelerator: Accelerator, device: DeviceBudget | None, optimizer: Optimizer
+    options: OffloadOptions, accelerator: Accelerator, device: DeviceBudget | None, optimizers: Sequence[Optimizer]
 ) -> bool:
     """Return True if updates run on the device. Raises ConfigError if options do not go together."""
     update_on = accelerator.update_on
@@ -226,7 +243,7 @@ def _check_accelerator(
                 raise ConfigError(f"{option}='device' needs a device: say manager.offload(..., device='cuda')")
     elif update_on == "auto":
         wants = "device" in (options.gradients, options.optimizer_state) or accelerator.update_with == "kernel"
-        update_on = "device" if wants else faster_place(optimizer, device.device)
+        update_on = "device" if wants else faster_place(max(optimizers, key=_numel), device.device)
     for option in ("optimizer_state", "gradients"):
         if getattr(options, option) == "device" and update_on != "device":
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from swapper.train.layout.frozen import check_external
 from swapper.train.layout.initial import Values, check_buffers
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.conditions import names_by_group
+from swapper.train.optimizer.member_state import MemberState
 from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
 from swapper.train.session.alike import check_alike, digests
 from swapper.train.session.plan import Plan, plan_run
@@ -30,6 +31,7 @@ from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
+from swapper.train.session.training_step import TrainingStep
 from swapper.train.sharded.sharded_state import ShardedState
 from swapper.train.sharded.shards import Shards
 
@@ -43,7 +45,7 @@ class SessionFactory:
     """
 
     _given_members: list[list[str]]
-    _optimizer: PagedOptimizer | None = None
+    _optimizers: Sequence[PagedOptimizer] = ()
 
     def __init__(
         self,
@@ -79,8 +81,8 @@ class SessionFactory:
             return plan_run(request, inventory, tuning=tuning)
         check_trained(record, set(inventory.names.values()), inventory.forms.keys())
         check_external(record.external, {} if frozen is None else frozen.stamps(inventory.plans))
-        check_same(record, inventory.plans, request.kind)
-        check_group_count(record, len(request.optimizer.param_groups))
+        check_same(record, inventory.plans, request.optimizers.kind)
+        check_group_count(record, len(request.optimizers.param_groups))
         options = request.options
         wishes = ("auto" if wish == "device" else wish for wish in (options.params, options.optimizer_state))
         places, page_bytes = follow_placement(record, *wishes), page_bytes_of(record)
@@ -88,7 +90,7 @@ class SessionFactory:
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
-    def open(self, make: Callable[[], Plan], init: Any) -> PagedOptimizer:
+    def open(self, make: Callable[[], Plan], init: Any) -> Sequence[PagedOptimizer]:
         """Open the session and adopt the model. If that fails, call `give_up`.
 
         Args:
@@ -96,7 +98,7 @@ class SessionFactory:
             init: the source of initial values, or None.
 
         Returns:
-            The replacement of the user's optimizer.
+            The replacements of the user's optimizers.
         """
         plan, ranks = self._agree(lambda: self._with_buffers(make(), init is not None)), self._directory.ranks
         if isinstance(plan.request.model, Shards) and ranks.size > 1 and not ranks.are_together:
@@ -105,9 +107,10 @@ class SessionFactory:
             )
         return ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]
 
-    def _open(self, plan: Plan, init: Any) -> PagedOptimizer:
+    def _open(self, plan: Plan, init: Any) -> Sequence[PagedOptimizer]:
         request, record = plan.request, self._record
-        self._given_members = names_by_group(request.optimizer, plan.inventory.names)
+        self._given_members = names_by_group(request.optimizers.param_groups, plan.inventory.names)
+        self._current.training_step = TrainingStep(request.optimizers)
         run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = None
         if init is not None and record is None:
@@ -115,17 +118,16 @@ class SessionFactory:
             values = Values(init, request.model, run.engine, plan.inventory.external)
         if record is not None:
             self._clock.counters.step = record.step
-        run.adopt(GivenSource(request.optimizer) if record is None else None)
-        take_step = partial(self._current.take_step, partial(self._train_more, lambda: None))
-        self._optimizer = PagedOptimizer(request.given_optimizer, take_step, self._train_more)
-        self._optimizer.bind(state_for(request, run))
+        run.adopt(GivenSource(request.optimizers) if record is None else None)
+        self._optimizers = [self._paged(request, member) for member in range(len(request.given_optimizers))]
+        self._bind(run)
         self._user.begin_rng()
         if record is None:
             run.committer.step_done(0)
         run.begin(values)
         self._user.restore_rng()
         self._clock.start(None if plan.tuning is None else plan.tuning.seconds_for)
-        return self._optimizer
+        return self._optimizers
 
     def give_up(self) -> None:
         """Close the session, and leave the directory as it was."""
@@ -137,8 +139,8 @@ class SessionFactory:
             self.remove_strays()
 
     def forget(self) -> None:
-        """Drop the user's optimizer: the manager closes."""
-        self._optimizer = None
+        """Drop the user's optimizers: the manager closes."""
+        self._optimizers = ()
 
     def remove_strays(self) -> None:
         """Remove files in the directory that its commit does not name. Requires that no session is open."""
@@ -177,18 +179,18 @@ class SessionFactory:
         external = {} if frozen is None else frozen.stamps(plan.inventory.plans)
 
         def describe(step: int) -> CommitRecord:
-            members = names_by_group(request.optimizer, names)
+            members = names_by_group(request.optimizers.param_groups, names)
             return CommitRecord(
                 step=step,
                 rank=directory.ranks.rank,
                 world_size=directory.ranks.size,
                 boot_id=boot_id(),
-                optimizer=request.kind,
+                optimizer=request.optimizers.kind,
                 placement=plan.places,
                 plans=described,
                 files={},
                 sections=[],
-                param_groups=copy.deepcopy(packed_groups(request.optimizer.param_groups)),
+                param_groups=copy.deepcopy(packed_groups(request.optimizers.param_groups)),
                 state_entries={},
                 external=external,
                 members=None if members == self._given_members else members,  # as in `offload`
@@ -201,17 +203,17 @@ class SessionFactory:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def _train_more(self, add: Callable[[], None]) -> None:
-        """Call `add`, which adds to the optimizer's groups, and replace the session by one that trains all of them."""
-        current, optimizer = self._current, self._optimizer
+        """Call `add`, which adds to an optimizer's groups, and replace the session by one that trains all of them."""
+        current = self._current
         with current.turns.turn():
             current.check()
+            current.training_step.check_between("training more parameters")
             if isinstance(current.running("add_param_group").model.model, Shards):
                 raise UnsupportedError(
                     "a sharded model cannot get more to train after manager.offload: unfreeze it, and give the optimizer all "
                     "groups, before"
                 )
-            assert optimizer is not None
-            optimizer.bind(None)
+            self._bind(None)
             step = self._clock.counters.step
             try:
                 Relayout(current, self._open_run).train_more(add, step)
@@ -221,13 +223,28 @@ class SessionFactory:
                 raise
             finally:
                 if current.run is not None:
-                    optimizer.bind(state_for(current.run.plan.request, current.run))
+                    self._bind(current.run)
+
+    # --- the user's optimizers --------------------------------------------------------------------------------------
+
+    def _paged(self, request: Request, member: int) -> PagedOptimizer:
+        """Return the replacement of an optimizer."""
+        take_step = partial(self._current.take_step, member, partial(self._train_more, lambda: None))
+        skip = partial(self._current.skip_step, member) if len(request.given_optimizers) > 1 else None
+        return PagedOptimizer(request.given_optimizers[member], take_step, self._train_more, skip)
+
+    def _bind(self, run: TrainingSession | None) -> None:
+        """Give the optimizers their state in `run`."""
+        for member, optimizer in enumerate(self._optimizers):
+            optimizer.bind(None if run is None else state_for(run, member))
 
 
-def state_for(request: Request, run: TrainingSession) -> StateOwner:
-    """Return the owner of the state that the user's optimizer shows."""
-    owner, model = run.model.optimizer_state, request.model
-    return ShardedState(owner, model, request.given_optimizer) if isinstance(model, Shards) else owner
+def state_for(run: TrainingSession, member: int) -> StateOwner:
+    """Return the owner of the state that an optimizer shows."""
+    owner, request = run.model.optimizer_state, run.plan.request
+    if isinstance(request.model, Shards):
+        return ShardedState(owner, request.model, request.given_optimizers[member])
+    return owner if len(request.given_optimizers) == 1 else MemberState(owner, request.optimizers, member)
 
 
 def _check_same_inventory(planned: Inventory, found: Inventory) -> None:

@@ -11,10 +11,11 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from swapper.durability.directory import RunDirectory
-from swapper.errors import StateError
+from swapper.errors import StateError, UnsupportedError
 from swapper.modules.turns import Turns
 from swapper.paging.section import Section
 from swapper.runtime.stats import StepClock
+from swapper.train.session.training_step import TrainingStep
 
 if TYPE_CHECKING:  # both use the guard
     from swapper.train.session.training_session import TrainingSession
@@ -60,11 +61,13 @@ class SessionSlot:
 
     Attributes:
         run: the session; None before `offload` and after `close`.
+        training_step: the present one; there is one from `offload` on.
         turns: of the threads that use the model: a forward, a backward or a step each.
     """
 
     def __init__(self, directory: RunDirectory, backend: str, clock: StepClock, user: UserState) -> None:
         self.run: TrainingSession | None = None
+        self.training_step: TrainingStep
         self.turns = Turns()
         self.directory = directory
         self.backend = backend
@@ -138,50 +141,111 @@ class SessionSlot:
 
     # --- steps of the optimizer ---------------------------------------------------------------------------------------
 
-    def take_step(self, train_more: Callable[[], None]) -> None:
+    def take_step(self, member: int, train_more: Callable[[], None]) -> None:
         """Take the step of `optimizer.step()`.
 
         Args:
+            member: the optimizer, by number.
             train_more: replaces the session by one that also trains the parameters that have gradients now.
         """
         self.check_usable()
         run = self.running("optimizer.step()")
         with self.turns.turn():
             with self.clock.phase("step"):
-                self._take_step(run, train_more)
-            self.clock.end_step()
+                self._take_step(run, member, train_more)
+                if is_over := self.training_step.is_over:
+                    self._count_step(self.running("optimizer.step()"))
+            if is_over:
+                self.clock.end_step()
 
-    def _take_step(self, run: TrainingSession, train_more: Callable[[], None]) -> None:
+    def skip_step(self, member: int) -> None:
+        """Leave out an optimizer's step: torch.amp.GradScaler has found infinite gradients."""
+        self.training_step.check(member)
+        with self.turns.turn():
+            self.training_step.skip(member)
+            if self.training_step.is_over:
+                self._end_training_step()
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """See `SwapManager.one_step`."""
+        self.check()
+        run = self.running("one_step")
+        if run.plan.request.options.update == "backward":
+            raise UnsupportedError("one_step does not go with update='backward': offload with update='step'")
+        with self.training_step.hold():
+            yield
+        with self.turns.turn():
+            self.check_usable()
+            self._end_training_step()
+
+    def _take_step(self, run: TrainingSession, member: int, train_more: Callable[[], None]) -> None:
         self.directory.ranks.check_still_so()
-        step, has_begun = self._counters.step + 1, run.model.updates.has_begun_early
-        with self._told(run, has_begun):
-            run = self._prepare(run, train_more)
-        if not has_begun:
-            self.begin_step()
-        learn = run.model.updates.in_order
+        ours, step, has_begun = self.training_step, self._counters.step + 1, run.model.updates.has_begun_early
+        with self._told(run, has_begun or ours.is_open):
+            run = self._prepare(run, member, train_more)
+        if not ours.is_open:
+            if not has_begun:
+                self.begin_step()
+            ours.learn = run.model.updates.in_order
+        is_alone = not run.model.updates.is_open or has_begun
+        ours.begin(member)
         try:
             with self._on_all_ranks(step):
-                run.model.update()
-                run.pager.end_step(learn)
+                run.model.update(member)
+                if ours.is_over:
+                    run.pager.end_step(ours.learn)
         except BaseException as error:
-            self.fail(step, error)
-            run.model.step_undone()
+            self._undo_step(run, member, error, is_alone)
             raise
-        self._counters.step = step
+
+    def _undo_step(self, run: TrainingSession, member: int, error: BaseException, is_alone: bool) -> None:
+        """Undo an optimizer's step, which failed half-way, if that is possible.
+
+        Args:
+            is_alone: no other optimizer's updates are open.
+        """
+        step, ours = self._counters.step + 1, self.training_step
+        if ours.is_first:
+            self.fail(step, error)
+        elif is_alone and run.model.optimizer_state.kept is None:
+            run.model.passes.forget_leases()
+            self.fail(step, error, run.model.sections_of(member))
+        else:
+            self._failure, self._failed_step = error, step
+        ours.undo(member)
+        run.model.step_undone()
+
+    def _end_training_step(self) -> None:
+        """End the training step outside of `optimizer.step()`. If all optimizers have skipped theirs, there was none."""
+        if not self.training_step.is_open:
+            self.training_step.end()
+            return
+        run = self.running("optimizer.step()")
+        run.pager.end_step(self.training_step.learn)
+        self._count_step(run)
+        self.clock.end_step()
+
+    def _count_step(self, run: TrainingSession) -> None:
+        """Count the training step, and have it committed."""
+        self.training_step.end()
+        self._counters.step += 1
         self.user.note_rng()
         run.committer.step_done(self._counters.step)
 
-    def _prepare(self, run: TrainingSession, train_more: Callable[[], None]) -> TrainingSession:
+    def _prepare(self, run: TrainingSession, member: int, train_more: Callable[[], None]) -> TrainingSession:
         """Check that the step can be taken, and return the session that takes it."""
         if run.model.gathering.is_open:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
+        self.training_step.check(member)
         run.model.passes.abandon()
-        run.model.finish_update(in_order=True)
+        if not self.training_step.is_open or run.model.updates.has_open(member):
+            run.model.finish_update(in_order=True)
         run.model.follow_groups()
         if run.model.has_more_to_train:
             train_more()
             run = self.running("optimizer.step()")
-        run.model.check_step()
+        run.model.check_step(member)
         return run
 
     @contextmanager
@@ -228,7 +292,7 @@ class SessionSlot:
 
     def undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
         """Restore sections after updates outside of `optimizer.step()` failed. See UndoSections."""
-        return self.fail(self._counters.step + ahead, error, sections)
+        return self.fail(self._counters.step + max(ahead, int(self.training_step.is_open)), error, sections)
 
     def fail(self, step: int, error: BaseException, sections: Sequence[Section] | None = None) -> bool:
         """Restore `sections`, or all, to the state before `step`, which failed half-way. Return True if they are restored.
@@ -236,6 +300,10 @@ class SessionSlot:
         Otherwise the manager can only be closed.
         """
         self._failure, self._failed_step = error, step
-        if self.run is not None and self.run.roll_back(step - 1, sections):
+        if self.run is not None and self._may_undo(self.run, sections) and self.run.roll_back(step - 1, sections):
             self._failure = None
         return self._failure is None
+
+    def _may_undo(self, run: TrainingSession, sections: Sequence[Section] | None) -> bool:
+        """Return True if in this training step nothing has changed the sections but the step that failed."""
+        return sections is None or self.training_step.may_undo(run.model.members_of(sections))

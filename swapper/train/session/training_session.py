@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from swapper.checkpoint.encoded_state import STATE_CODEC
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
 from swapper.durability.committer import Committer
@@ -44,6 +42,7 @@ from swapper.train.layout.content import CarriedSource, SectionSource
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
+from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.sharded.shards import Shards
@@ -240,9 +239,9 @@ class TrainingSession:
 
     # --- relayout -----------------------------------------------------------------------------------------------------
 
-    def carried(self, optimizer: Optimizer) -> CarriedSource:
+    def carried(self, optimizers: OptimizerSet) -> CarriedSource:
         """Return the content of all sections, read from the files. Requires that everything is written."""
-        return CarriedSource(optimizer, self.sections, self._store.paths)
+        return CarriedSource(optimizers, self.sections, self._store.paths)
 
     @property
     def file_names(self) -> set[str]:
@@ -361,6 +360,7 @@ class TrainingSession:
         """Return the content of a snapshot. Everything is where its tensors say, and no other snapshot is due."""
         if self.model.gathering.is_open:
             raise StateError("snapshot inside manager.gather: leave the gather first")
+        self._current.training_step.check_between("snapshot")
         self.publisher.raise_failure()
         self.plan.inventory.check_files()
         self.model.passes.abandon()

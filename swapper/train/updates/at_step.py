@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from swapper.runtime.interrupts import defer_sigint
-from swapper.train.updates.sweep import Sweep
+from swapper.train.updates.sweep import GroupUpdate, Sweep
 
-Undo = Callable[[Collection[int], BaseException], bool]
-"""Called with groups and the error of their updates: drops all leases, restores the groups to the state before the
-step, and returns True if it could. Without groups it only drops leases."""
+Undo = Callable[[Collection[GroupUpdate], BaseException], bool]
+"""Called with updates and their error: drops all leases, restores the parameters to the state before the step, and
+returns True if it could. Without updates it only drops leases."""
 
 
 class Updates:
@@ -60,11 +60,18 @@ class Updates:
         """True if the next step has updated groups already."""
         return False
 
-    def take_step(self) -> None:
-        """`optimizer.step()`: update every parameter that has a gradient. Writes may still be in flight on return."""
-        self._sweep.begin()
-        self._sweep.update_all(self._sweep.fix_all())
+    def take_step(self, member: int) -> None:
+        """`optimizer.step()` of one optimizer: update all of its parameters that have a gradient.
+
+        Writes may still be in flight on return.
+        """
+        self._sweep.begin(member)
+        self._sweep.update_all(self._sweep.fix_all(member))
         self._sweep.end()
+
+    def has_open(self, member: int) -> bool:
+        """Return True if this optimizer's last step is not finished."""
+        return self.is_open
 
     def finish(self, in_order: bool = False) -> None:
         """Finish the step before an access to anything that it changes.

@@ -92,6 +92,7 @@ class DeferredStep(Updates):
         self._undo = undo
         self._may_defer = may_defer
         self._left: dict[int, GroupUpdate] = {}  # by group
+        self._members: set[int] = set()  # optimizers whose step is open
         self._reached: set[int] = set()  # groups that a forward has used since the step
         self._versions: dict[int, int] = {}  # of the fixed gradients, by id
         self._hooks = AccumulationHooks()
@@ -121,21 +122,26 @@ class DeferredStep(Updates):
     def is_open(self) -> bool:
         return bool(self._left)
 
-    def take_step(self) -> None:
-        """Open the step. The one before must be finished.
+    def has_open(self, member: int) -> bool:
+        return self.is_open and member in self._members
+
+    def take_step(self, member: int) -> None:
+        """Open the step. The one before of this optimizer must be finished; those of others may be open.
 
         `in_order` is True from then on as long as only forwards and backwards cause updates.
         """
         self._sweep.take_in_written()
         if not self._may_defer():
             self.in_order = False
-            super().take_step()
+            super().take_step(member)
             return
-        self._sweep.begin()
-        self._left = {update.trainable.group: update for update in self._sweep.fix_all()}
+        self._sweep.begin(member)
+        self._members = {member, *(self._members if self._left else ())}
         self._reached.clear()
         self.in_order = True
-        for index, update in self._left.items():
+        for update in self._sweep.fix_all(member):
+            index = update.trainable.group
+            self._left[index] = update.joined(self._left.get(index))
             self._versions.update((id(g), g._version) for g in update.gradients if g is not None)
             self._hide(index)
         if not self._left:
@@ -231,7 +237,7 @@ class DeferredStep(Updates):
             try:
                 yield
             except BaseException as error:
-                if not self._undo(() if group is None else (group,), error):
+                if not self._undo(() if group is None else (self._left[group],), error):
                     self._forget()
                 else:
                     self._sweep.abandon()

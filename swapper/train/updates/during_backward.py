@@ -127,14 +127,14 @@ class StepInBackward(Updates):
         finally:
             self._accumulating -= 1
 
-    def take_step(self) -> None:
+    def take_step(self, member: int) -> None:
         if self._done:
             self._check_as_used()
             left = [t for t in self._sweep.trainables if t.group not in self._done]
             self._sweep.update_all(update for t in left if (update := self._sweep.fix(t)) is not None)
             self._sweep.end()
         else:
-            super().take_step()
+            super().take_step(member)
         self.forget()
         self.uses.clear()
 
@@ -282,11 +282,11 @@ class StepInBackward(Updates):
     def _restore(self, error: BaseException) -> bool:
         """Restore all groups to the state before the step. Return False if that is impossible; the manager knows it
         then."""
-        groups = list(self._done)
+        updates = list(self._done.values())
         self._sweep.rejoin()
         self.forget()
         self.uses.clear()
-        is_undone = not groups or self._undo(groups, error)
+        is_undone = not updates or self._undo(updates, error)
         self._sweep.abandon()
         return is_undone
 

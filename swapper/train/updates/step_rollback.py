@@ -11,31 +11,27 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.optim import Optimizer
-
 from swapper.paging.section import Section
 from swapper.train.optimizer.optim import packed_groups
+from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.optimizer.optimizer_state import OptimizerState
-from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.session.session_slot import UndoSections
 
 
 @dataclass
 class StepRollback:
-    """Owns the optimizer's settings and entries from before the last step.
+    """Owns the optimizers' settings and entries from before the last step.
 
     Attributes:
-        optimizer: the user's.
+        optimizers: the user's.
         optimizer_state: of all trained parameters.
         sections: of parameters and state.
-        groups: all groups, by index; they may come later.
         undo_sections: see UndoSections.
     """
 
-    optimizer: Optimizer
+    optimizers: OptimizerSet
     optimizer_state: OptimizerState
     sections: Sequence[Section]
-    groups: Sequence[GroupParameters]
     undo_sections: UndoSections
     _before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # settings and entries
 
@@ -56,25 +52,27 @@ class StepRollback:
             self.restore_settings(settings)
             self.optimizer_state.entries.unpack(entries)
 
-    def undo_groups(self, groups: Collection[int], error: BaseException, ahead: int) -> bool:
-        """Restore `groups` after updates outside of `optimizer.step()` failed. Return True if they are restored.
+    def undo_updates(self, names: Collection[str], error: BaseException, ahead: int) -> bool:
+        """Restore parameters after updates outside of `optimizer.step()` failed. Return True if they are restored.
 
         Args:
+            names: of the parameters.
             ahead: their step is this many after the last counted one.
         """
-        sections = [section for section in self.sections if section.plan.group in groups]
-        if self._before is None or not self.undo_sections(sections, error, ahead):
+        if self._before is None or not self.undo_sections(self.sections_of(names), error, ahead):
             return False
         self.optimizer_state.forget_kept()
-        self.optimizer_state.entries.unpack(
-            self._before[1], {n for g in groups for n, _ in self.groups[g].group.parameters}
-        )
+        self.optimizer_state.entries.unpack(self._before[1], names)
         return True
+
+    def sections_of(self, names: Collection[str]) -> list[Section]:
+        """Return the sections with anything of the parameters `names`."""
+        return [one for one in self.sections if any(slot.spec.owner in names for slot in one.plan.slots)]
 
     def restore_settings(self, param_groups: list[dict[str, Any]]) -> None:
         """Restore earlier settings of the optimizer's groups."""
-        for ours, saved in zip(self.optimizer.param_groups, param_groups, strict=True):
+        for ours, saved in zip(self.optimizers.param_groups, param_groups, strict=True):
             ours.update({key: value for key, value in saved.items() if key != "params"})
 
     def _settings(self) -> list[dict[str, Any]]:
-        return copy.deepcopy(packed_groups(self.optimizer.param_groups))
+        return copy.deepcopy(packed_groups(self.optimizers.param_groups))

@@ -27,7 +27,7 @@ from swapper.runtime.counters import Counters
 from swapper.runtime.free_memory import note_freed
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
 from swapper.train.optimizer.entries import PAGED, StateEntries
-from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
+from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work
 from swapper.train.updates import fused_adamw
 from swapper.train.updates.coded_run import CodedRun, scratch_bytes
 
@@ -42,8 +42,8 @@ NO_GROUP = -1
 class Trainable:
     """One group's trainable parameters that the optimizer has, with the locations of their state.
 
-    `settings` has for each the index of its group in `optimizer.param_groups`, NO_GROUP if it is in none any more: then
-    it is not updated. See train/optimizer/conditions.py.
+    `settings` has for each the number of its group in the OptimizerSet, NO_GROUP if it is in none any more: then it is
+    not updated. See train/optimizer/conditions.py.
     """
 
     group: int
@@ -71,6 +71,19 @@ class GroupUpdate:
     @property
     def active(self) -> tuple[bool, ...]:
         return tuple(gradient is not None for gradient in self.gradients)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters that it updates."""
+        places = zip(self.trainable.places, self.gradients, strict=True)
+        return [of.name for of, gradient in places if gradient is not None]
+
+    def joined(self, other: GroupUpdate | None) -> GroupUpdate:
+        """Return this update together with another optimizer's of the same group, of other parameters."""
+        if other is None:
+            return self
+        pairs = zip(self.gradients, other.gradients, strict=True)
+        return GroupUpdate(self.trainable, tuple(theirs if ours is None else ours for ours, theirs in pairs))
 
 
 @dataclass(slots=True)
@@ -101,7 +114,7 @@ class Sweep:
 
     Args:
         trainables: all groups, also as an attribute.
-        proxy: runs the updates.
+        proxies: run the updates.
         entries: the optimizer's state of each parameter.
         pager, page_bytes: makes the leases, and the size of its pages.
         counters: to update.
@@ -113,7 +126,7 @@ class Sweep:
     def __init__(
         self,
         trainables: Sequence[Trainable],
-        proxy: OptimizerProxy,
+        proxies: OptimizerProxies,
         entries: StateEntries,
         pager: Pager,
         page_bytes: int,
@@ -124,7 +137,7 @@ class Sweep:
         self.trainables = trainables
         self._gradient = gradient
         self._make_ready = make_ready
-        self._proxy = proxy
+        self._proxies = proxies
         self._entries = entries
         self._pager = pager
         self._page_bytes = page_bytes
@@ -139,32 +152,33 @@ class Sweep:
         self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
         self._coded = CodedRun(decoded_bytes(trainables), self._flat_part)
 
-    def begin(self) -> None:
-        """Begin a step, with the optimizer's settings of this moment."""
-        self._proxy.begin_step()
+    def begin(self, member: int) -> None:
+        """Begin a step of one optimizer, with its settings of this moment."""
+        self._proxies.begin_step(member)
         self.abandon()  # the rest of a failed step
 
     def take_in_written(self) -> None:
         """Treat writes past the guard so far as made before the step. See Pager.take_in_written."""
         self._pager.take_in_written()
 
-    def fix(self, trainable: Trainable) -> GroupUpdate | None:
-        """Return the group's part of the step, with the gradients of this moment; None if it has none. Increases
-        versions."""
-        members = zip(trainable.parameters, trainable.settings, strict=True)
+    def fix(self, trainable: Trainable, member: int = 0) -> GroupUpdate | None:
+        """Return the group's part of an optimizer's step, with the gradients of this moment; None if it has none.
+        Increases versions."""
+        groups = self._proxies.groups_of(member)
+        found = zip(trainable.parameters, trainable.settings, strict=True)
         with torch._C.DisableTorchFunctionSubclass():  # many are cold, and their data is not needed
-            update = GroupUpdate(trainable, tuple(None if at == NO_GROUP else p.grad for p, at in members))
+            update = GroupUpdate(trainable, tuple(p.grad if at in groups else None for p, at in found))
             changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
             torch.autograd.graph.increment_version(changed)
         return update if changed else None
 
-    def fix_all(self) -> list[GroupUpdate]:
-        """Return all updates, with the gradients of this moment."""
-        return [update for trainable in self.trainables if (update := self.fix(trainable)) is not None]
+    def fix_all(self, member: int) -> list[GroupUpdate]:
+        """Return all updates of an optimizer's step, with the gradients of this moment."""
+        return [update for trainable in self.trainables if (update := self.fix(trainable, member)) is not None]
 
     def changed_setting(self) -> str | None:
         """Return the optimizer's setting that has changed since the step began, in words; None if none has."""
-        return self._proxy.changed_setting()
+        return self._proxies.changed_setting()
 
     def update(self, update: GroupUpdate) -> None:
         """Update a group. Its last slice stays leased for the next update, until `give_back`."""
@@ -188,7 +202,7 @@ class Sweep:
 
     def end(self) -> None:
         """Note that all groups of the step are updated. Writes may still be in flight."""
-        self._proxy.end_step()
+        self._proxies.end_step()
 
     def abandon(self) -> None:
         """Forget the step: parameters may have been updated in part, and nothing is leased any more."""
@@ -257,8 +271,10 @@ class Sweep:
 
     def _is_fused(self, trainable: Trainable, number: int) -> bool:
         places = trainable.places[number]
-        settings = self._proxy.settings(trainable.settings[number]) if places.coded else {}
-        return bool(places.coded) and fused_adamw.is_fused(self._proxy.kind, settings, places)
+        settings = self._proxies.settings(trainable.settings[number]) if places.coded else {}
+        return bool(places.coded) and fused_adamw.is_fused(
+            self._proxies.kind(trainable.settings[number]), settings, places
+        )
 
     def _update_fused(self, update: GroupUpdate, piece: SlicePiece) -> None:
         """Update a piece and its encoded state in one pass; its step counter as `_state` and `_store` do."""
@@ -275,7 +291,7 @@ class Sweep:
             self._flat_part(places.param, begin, end),
             self._gradient(trainable.parameters[number], fixed, begin, end),
             int(before) + 1,
-            self._proxy.settings(trainable.settings[number]),
+            self._proxies.settings(trainable.settings[number]),
         )
         if begin == 0:
             stored.copy_(before + 1)
@@ -288,14 +304,14 @@ class Sweep:
     def _makes_one_pass(self, trainable: Trainable, part: Slice) -> bool:
         """Return True if the update of the slice reads memory once. See [Note: small updates]."""
         return all(
-            self._proxy.settings(trainable.settings[piece.parameter]).get("fused")
+            self._proxies.settings(trainable.settings[piece.parameter]).get("fused")
             and not trainable.places[piece.parameter].has_master
             and not trainable.places[piece.parameter].coded
             for piece in part.pieces
         )
 
     def _apply(self, run: list[Update]) -> None:
-        self._proxy.update([update.work for update in run])
+        self._proxies.update([update.work for update in run])
         for update in run:
             self._store(update)
             note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
@@ -392,13 +408,14 @@ class Sweep:
             if stored is None:
                 if key not in places.others:
                     raise UnsupportedError(
-                        f"{self._proxy.kind} keeps {key!r} for {places.name}, which it did not keep at manager.offload"
+                        f"{self._proxies.kind(work.settings)} keeps {key!r} for {places.name}, which it did not keep at "
+                        "manager.offload"
                     )
                 continue  # the first piece has stored it
             if value.shape != stored.shape or value.dtype != stored.dtype:
                 raise UnsupportedError(
-                    f"{self._proxy.kind} keeps {key!r} for {places.name} as {value.dtype} {list(value.shape)}; when it was "
-                    f"offloaded it was {stored.dtype} {list(stored.shape)}"
+                    f"{self._proxies.kind(work.settings)} keeps {key!r} for {places.name} as {value.dtype} {list(value.shape)}; "
+                    f"when it was offloaded it was {stored.dtype} {list(stored.shape)}"
                 )
             if value.data_ptr() != stored.data_ptr() or not value.is_contiguous():
                 stored.copy_(value)
