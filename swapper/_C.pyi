@@ -7,7 +7,7 @@ raise `IoError` (an `OSError`), both from `swapper.errors`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from swapper.errors import IoError
@@ -438,3 +438,39 @@ def crc32_address(address: int, nbytes: int, value: int = 0) -> int:
 
 def crc32_combine(a: int, b: int, nbytes_b: int) -> int:
     """CRC-32 of A followed by B, given `a` of A and `b` of B; B has `nbytes_b` bytes."""
+
+def codec_isas() -> list[str]:
+    """The instruction sets that the codecs' kernels can use on this processor, fastest first."""
+
+def codec_encode(
+    codec: str, value: int, count: int, parts: Sequence[int], parameter: int, threads: int = 1, isa: str = ""
+) -> int:
+    """Codes `count` floats at the address `value` into the addresses `parts`; gives how many elements they cannot hold.
+
+    `swapper.codecs` checks sizes and dtypes and holds the memory; `parameter` is 0 where the codec needs none. `isa` is one of
+    `codec_isas()`, the fastest if empty: the bits are the same.
+
+    Raises:
+        ConfigError: there is no such codec or instruction set, or parts are missing.
+    """
+
+def codec_decode(
+    codec: str, parts: Sequence[int], count: int, value: int, parameter: int, threads: int = 1, isa: str = ""
+) -> None:
+    """The reverse of `codec_encode`."""
+
+def codec_adamw(
+    count: int,
+    parameter: int,
+    gradient: int,
+    is_gradient_bf16: bool,
+    states: Sequence[tuple[str, Sequence[int]]],
+    numbers: tuple[float, ...],
+    threads: int = 1,
+    isa: str = "",
+) -> int:
+    """Decodes, updates by AdamW, rounds the parameters and encodes, in one pass; gives how many elements codes cannot hold.
+
+    `states` are (codec, addresses of its parts) of the masters, unless the parameters are fp32 and their own, and of the two
+    moments. `numbers` are the gradients' factor, decay, beta1, 1 - beta1, beta2, 1 - beta2, root_scale, eps, step_size.
+    """

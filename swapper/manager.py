@@ -46,7 +46,8 @@ class SwapManager:
         directory: on the drive of the run; created if its parent exists. The run has a subdirectory `rank-R-of-W`, by
             the environment's RANK and WORLD_SIZE. Or a list of directories, one for each drive: pages are distributed by
             the speeds that `swapper tune` measured, equally if it did not.
-        host_memory: maximum host bytes of swapper, in bytes or as "8GiB"; "auto" takes half of the free memory.
+        host_memory: maximum host bytes of swapper in this process, in bytes or as "8GiB". "64GiB/node" is for all ranks of a
+            machine, which share it equally (torchrun's LOCAL_WORLD_SIZE); so is "auto", half of the free memory.
         resume: "error" refuses a directory with a run; "auto" resumes from its last commit, or begins if there is none;
             "discard" deletes that run.
         ranks: "together": if torch.distributed is initialized, each of its ranks makes a manager; all resume from the
@@ -92,20 +93,24 @@ class SwapManager:
         stall_s: float | None = 60.0,
         ranks: str = "together",
     ) -> None:
-        host_bytes = parse_host_memory(host_memory)
-        parse_choice(resume, "resume", RESUME_CHOICES)
         commits = CommitPolicy() if commits is None else commits
-        if not isinstance(commits, CommitPolicy):
-            raise ConfigError(f"commits={commits!r} is not known: say commits=swapper.CommitPolicy(every=...)")
-        parse_choice(backend, "backend", ("auto", "uring", "threads"))
-        parse_choice(cold, "cold", ("read", "raise"))
         parse_choice(ranks, "ranks", RANKS_CHOICES)
-        if stall_s is not None and not stall_s > 0:
-            raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
+
+        def check() -> int:
+            if not isinstance(commits, CommitPolicy):
+                raise ConfigError(f"commits={commits!r} is not known: say commits=swapper.CommitPolicy(every=...)")
+            parse_choice(resume, "resume", RESUME_CHOICES)
+            parse_choice(backend, "backend", ("auto", "uring", "threads"))
+            parse_choice(cold, "cold", ("read", "raise"))
+            if stall_s is not None and not stall_s > 0:
+                raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
+            return parse_host_memory(host_memory)
+
         self._recording = ExitStack()  # of the trace that the environment requests
         self._clock = StepClock(Counters())
         self._counters = self._clock.counters
         self._ranks = Ranks.find(ranks)
+        host_bytes = self._ranks.begin(check)
         self._directory, self._resumed, fallback = begin_run(directory, resume, self._ranks, weigh)
         self._counters.step = self._resumed.step if self._resumed is not None else 0
         self._user = UserState(rng, self._resumed)
@@ -132,6 +137,7 @@ class SwapManager:
         device_memory: int | str = "auto",
         accelerator: Accelerator | None = None,
         external: ExternalWeights | None = None,
+        state_codec: str | Mapping[str, str] = "exact",
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Move `model`'s parameters and `optimizer`'s state to their placement. Call it once.
@@ -166,6 +172,11 @@ class SwapManager:
                 it on the CPU.
             external: a swapper.ExternalWeights(path=...): your files of the frozen parameters, which are read in place.
                 By default all parameters are copied to the run's directory.
+            state_codec: how the optimizer's state is stored. "exact" (the default): as it is. "split": fp32 masters of bf16
+                parameters in 2.125 bytes instead of 4, without loss. "bf16": the same, and moments in bf16. "8bit": masters
+                in 1 byte beside the parameter, moments in 8 bits with a scale for each 32. Or a map from state key
+                ("exp_avg", "exp_avg_sq", "master", ...) to "exact", "split", "master24", "bf16", "moment8", "variance8".
+                docs/training.md says which tensors are encoded. Your optimizer sees fp32.
             init: the source of values for a model on the meta device: a function that fills the parameters and buffers
                 of the given module, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They
                 are filled group by group, so that the model is never whole in memory. A resumed run does not use it.
@@ -195,7 +206,7 @@ class SwapManager:
         inner = unwrapped(optimizer)
         options = OffloadOptions(
             params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
-            device=device, device_memory=device_memory, accelerator=accelerator, external=external,
+            device=device, device_memory=device_memory, accelerator=accelerator, external=external, state_codec=state_codec,
         )  # fmt: skip
         if plan is not None:
             if not isinstance(plan, Plan):
@@ -232,6 +243,7 @@ class SwapManager:
         device_memory: int | str = "auto",
         accelerator: Accelerator | None = None,
         external: ExternalWeights | None = None,
+        state_codec: str | Mapping[str, str] = "exact",
     ) -> Plan:
         """Return the plan of `offload`: placement, memory, space, bytes of a step, wear. Changes nothing. `print` it.
 
@@ -244,7 +256,7 @@ class SwapManager:
         self.current.check_usable()
         options = OffloadOptions(
             params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
-            device=device, device_memory=device_memory, accelerator=accelerator, external=external,
+            device=device, device_memory=device_memory, accelerator=accelerator, external=external, state_codec=state_codec,
         )  # fmt: skip
         return self._factory.plan(Request.of(model, unwrapped(optimizer), options, self._options), may_be_meta=True)
 
@@ -293,6 +305,38 @@ class SwapManager:
         Needed with `update="backward"`, where a backward outside of it updates; without effect otherwise.
         """
         return self.current.running("accumulate").model.updates.accumulating()
+
+    def accumulate_batches(
+        self, loss_fn: Callable[[Any], torch.Tensor], batches: Iterable[Any], *, at_once: int | None = None
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of all micro-batches of a step, and return their losses, detached.
+
+        Losses, gradients and random numbers are those of `for batch in batches: loss_fn(batch).backward()`, bit for bit;
+        but all micro-batches pass through a group of parameters before the next group is read, in forward and in
+        backward, so reading costs as much as for one. Their graphs are in memory together. See docs/training.md.
+
+        Args:
+            loss_fn: returns the loss of a micro-batch, scaled as it is to count; called in threads, one of which runs.
+            batches: its arguments, one for each call.
+            at_once: micro-batches that run together. None: all.
+
+        Raises:
+            ConfigError: `at_once` is not positive.
+            UnsupportedError: they cannot run together exactly; see docs/training.md.
+            StateError: the manager cannot be used, or `loss_fn` does what only its caller may.
+            The first exception of a micro-batch, after all were stopped. In a forward: gradients are unchanged. In a
+            backward: all gradients are None.
+        """
+        if at_once is not None and (type(at_once) is not int or at_once < 1):
+            raise ConfigError(f"at_once={at_once!r} must be a positive number of micro-batches, or None for all")
+        run = self.current.running("accumulate_batches")
+        if run.is_sharded:
+            raise UnsupportedError("accumulate_batches does not go with a model that fully_shard has sharded so far")
+        left, losses = list(batches), []
+        while left:
+            some, left = left[:at_once], left[len(left[:at_once]) :]
+            losses += run.model.passes.accumulate(loss_fn, some)
+        return losses
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_, and return the norm before it, of shape ().

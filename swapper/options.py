@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from swapper.errors import ConfigError
 from swapper.runtime.free_memory import headroom_bytes
@@ -94,10 +95,31 @@ class ExternalWeights:
 
 
 def parse_host_memory(value: int | str) -> int:
-    """Return the host budget in bytes; "auto" is half of the free memory of the machine and of this control group."""
+    """Return the host budget of this process in bytes.
+
+    Args:
+        value: a size; or "64GiB/node", for all ranks of this machine, which share it equally; or "auto", half of the free
+            memory of the machine and of this control group, shared in the same way.
+
+    Raises:
+        ConfigError: it is no size, or nothing tells the number of ranks.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
     if value == "auto":
-        return headroom_bytes() // 2
-    return parse_bytes(value, "host_memory")
+        return headroom_bytes() // 2 // (int(ranks) if _is_count(ranks) else 1)
+    if not isinstance(value, str) or not value.endswith("/node"):
+        return parse_bytes(value, "host_memory")
+    if not _is_count(ranks):
+        raise ConfigError(
+            f"host_memory={value!r} is shared by the ranks of a machine, and LOCAL_WORLD_SIZE="
+            f"{'' if ranks is None else ranks} does not tell how many these are: start them with torchrun, which sets it, or "
+            "give each rank its own part, without /node"
+        )
+    return max(parse_bytes(value.removesuffix("/node"), "host_memory") // int(ranks), 1)
+
+
+def _is_count(value: str | None) -> TypeGuard[str]:
+    return value is not None and value.isdecimal() and int(value) > 0
 
 
 def parse_choice(value: str, option: str, allowed: Sequence[str]) -> str:

@@ -93,5 +93,6 @@ bool wait_in_slices(Attempt attempt, std::optional<double> timeout_s = std::null
 void bind_memory(nb::module_& module);
 void bind_file(nb::module_& module);
 void bind_engine(nb::module_& module);
+void bind_codecs(nb::module_& module);
 
 }  // namespace swapper

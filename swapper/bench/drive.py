@@ -23,9 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from swapper.codecs import CODECS
 from swapper.errors import DirectoryError
 from swapper.io.engines import is_in_memory
 from swapper.runtime.sizes import format_bytes
+from swapper.train.layout.state_codecs import PRESETS
 
 THREADS = 8  # transfers in flight each way: a choice
 PIECE_BYTES = 1 << 20  # a choice
@@ -240,14 +242,23 @@ class StepLimit:
         }
 
 
-def step_bytes(parameters: int, *, parameters_on_nvme: bool, masters: bool) -> tuple[int, int]:
+def step_bytes(
+    parameters: int, *, parameters_on_nvme: bool, masters: bool, state_codec: str = "exact"
+) -> tuple[int, int]:
     """Return the bytes that one AdamW step (reads, writes) with the optimizer state on NVMe.
 
-    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8. Parameters on NVMe are read in
-    forward and in backward and written once: 2 bytes each with fp32 masters, else 4, and then read by the update too.
+    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8, and less with a codec. Parameters
+    on NVMe are read in forward and in backward and written once: 2 bytes each with fp32 masters, else 4. They are read
+    by the update too, unless it writes them from masters that are whole.
     """
-    state = 12 if masters else 8
+    codecs = PRESETS[state_codec]
+    state = sum(_bytes_of(codecs.get(key)) for key in ("exp_avg", "exp_avg_sq", *(["master"] if masters else [])))
     if not parameters_on_nvme:
-        return state * parameters, state * parameters
-    width, uses = (2, 2) if masters else (4, 3)
-    return (state + uses * width) * parameters, (state + width) * parameters
+        return int(state * parameters), int(state * parameters)
+    width, uses = (2, 3 if "master" in codecs else 2) if masters else (4, 3)
+    return int((state + uses * width) * parameters), int((state + width) * parameters)
+
+
+def _bytes_of(codec: str | None) -> float:
+    """Return the bytes of an element in a codec; None: fp32."""
+    return 4 if codec is None else sum(part.dtype.itemsize / part.elements for part in CODECS[codec].layout)

@@ -52,10 +52,13 @@ class PlainTraining:
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
 
-    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        """Run one forward, backward and update. Returns the loss, from before the update."""
-        loss: torch.Tensor = self.model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor, micro_batches: int = 1) -> float:
+        """Run forward and backward of each micro-batch, and one update. Returns the loss, from before the update."""
+        total = 0.0
+        for some, theirs in zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+            loss: torch.Tensor = self.model(some, theirs) / micro_batches
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
         for name, master in self._masters.items():
             gradient = self.model.get_parameter(name).grad
             master.grad = None if gradient is None else gradient.float()
@@ -65,7 +68,7 @@ class PlainTraining:
                 self.model.get_parameter(name).copy_(master)
         self.optimizer.zero_grad()
         self.model.zero_grad()
-        return loss.item()
+        return total
 
 
 def resume(task: dict[str, Any]) -> dict[str, list[float]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from swapper.checkpoint import zero
+from swapper.checkpoint.encoded_state import codecs_of
 from swapper.checkpoint.quantization import Loss, losses, metadata, quantised
 from swapper.checkpoint.replacing import new_directory, replacing
 from swapper.checkpoint.stream import StreamWriter
@@ -170,6 +171,11 @@ def _whole(tensor: StoredTensor, name: str) -> ExportTensor:
 
 def _select_from_torch(source: Source, what: str) -> Selection:
     skeleton = read_torch_file(source.path).skeleton
+    if what == "all" and codecs_of(skeleton.tree):
+        raise CheckpointError(
+            f"{source.path} has encoded optimizer state ({codecs_of(skeleton.tree)}), which is decoded only in an export of all "
+            "of it as one torch file: say --to torch, and export that"
+        )
     prefix = "" if what == "all" else _model_prefix(skeleton)
     tensors = [
         _whole(tensor, name.removeprefix(prefix)) for name, tensor in source.tensors.items() if name.startswith(prefix)

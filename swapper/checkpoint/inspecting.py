@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from swapper.checkpoint.encoded_state import STATE_CODEC, codecs_of
 from swapper.formats.dcp_directory import METADATA_NAME, read_directory
 from swapper.formats.sources import open_source
 from swapper.formats.stored import StoredTensor
@@ -20,7 +21,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     "tensors" is a list in file order; each has "name", "dtype", "shape", "stride" (null if contiguous), "file",
     "offset" and "bytes", "alignment" (the largest power of two that divides the offset, up to 2 MiB), and in torch
-    checkpoints "record" and "crc32" (of the whole record, as 8 hex digits).
+    checkpoints "record" and "crc32" (of the whole record, as 8 hex digits). "metadata" has the codecs of encoded optimizer
+    state as "state_codec".
 
     Raises:
         CheckpointError: it is no checkpoint, or damaged.
@@ -46,7 +48,9 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     for tensor in tensors:
         record = file.record(views[tensor["name"]].storage)
         tensor["record"], tensor["crc32"] = record.name, f"{record.crc32:08x}"
-    return _summary(source, "torch", tensors, dict(opened.metadata), _step(file))
+    codecs = codecs_of(file.skeleton.tree)
+    encoded = {STATE_CODEC: ", ".join(f"{key}: {codec}" for key, codec in sorted(codecs.items()))} if codecs else {}
+    return _summary(source, "torch", tensors, {**opened.metadata, **encoded}, _step(file))
 
 
 def _describe(tensor: StoredTensor) -> dict[str, Any]:

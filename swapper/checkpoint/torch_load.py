@@ -27,6 +27,7 @@ import torch
 from torch.utils.serialization import config
 
 from swapper import _C
+from swapper.checkpoint.encoded_state import decode_state, in_nameless_file
 from swapper.checkpoint.stream import Checksum
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, FileStamp, opened, read_at
@@ -81,12 +82,20 @@ def load(
             code: for trusted files.
         verify: compare every payload with its checksum.
 
+    The optimizer state of a snapshot that holds it encoded is decoded to fp32 (encoded_state.py).
+
     Raises:
         CheckpointError: the file is not what it claims to be, a checksum is wrong, or `weights_only` refuses it.
         IoError: it cannot be read.
     """
     file = Path(path)
-    wants_mapping = config.load.mmap if mmap is None else mmap
+    wants_mapping = bool(config.load.mmap if mmap is None else mmap)
+    content = _load_as_it_is(file, map_location, wants_mapping, weights_only, verify)
+    make = in_nameless_file(file.absolute().parent) if wants_mapping else torch.empty
+    return decode_state(content, str(file), make)
+
+
+def _load_as_it_is(file: Path, map_location: MapLocation, wants_mapping: bool, weights_only: bool, verify: bool) -> Any:
     if not _is_zip(file):
         if weights_only:
             _check_old_file(file)

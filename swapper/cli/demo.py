@@ -32,6 +32,7 @@ from swapper.bench.corpus import Corpus
 from swapper.bench.drive import DriveSpeed, StepLimit, check_directory, choose_directory, measure_drive
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.bench.memory import PeakMemory, pss_bytes
+from swapper.cli import demo_ranks
 from swapper.cli.command import reported
 from swapper.errors import CheckpointError, ConfigError
 from swapper.runtime.sizes import parse_bytes
@@ -60,22 +61,45 @@ def demo(
     ] = None,
     snapshot: Annotated[Path | None, typer.Option(help="Keep the snapshot under this name.")] = None,
     drive_seconds: Annotated[float, typer.Option(min=0.05, help="Time for each measurement of the drive.")] = 1.0,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes over which FSDP2 shards the model; killed and resumed.")
+    ] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file, too.")] = None,
 ) -> None:
     """Train a GPT whose parameters and optimizer state live on NVMe, within a small memory budget.
 
     It learns the text of Python's own standard library. Afterwards plain torch opens a snapshot in another process and
-    continues training: its losses must equal the swapped run's, bit for bit.
+    continues training: its losses must equal the swapped run's, bit for bit. With --ranks, plain FSDP2 trains the same.
     """
     console = Console()
     with reported(console):
         masters = _has_masters(precision)
         config = GptConfig.for_parameters(_count(parameters), vocabulary=256, context=context)
         budget_bytes = parse_bytes(budget, "--budget") if budget else None
-        task = DemoTask(config, masters, steps, batch, budget_bytes, drive_seconds)
-        record = _run(console, task, directory, snapshot)
-    _show(console, record)
-    if not record.is_equal:
+        if json_file is not None and json_file.exists():
+            raise ConfigError(f"--json {json_file} exists already: name a new file")
+        if ranks > 1:
+            if snapshot is not None:
+                raise ConfigError("--snapshot does not go with --ranks: that demo compares with plain FSDP2 instead")
+            sharded = demo_ranks.RanksTask(
+                ranks=ranks, config=config, masters=masters, steps=steps, batch=batch, given_budget_bytes=budget_bytes,
+                learning_rate=LEARNING_RATE, drive_s=drive_seconds,
+            )  # fmt: skip
+            with _place(console, sharded, directory, f"over {ranks} ranks") as (scratch, watch):
+                record: DemoRecord | demo_ranks.RanksRecord = demo_ranks.measure(sharded, scratch, watch)
+        else:
+            task = DemoTask(config, masters, steps, batch, budget_bytes, drive_seconds)
+            record = _run(console, task, directory, snapshot)
+        if json_file is not None:
+            with json_file.open("x") as file:
+                json.dump(asdict(record), file, indent=1)
+    if isinstance(record, demo_ranks.RanksRecord):
+        demo_ranks.show(console, record)
+    else:
+        _show(console, record)
+    if not record.is_equal and isinstance(record, DemoRecord):
         console.print("[red]Plain torch did not continue as the swapped run did.[/red] Please report this.")
+    if not record.is_equal:
         raise typer.Exit(1)
 
 
@@ -162,22 +186,35 @@ Watch = Callable[[str, list[float]], None]
 
 
 def _run(console: Console, task: DemoTask, directory: Path | None, snapshot: Path | None) -> DemoRecord:
-    place = choose_directory() if directory is None else directory
-    check_directory(place, task.disk_bytes)
     if snapshot is not None and not snapshot.parent.is_dir():
         raise ConfigError(f"--snapshot {snapshot}: the directory {snapshot.parent} is missing; make it first")
-    console.print(
-        f"A GPT of {task.config.parameters / 1e6:.0f} million parameters ({task.config.layers} layers, "
-        f"width {task.config.width}), {'bf16' if task.masters else 'fp32'}, swapped under {escape(str(place))}",
-        soft_wrap=True,
-        highlight=False,
-    )
-    with tempfile.TemporaryDirectory(prefix="swapper-demo-", dir=place) as scratch, _progress(console, task) as watch:
-        return _measure(task, Path(scratch), snapshot or Path(scratch) / "snapshot.pt", watch)
+    with _place(console, task, directory) as (scratch, watch):
+        return _measure(task, scratch, snapshot or scratch / "snapshot.pt", watch)
 
 
 @contextmanager
-def _progress(console: Console, task: DemoTask) -> Iterator[Watch]:
+def _place(
+    console: Console, task: DemoTask | demo_ranks.RanksTask, directory: Path | None, over: str = ""
+) -> Iterator[tuple[Path, Watch]]:
+    """Say what is trained and where. Yield an empty directory there, which is removed at the end, and what shows the progress."""
+    place = choose_directory() if directory is None else directory
+    check_directory(place, task.disk_bytes)
+    console.print(
+        f"A GPT of {task.config.parameters / 1e6:.0f} million parameters ({task.config.layers} layers, "
+        f"width {task.config.width}), {'bf16' if task.masters else 'fp32'}{over and ', ' + over}, swapped under "
+        f"{escape(str(place))}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="swapper-demo-", dir=place) as scratch,
+        _progress(console, task.steps) as watch,
+    ):
+        yield Path(scratch), watch
+
+
+@contextmanager
+def _progress(console: Console, steps: int) -> Iterator[Watch]:
     """Show a bar over the steps, with the stage and the last loss."""
     columns = (
         SpinnerColumn(),
@@ -188,7 +225,7 @@ def _progress(console: Console, task: DemoTask) -> Iterator[Watch]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=task.steps, loss="")
+        bar = progress.add_task("starting", total=steps, loss="")
 
         def watch(stage: str, losses: list[float]) -> None:
             loss = f"loss {losses[-1]:.3f}" if losses else ""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -328,9 +329,30 @@ def check_group_count(record: CommitRecord, count: int) -> None:
         )
 
 
+def _codecs_in(lines: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Return how a description of plans stores each tensor, by parameter and key. See coded_kind, train/layout."""
+    found = {}
+    for line in lines:
+        tensor = re.match(r"(\S+) ([^\s:]+)(?::(\w+):\w+)?: ", line)
+        if tensor is not None:
+            found[tensor[1], tensor[2]] = tensor[3] or "exact"
+    return found
+
+
+def _check_same_codecs(theirs: Mapping[tuple[str, str], str], ours: Mapping[tuple[str, str], str]) -> None:
+    for (name, key), before in theirs.items():
+        now = ours.get((name, key), before)
+        if before != now:
+            raise CheckpointError(
+                f"the directory's run stores {key!r} of {name} by the codec {before!r}, and state_codec= asks for {now!r}: a run "
+                "keeps its codecs. Say the state_codec= that it began with, or pass resume='discard' to delete the run"
+            )
+
+
 def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
     """Raise CheckpointError unless the record is of this model and optimizer; the message lists the differences."""
     ours, theirs = describe_plans(plans), record.plans
+    _check_same_codecs(_codecs_in(theirs), _codecs_in(ours))
     missing = [f"- only in the run:   {line}" for line in theirs if line not in set(ours)]
     added = [f"- only in the model: {line}" for line in ours if line not in set(theirs)]
     differences = [*missing, *added]

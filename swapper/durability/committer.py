@@ -124,24 +124,33 @@ class Committer:
 
     def enter(self) -> None:
         """Capture a due step, and publish it if nothing is in flight. Called at each use of swapper; cheap if nothing
-        is due."""
+        is due.
+
+        Raises:
+            IoError: as `finish`. Not with ranks together: they would wait in a collective for one that ends here. It is tried
+                again before the next step, where they can all learn of it.
+        """
         self._publisher.settle()
         if self._due is None:
             return
-        self._capture()
-        if self._publisher.reads_sources or self._writes is None:
-            return
-        if self._pager.writes_are_done() and all(ticket.done for _, ticket in self._writes):
-            self._publish()
+        try:
+            self._capture()
+            if self._publisher.reads_sources or self._writes is None:
+                return
+            if self._pager.writes_are_done() and all(ticket.done for _, ticket in self._writes):
+                self._publish()
+        except IoError as error:
+            if not self._way_back.is_of_all_ranks:
+                raise
+            log.warning("step %s is not committed yet, and tried again before the next: %s", self._due, error)
 
     def before_step(self) -> None:
         """Finish the last step before everything changes, except while a snapshot copies from the last commit's files.
 
-        Ranks that run together wait for each other, and never make the exception: all must have the same commit.
+        Ranks that run together never make the exception: all must have the same commit. Call `meet_ranks` next.
 
         Raises:
             IoError: as `finish`.
-            StateError: another rank does not arrive.
         """
         self._model.finish_update()
         may_go_without = self._snapshot is None and not self._way_back.is_of_all_ranks
@@ -149,7 +158,6 @@ class Committer:
             self._drain()
             self._record = self._due = None
         self.finish()
-        self._meet_ranks()
 
     def before_change_of_layout(self) -> None:
         """Check that the previous commit's files may be removed.
@@ -157,19 +165,17 @@ class Committer:
         Raises:
             StateError: a rank may still need them.
         """
-        if not self._meet_ranks():
+        if self._every is not None and not self.meet_ranks():
             raise StateError(
                 "ranks have committed different steps: add trained parameters on all ranks at the same place, right after a step"
             )
 
-    def _meet_ranks(self) -> bool:
-        """Wait for all ranks. Return True if they have the same last commit. See WayBack.before_step."""
-        if self._every is None:
-            return True
+    def meet_ranks(self, failure: BaseException | None = None) -> bool:
+        """Wait for all ranks before a step. Return True if they have the same last commit. See WayBack.before_step."""
         counters = self._pager.counters
         step = counters.step + 1
         with counters.waiting("rank", f"to come to step {step}, which another does not take, or not yet"):
-            return self._way_back.before_step(step)
+            return self._way_back.before_step(step, failure)
 
     def finish(self) -> None:
         """Finish the step; if a commit is due, write all changes, wait for them, and publish.
@@ -232,9 +238,10 @@ class Committer:
         if self._due is not None:
             self._drain()
             self._due = self._record = None
-            self._end_snapshot("a forward changed parameters before the step was written: take it again")
+            self.end_snapshot("a forward changed parameters before the step was written: take it again")
 
-    def _end_snapshot(self, why: str) -> None:
+    def end_snapshot(self, why: str) -> None:
+        """Fail the snapshot that waits for the writes of its step, if there is one."""
         if self._snapshot is not None:
             self._snapshot.ticket.finish(StateError(f"snapshot {self._snapshot.path} was not taken: {why}"))
             self._snapshot = None
@@ -274,7 +281,7 @@ class Committer:
         """Wait for writes of resident sections, whose memory is about to be freed; publish nothing."""
         self._due = None
         self._drain()
-        self._end_snapshot("the manager was closed before its step was written")
+        self.end_snapshot("the manager was closed before its step was written")
 
     def _drain(self) -> None:
         """Wait for the writes of resident sections, whatever their outcome, and forget them."""

@@ -28,6 +28,7 @@ from swapper.durability.ranks import Ranks
 from swapper.errors import ConfigError, DirectoryError, remedy
 from swapper.io import beneath
 from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
+from swapper.io.engines import OVER_NETWORK, is_on
 from swapper.runtime.process import after_fork_in_child
 from swapper.runtime.sizes import format_bytes
 
@@ -248,6 +249,7 @@ class RunDirectory:
                     _refuse_other_sizes(Path(directory), ranks.size)
                 self._locked.append(LockedDirectory(directory, f"rank-{ranks.rank}-of-{ranks.size}"))
             self.drives = self._settle(resume)
+            self._warn_of_network()
         except BaseException:
             for locked in self._locked:
                 locked.give_up()
@@ -263,6 +265,16 @@ class RunDirectory:
         """Delete the run in the directory: a new one begins."""
         self._clear()
         self.drives = self._begin()
+
+    def _warn_of_network(self) -> None:
+        """Not refused: what is paged over a network is exact, and a machine may have no drive."""
+        for path in (locked.path for locked in self._locked):
+            if is_on(OVER_NETWORK, path / "file"):
+                log.warning(
+                    "%s is on a network file system, and every step reads and writes there, at the speed of the network, "
+                    "which the ranks of all machines share: give a directory on a drive of this machine",
+                    path,
+                )
 
     def _clear(self) -> None:
         for locked in self._locked:

@@ -15,6 +15,8 @@ those of the user's groups, whose order is the user's.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import logging
 import os
 import re
@@ -28,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from swapper.errors import DirectoryError, StateError, SwapperError
+from swapper.errors import ConfigError, DirectoryError, StateError, SwapperError
 
 log = logging.getLogger("swapper")
 
@@ -40,6 +42,9 @@ CommitId = tuple[int, int]
 """A step, and the number of changes of parameters from outside since."""
 
 T = TypeVar("T")
+
+_managers = itertools.count()
+"""Of this process that run together with those of other ranks: all ranks make them in the same order."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,28 @@ class Ranks:
         rank, size = dist.get_rank(), dist.get_world_size()
         if how == "alone" or size == 1:
             return cls(rank, size)
-        with _explained("make a SwapManager"):
+        with _explained("the making of a SwapManager", _sign_in(rank, size)):
             return cls(rank, size, dist.new_group(backend="gloo", timeout=_users_timeout()))
+
+    def begin(self, check: Callable[[], T]) -> T:
+        """Call `check` on all ranks, and return its result. If that fails on one, or they run different versions, all fail.
+
+        Raises:
+            ConfigError: the versions differ. If `check` failed here, its own error.
+            StateError: `check` failed on another rank.
+        """
+        if self._group is None:
+            return check()
+        try:
+            checked, versions = self.settle("make a SwapManager", check, lambda _: versions_here())
+            if len(set(versions)) > 1:
+                raise ConfigError(
+                    _mismatch("ranks run different versions", versions, "install the same on all machines")
+                )
+            return checked
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def are_together(self) -> bool:
@@ -213,8 +238,9 @@ class Ranks:
         try:
             found = find()
             told = True, tell(found)
-        except SwapperError as error:
-            self.gather((False, str(error)), what)
+        except Exception as error:
+            text = str(error) if isinstance(error, SwapperError) else describe_failure(error)
+            self.gather((False, text), what)
             raise
         answers = self.gather(told, what)
         failed = [f"rank {rank}: {text}" for rank, (is_well, text) in enumerate(answers) if not is_well]
@@ -238,10 +264,12 @@ class Ranks:
         """
         if self._group is None:
             return
-        end = f"the end of {what}"
-        if not any(has_failed for (has_failed,) in self.compare([failure is not None], end)):
-            return
-        reasons = enumerate(self.gather(None if failure is None else describe_failure(failure), end))
+        if any(has_failed for (has_failed,) in self.compare([failure is not None], f"the end of {what}")):
+            self.tell(failure, what)
+
+    def tell(self, failure: BaseException | None, what: str) -> None:
+        """Exchange the reasons why `what` failed, as all ranks know that it did. Raise StateError if it did not fail here."""
+        reasons = enumerate(self.gather(None if failure is None else describe_failure(failure), f"the end of {what}"))
         others = [f"rank {rank}: {reason}" for rank, reason in reasons if reason is not None and rank != self.rank]
         if failure is None:
             raise StateError(
@@ -281,6 +309,12 @@ class Ranks:
                 dist.destroy_process_group(group)
 
 
+def versions_here() -> str:
+    """Return what runs on this rank."""
+    metadata = importlib.import_module("importlib.metadata")  # takes a while
+    return f"swapper {metadata.version('swapper')}, torch {torch.__version__}"
+
+
 def describe_failure(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {failure}"
 
@@ -301,14 +335,29 @@ def _users_timeout() -> Any:
         return None
 
 
+def _sign_in(rank: int, size: int) -> Callable[[], str]:
+    """Note in the store of torch.distributed that this rank is about to make a manager. Return what names those that are not."""
+    store, number = dist.distributed_c10d._get_default_store(), next(_managers)
+    keys = [f"swapper/manager {number}/rank {other}" for other in range(size)]
+    store.set(keys[rank], host_name())
+
+    def missing() -> str:
+        with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
+            names = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+            return f"rank {', '.join(names)} of {size}" if names else ""
+        return ""
+
+    return missing
+
+
 @contextlib.contextmanager
-def _explained(what: str) -> Any:
+def _explained(what: str, missing: Callable[[], str] = lambda: "") -> Any:
     try:
         yield
     except RuntimeError as error:
         raise StateError(
-            f"another rank did not arrive at {what}: it has ended, or takes another path ({error}). All ranks must take the same "
-            "steps: one that skips optimizer.step() (infinities in its gradients, an empty batch) makes the others wait for "
-            "it. Restart all with resume='auto': they resume from the newest step that all have. If each is a run of "
-            "its own, pass SwapManager(ranks='alone')"
+            f"{missing() or 'another rank'} did not arrive at {what}: it has ended, or takes another path ({error}). All ranks "
+            "must take the same steps: one that skips optimizer.step() (infinities in its gradients, an empty batch) makes the "
+            "others wait for it. Restart all with resume='auto': they resume from the newest step that all have. If each is a run "
+            "of its own, pass SwapManager(ranks='alone')"
         ) from error

@@ -80,7 +80,7 @@ class WayBack:
         directory: the run's.
         durable: the files are synced before a record, so that a commit survives a power loss.
         store: has the swap files.
-        ranks: of the run; None if it never commits.
+        ranks: of the run.
         last: the last commit, if a run resumes from its record.
         before: the one before it, if that is still usable.
     """
@@ -90,14 +90,14 @@ class WayBack:
         directory: Path,
         durable: bool,
         store: Store,
-        ranks: Ranks | None,
+        ranks: Ranks,
         last: Commit | None,
         before: Commit | None,
     ) -> None:
         self.directory = directory
         self.durable = durable
         self.store = store
-        self._ranks = ranks if ranks is not None and ranks.are_together else None
+        self._ranks = ranks if ranks.are_together else None
         self._last = self._agreed = last
         self._before = before
         if before is not None:
@@ -159,21 +159,26 @@ class WayBack:
         if self._ranks is not None and self._agreed is not self._last:
             self.store.leave_spared()
 
-    def before_step(self, step: int) -> bool:
+    def before_step(self, step: int, failure: BaseException | None = None) -> bool:
         """Wait for all ranks: the commits that all have are what they can return to. Return True if their last one is
         the same.
 
         Args:
             step: the next step.
+            failure: the reason why this rank cannot take it, if it cannot.
 
         Raises:
-            StateError: another rank takes another step, or does not arrive.
+            StateError: another rank takes another step, cannot take this one, or does not arrive.
             IoError: as `before_change`.
         """
         if self._ranks is None:
             return True
         mine = self._last.id if self._last is not None else (-1, 0)
-        found = self._ranks.compare((step, *mine), f"step {step}")
+        answers = self._ranks.compare((failure is not None, step, *mine), f"step {step}")
+        if any(has_failed for has_failed, *_ in answers):
+            self._ranks.tell(failure, f"step {step}")
+            return False  # this one has failed as well
+        found = [answer[1:] for answer in answers]
         if len({number for number, *_ in found}) > 1:
             steps = ", ".join(f"rank {rank} step {number}" for rank, (number, *_) in enumerate(found))
             raise StateError(
@@ -184,7 +189,7 @@ class WayBack:
         if any((number, edits) != mine for _, number, edits in found):
             commits = ", ".join(describe((number, edits)) for _, number, edits in found)
             log.info("before step %d ranks have committed %s: the commit of all is kept", step, commits)
-            self.before_change()
+            self._ranks.settle(f"take step {step}", self.before_change, lambda _: None)
             return False
         if self._before is not None:
             beneath.unlink(self.directory / FALLBACK_NAME)

@@ -7,11 +7,12 @@ when an outer forward ends, or the next one begins.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +35,13 @@ class Call:
     def __init__(self, module: str) -> None:
         self.module = module
         self.groups: list[int] = []
+
+
+class GroupSharing(Protocol):
+    """Several batches that pass through a model together (batched_pass.py)."""
+
+    def arrive(self, group: LeasedGroup) -> None: ...
+    def hold(self, group: LeasedGroup) -> None: ...
 
 
 GroupT = TypeVar("GroupT", bound=LeasedGroup)
@@ -61,6 +69,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self._drop_leases = drop_leases
         self._turns = turns
         self._is_removed = False
+        self._batches: GroupSharing | None = None  # that pass together now
         self._running: list[CallT] = []  # forwards, the innermost last
         self._group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._storages = {storage for group in groups for storage in group.storages}
@@ -98,6 +107,16 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
             handle.remove()
         self._handles.clear()
         self._is_removed = True
+
+    def exchange(self, thread: threading.Thread | None, state: Any = None) -> Any:
+        """Switch to another batch, in `thread`. Return the state of the previous one's pass.
+
+        Args:
+            state: of the batch's pass, as this has returned it; None: it begins.
+        """
+        self._turns.owner = thread
+        before, self._running = self._running, [] if state is None else state
+        return before
 
     def abandon_pass(self) -> None:
         """Forget a pass that an exception or Ctrl-C ended, with its leases but `kept_accesses`."""

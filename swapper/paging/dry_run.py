@@ -1,9 +1,14 @@
-"""The dry run: the real pager, on a store that only counts, predicts what a step moves before anything is written."""
+"""The dry run: the real pager, on a store that moves nothing, predicts what a step moves before anything is written.
+
+With a virtual drive (paging/virtual_drive.py) it also predicts how long a step takes: then transfers take time, and so does the
+computing between them.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,39 +19,49 @@ from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
 from swapper.paging.section import NoWindow, Page, Section
-from swapper.runtime.counters import Counters
+from swapper.paging.virtual_drive import VirtualCounters, VirtualDrive, VirtualTransfer
 from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.stats import StepClock, StepStats
 
 FIRST_STEPS = 2
 """Steps until the resident pages have settled."""
 
+MAX_STEPS, SETTLED = 12, 0.002
+"""Steps until their times have settled: at most this many, or until two in a row differ by no more than this part."""
 
-class DoneTicket:
-    """A transfer that is done."""
 
-    done = True
-    error = None
-    nbytes = crc32 = 0
-    submitted_s = completed_s = 0.0
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A part of a step: the pages that it uses, one access after the other, and what is computed with them.
 
-    def exception(self) -> None: ...
-    def wait(self) -> None: ...
+    Attributes:
+        phase: "forward", "backward", or "step".
+        group: of parameters.
+        accesses: see above; of a task without pages there are none.
+        updated: how many elements the optimizer updates in it.
+    """
+
+    phase: str
+    group: int
+    accesses: Sequence[Access]
+    updated: int = 0
 
 
 class CountingStore:
-    """A store that moves nothing, and counts bytes by family of section."""
+    """A store that moves nothing, and counts bytes by family of section. Transfers take the time of `drive`."""
 
-    def __init__(self) -> None:
+    def __init__(self, drive: VirtualDrive) -> None:
         self.read_bytes: Counter[str] = Counter()
         self.written_bytes: Counter[str] = Counter()
+        self._drive = drive
 
-    def read(self, page: Page, address: int, after: Transfer | None = None) -> DoneTicket:
+    def read(self, page: Page, address: int, after: Transfer | None = None) -> VirtualTransfer:
         self.read_bytes[page.section.plan.family] += page.nbytes
-        return DoneTicket()
+        return self._drive.read(page.nbytes, after)
 
-    def write(self, page: Page, address: int) -> DoneTicket:
+    def write(self, page: Page, address: int) -> VirtualTransfer:
         self.written_bytes[page.section.plan.family] += page.nbytes
-        return DoneTicket()
+        return self._drive.write(page.nbytes)
 
     def written_to(self, page: Page) -> None:
         return None
@@ -108,23 +123,33 @@ class DryRun:
     Args:
         sections: without memory, their pages numbered consecutively.
         frame_count: frames of the pool; 0 if nothing is paged.
-        cycle: the accesses of a step.
-        window_pages, lazy: see `Pager`.
+        tasks: of a step, in order.
+        window_pages, lazy, max_deferred_writes: see `Pager`.
         slot_groups: by index of a page of parameters, the group whose gradient slots may cache it.
+        drive: moves the pages; default: one that takes no time.
+        seconds: returns how long a task computes for one of its accesses; default: 0.
+
+    Attributes:
+        clock: divides the time of `drive` into steps and phases.
     """
 
     def __init__(
         self,
         sections: Sequence[Section],
         frame_count: int,
-        cycle: Sequence[Access],
+        tasks: Sequence[Task],
         window_pages: int,
         lazy: bool,
+        max_deferred_writes: int,
         slot_groups: Mapping[int, int],
+        drive: VirtualDrive | None = None,
+        seconds: Callable[[Task], float] = lambda task: 0.0,
     ) -> None:
-        self.store = CountingStore()
+        self._drive = drive or VirtualDrive()
+        self.store = CountingStore(self._drive)
         self._frame_count = frame_count
-        self._cycle = cycle
+        self._tasks = tasks
+        self._seconds = seconds
         pages = [page for section in sections for page in section.pages]
         self._transient = [page.index for page in pages if page.section.transient]
         for section in sections:
@@ -132,7 +157,15 @@ class DryRun:
         for page in pages:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)
-        self._pager = Pager(pages, pool, self.store, Schedule(cycle), Counters(), window_pages=window_pages, lazy=lazy)
+        cycle = [access for task in tasks for access in task.accesses]
+        self._counters = VirtualCounters(self._drive)
+        self.clock = StepClock(self._counters, lambda: self._drive.now_s)
+        if drive is not None:
+            self.clock.start(drive.rates.seconds_for)
+        self._pager = Pager(
+            pages, pool, self.store, Schedule(cycle), self._counters,
+            window_pages=window_pages, lazy=lazy, max_deferred_writes=max_deferred_writes,
+        )  # fmt: skip
         self._victim_cache = DryRunVictimCache(slot_groups)
         self._pager.use_victim_cache(self._victim_cache)
 
@@ -149,22 +182,41 @@ class DryRun:
             self._pager.flush()
 
     def step(self) -> None:
-        """Take one step: lease and release each access; the optimizer's leases overlap."""
-        held: Access | None = None
+        """Take one step: lease, compute and release each access; the optimizer's leases overlap."""
+        self._held: Access | None = None
         with defer_sigint:
-            for access in self._cycle:
-                self._pager.lease(access)
-                if held is not None:
-                    self._pager.release(held, held.writes)
-                self._pager.wait(access)
-                held = access if access.writes else None
-                self._pager.drop_cached(self._victim_cache.note(access))
-                if held is None:
-                    self._pager.release(access)
-            if held is not None:
-                self._pager.release(held, held.writes)
+            for task in self._tasks:
+                self.clock.enter(task.phase)
+                self._do(task)
+            self._release_held()
             self._pager.end_step()
             self._pager.forget(self._transient)
+            self.clock.enter("between")
+            self._counters.step += 1
+            self.clock.end_step()
+
+    def _do(self, task: Task) -> None:
+        """What a task computes is spread over its accesses."""
+        total_s = self._seconds(task)
+        seconds = total_s / max(len(task.accesses), 1)
+        if not task.accesses:
+            self._drive.compute(total_s)
+        for access in task.accesses:
+            self._pager.lease(access)
+            self._release_held()
+            self._pager.wait(access)
+            self._drive.compute(seconds)
+            self._counters.update_s += seconds if task.updated else 0
+            self._pager.drop_cached(self._victim_cache.note(access))
+            if access.writes:
+                self._held = access
+            else:
+                self._pager.release(access)
+
+    def _release_held(self) -> None:
+        if self._held is not None:
+            self._pager.release(self._held, self._held.writes)
+            self._held = None
 
     def traffic(self) -> tuple[dict[str, int], dict[str, int], int]:
         """Return the bytes that one step of many (reads, writes), by family, and those that a commit after it adds."""
@@ -177,3 +229,14 @@ class DryRun:
         _, after_commit = self.count(self.step)  # what the commit has written need not be written at eviction
         more = sum(for_commit.values()) + sum(after_commit.values()) - sum(written.values())
         return read, written, max(more, 0)
+
+    def time(self) -> StepStats:
+        """Return the statistics of a step once steps take equally long: at first writes may pile up in the pool."""
+        before_s = 0.0
+        for _ in range(MAX_STEPS):
+            self.step()
+            step_s = self.clock.stats().wall_s
+            if abs(step_s - before_s) <= SETTLED * step_s:
+                break
+            before_s = step_s
+        return self.clock.stats()

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from swapper.device.kernels.triton import triton_adamw, triton_quantized
+from swapper.device.kernels.triton import triton_adamw, triton_codecs, triton_quantized
 
 Types = dict[str, Any]
 """Of a kernel's arguments, in order: Triton's names of types, and for constants ("constant", value)."""
@@ -63,6 +63,14 @@ def quantized_types(kernel: Any, values: str, bits: int, block: int) -> Types:
     }
 
 
+def codec_types(kernel: Any, fixed: dict[str, bool]) -> Types:
+    pointers = {"value": "*fp32", "rho": "*i8", "low": "*i16", "ties": "*u8", "parameter": "*i16", "scale": "*i16"}
+    plain = "*i16" if fixed.get("is_bf16") else "*fp32"
+    pointers |= {"code": "*u8" if fixed.get("is_variance") else "*i8", "out": plain, "parts": plain, "unheld": "*i32"}
+    given = {**pointers, "count": "i32", **constants(**fixed, GROUPS=triton_codecs.GROUPS)}
+    return {name: given[name] for name in kernel.arg_names}
+
+
 def kernels() -> dict[str, tuple[Any, Types]]:
     words = {"bf16": "*i16", "fp16": "*fp16", "fp32": "*fp32"}
     found: dict[str, tuple[Any, Types]] = {
@@ -71,6 +79,8 @@ def kernels() -> dict[str, tuple[Any, Types]]:
         "adamw fp16": (triton_adamw._update, adamw_types("*fp16", "*fp16", False)),
         "adamw fp32": (triton_adamw._update, adamw_types("*fp32", "*fp32", False)),
     }
+    for name, (kernel, fixed) in (*triton_codecs._ENCODE.items(), *triton_codecs._DECODE.items()):
+        found[f"{kernel.__name__} {name}"] = (kernel, codec_types(kernel, fixed))
     for name, pointer in words.items():
         for bits, block in ((8, 128), (4, 64)):
             for kernel in (triton_quantized._quantise, triton_quantized._dequantise):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from swapper.checkpoint.quantization import QuantizedLayout
+from swapper.codecs import CODECS
 from swapper.device.kernels import adamw, quantized
 from swapper.device.kernels.compiler import kernel
 
@@ -153,6 +154,42 @@ def quantise_says_what_is_not_finite(device: str) -> None:
             assert quantized.quantise(rows, bits, 32)[1].item() != 0
 
 
+def state_values() -> list[torch.Tensor]:
+    """Of all sizes, subnormal ones too; ties of bf16; any bits, so infinities and NaNs too; of one group and less."""
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(1 << 31), 1 << 31, (COUNT,), generator=generator).int()
+    edges = torch.tensor(
+        [0, 1, 0x8000, 0x18000, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F7F8000, 0x7F800000, 0x7FC08000]
+    )
+    edges = torch.cat([edges.int(), edges.int() | -(1 << 31)]).view(torch.float32)
+    return [noise(COUNT, 1, spread=5.0), noise(COUNT, 2) * 2.0**-135, bits.view(torch.float32), edges, edges[:1]]
+
+
+def codecs_of_state(device: str) -> None:
+    for name in CODECS:
+        for value in state_values():
+            for values in (value, value.abs()):
+                check_codec(device, name, values, values.bfloat16())
+    beside = noise(COUNT, 3).bfloat16()
+    for name in ("split", "master24"):
+        check_codec(device, name, noise(COUNT, 1), beside)
+
+
+def check_codec(device: str, name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    codec = CODECS[name]
+    wanted = [torch.zeros(size, dtype=dtype) for _, dtype, size in codec.parts(value.numel())]
+    parts = [part.to(device) + 1 for part in wanted]
+    unheld = codec.plain_encode(value, wanted, parameter)
+    assert codec.encode(value.to(device), parts, parameter.to(device)) == unheld
+    for part, other in zip(parts, wanted, strict=True):
+        same(part, other)
+    found, expected = torch.empty_like(value, device=device), torch.empty_like(value)
+    codec.decode([part.to(device) for part in wanted], found, parameter.to(device))
+    codec.plain_decode(wanted, expected, parameter)
+    assert torch.equal(found.isnan().cpu(), expected.isnan())
+    same(found.cpu()[~expected.isnan()], expected[~expected.isnan()])
+
+
 CHECKS: list[Callable[[str], None]] = [
     adamw_bf16,
     adamw_fp16,
@@ -163,6 +200,7 @@ CHECKS: list[Callable[[str], None]] = [
     adamw_of_what_is_not_finite,
     quantise_and_dequantise,
     quantise_says_what_is_not_finite,
+    codecs_of_state,
 ]
 NAMES = [check.__name__ for check in CHECKS]
 

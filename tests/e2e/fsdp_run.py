@@ -1,4 +1,7 @@
-"""One of several ranks under torchrun: FSDP2 over gloo on a plain and on a swapped model; both must go the same way."""
+"""One of several ranks under torchrun: FSDP2 over gloo on a plain and on a swapped model; both must go the same way.
+
+Usage: fsdp_run.py DIRECTORY UPDATE [CASE ...], the time of updates, as for `offload`, and some of CASES.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,9 @@ CASES: dict[str, dict[str, Any]] = {
     "not resharded": {"reshard": False},
     "replicated": {"mesh": "replicated"},
     "parameters in host memory": {"params": "host"},
+    "gradients on NVMe": {"gradients": "nvme"},
+    "gradients on NVMe, clipped and accumulated": {"gradients": "nvme", "clip": True, "passes": 2},
+    "gradients on NVMe, zeroed": {"gradients": "nvme", "zeroed": True},
 }
 
 
@@ -105,20 +111,24 @@ def make(case: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
     return model, case.get("optimizer", adamw)(model)
 
 
+def loss_of(model: Any, batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * batch + dist.get_rank())
+    tokens = torch.randint(50, (2, 9), generator=generator)
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
 def train(model: Any, optimizer: Any, case: dict[str, Any], scheduler: Any, step: int) -> torch.Tensor:
     losses = []
     for number in range(passes := case.get("passes", 1)):
-        generator = torch.Generator().manual_seed(1000 * step + 10 * number + dist.get_rank())
-        tokens = torch.randint(50, (2, 9), generator=generator)
         if case.get("no_sync"):
             model.set_requires_gradient_sync(number == passes - 1)
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = loss_of(model, 100 * step + number)
         loss.backward()
         losses.append(loss.detach())
     if case.get("clip"):
         losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor())
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not case.get("zeroed"))
     if scheduler is not None:
         scheduler.step()
     return torch.stack(losses)
@@ -136,12 +146,13 @@ def dist_objects(own: Any) -> list[Any]:
     return found
 
 
-def run(directory: Path, name: str) -> None:
+def run(directory: Path, name: str, update: str) -> None:
     case = CASES[name]
     plain, plain_optimizer = make(case)
     swapped, optimizer = make(case)
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
-    placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme"}
+    placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
+    placement["gradients"] = case.get("gradients", "auto")
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
             manager.plan(swapped, optimizer, **placement)
@@ -153,6 +164,7 @@ def run(directory: Path, name: str) -> None:
         for step in range(4):
             expected = train(plain, plain_optimizer, case, schedulers[0], step)
             same(train(swapped, optimizer, case, schedulers[1], step), expected, f"{name}: losses of step {step}")
+            assert manager.current.run.model.update_is_open == (update == "deferred" and "zeroed" not in case)
         with torch.no_grad():
             tokens = torch.arange(16).view(2, 8)
             same(swapped(tokens), plain(tokens), f"{name}: evaluation")
@@ -161,6 +173,7 @@ def run(directory: Path, name: str) -> None:
                 module.reshard()
         same_state(swapped, optimizer, plain, plain_optimizer, name)
         assert manager.counters.bytes_read > 0
+        assert bool(manager.counters.written_bytes["grad"]) == ("gradients" in case)
         if name == "plain":
             look_and_load(manager, swapped, optimizer, plain, plain_optimizer)
             for step in range(4, 6):
@@ -245,6 +258,6 @@ def resume(directory: Path, budget: int, placement: Any, case: Any, plain: Any, 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for name in sys.argv[2:] or CASES:
-        run(Path(sys.argv[1], f"case-{list(CASES).index(name)}"), name)
+    for name in sys.argv[3:] or CASES:
+        run(Path(sys.argv[1], f"case-{list(CASES).index(name)}"), name, sys.argv[2])
     dist.destroy_process_group()

@@ -222,14 +222,13 @@ def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "d
         place = directory / f"job-{jobs}"
         place.mkdir()
         snapshots = chance.choice(("none", "first", "all"))
-        updates = ("step", "deferred") if engine == "ddp" else ("step",)
         while run_and_kill(
             place,
             size,
             chance,
             chance.randrange(1, 250) if killed < kills else 1 << 20,  # then the job comes to its end
             engine=engine,
-            update=chance.choice(updates),
+            update=chance.choice(("step", "deferred")),
             snapshots=snapshots,
         ):
             killed += 1

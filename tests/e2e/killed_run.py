@@ -1,6 +1,7 @@
 """A run that is killed again and again, as a program: it trains, its parent kills it, the next one goes on.
 
-Usage: killed_run.py DIRECTORY SEED KILLS [SECOND]. With SECOND, a directory, each run lies over two drives. The parent has torch
+Usage: killed_run.py DIRECTORY SEED KILLS [SECOND]. With SECOND, a directory, each run lies over two drives; with a state codec
+("8bit") in its place the state is encoded, and what is expected is a run of swapper that nobody killed. The parent has torch
 imported and forks each run, so that a kill costs little. A run writes a byte to a pipe at each forward and backward of each layer
 and around each step; the parent kills it with SIGKILL a little after a random number of them, so the kills fall anywhere in a step,
 with snapshots on their way, and every second time with the workers of a DataLoader alive. The runs take turns over all placements
@@ -33,6 +34,7 @@ import swapper
 from e2e.keywords import for_manager
 from e2e.twins import smallest_budget
 from swapper.durability.verify import verify
+from swapper.train.layout.state_codecs import PRESETS
 
 STEPS = 12
 WORDS = 512
@@ -93,7 +95,8 @@ def run(directory: Path, losses: Path, tick: Callable[[bytes], Any], steps: int 
     workers = options.pop("workers", 0)
     options = {"host_memory": BUDGET, **options}
     placed = {"params": "nvme", "optimizer_state": "nvme"}
-    placed |= {name: options.pop(name) for name in (*placed, "gradients", "update") if name in options}
+    placed |= {name: options.pop(name) for name in (*placed, "gradients", "update", "state_codec") if name in options}
+    keep = options.pop("keep", 2)
     drives = [directory, *options.pop("others", ())]
     model, optimizer, scheduler = make(dropout=0.1)
     warnings.simplefilter("ignore")  # the first layer's backward hook has no gradient to look at
@@ -114,7 +117,7 @@ def run(directory: Path, losses: Path, tick: Callable[[bytes], Any], steps: int 
                 tick(b"s")
                 path = directory / f"step-{manager.step}.pt"
                 if manager.step % SNAPSHOT_STEPS == 0 and not path.exists():
-                    manager.snapshot(path, keep=2)
+                    manager.snapshot(path, keep=keep)
         final = directory / "final.pt"
         if not final.exists():
             manager.snapshot(final)
@@ -145,7 +148,7 @@ class Expected:
         assert final["extra"] == {"step": self.steps}
         for number, state in self.optimizer["state"].items():
             for name, value in state.items():
-                assert torch.equal(final["optimizer"]["state"][number][name], value), f"{name} differs after kills"
+                assert is_same(final["optimizer"]["state"][number][name], value), f"{name} differs after kills"
         self.check_snapshots(directory)
 
     def check_snapshots(self, directory: Path) -> None:
@@ -155,6 +158,35 @@ class Expected:
             state = torch.load(path, weights_only=True)
             for name, tensor in self.models[state["swapper"]["step"]].items():
                 assert torch.equal(state["model"][name], tensor), f"{name} differs in {path}"
+
+
+class ExpectedOfRun(Expected):
+    """A run with a state codec that nobody killed, all in memory."""
+
+    def __init__(self, directory: Path, codec: str) -> None:
+        directory.mkdir()
+        self.steps = STEPS
+        options = {
+            "params": "host",
+            "optimizer_state": "host",
+            "host_memory": "1GiB",
+            "keep": None,
+            "state_codec": codec,
+        }
+        child = fork(lambda: run(directory, directory / "losses", lambda _: None, **options))
+        assert os.waitpid(child, 0)[1] == 0
+        self.losses = [float.fromhex(line.split()[1]) for line in (directory / "losses").read_text().splitlines()]
+        states = {path.name: torch.load(path, weights_only=True) for path in directory.glob("*.pt")}
+        self.models = {state["swapper"]["step"]: state["model"] for state in states.values()}  # type: ignore[assignment]
+        self.optimizer = states["final.pt"]["optimizer"]
+        shutil.rmtree(directory)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two tensors, or two dictionaries with codes, are the same."""
+    if isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in other)
+    return torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
 
 
 def fork(work: Callable[[], Any]) -> int:
@@ -187,12 +219,12 @@ def run_and_kill(directory: Path, losses: Path, after: int, delay_s: float, **op
     return os.WIFSIGNALED(status)
 
 
-def find_kinds(directory: Path) -> list[dict[str, Any]]:
+def find_kinds(directory: Path, codec: str = "exact") -> list[dict[str, Any]]:
     """Return options of `run` for all placements and update times that there are, with the smallest budget of each."""
     kinds = []
     names = ("params", "optimizer_state", "gradients", "update")
     for values in product(("nvme", "host"), ("nvme", "host"), ("nvme", "host"), ("step", "deferred", "backward")):
-        kind = dict(zip(names, values, strict=True))
+        kind = {**dict(zip(names, values, strict=True)), "state_codec": codec}
         place = directory / "-".join(values)
         place.mkdir()
         model, optimizer, _ = make(dropout=0.1)
@@ -227,12 +259,12 @@ def harm_snapshot(directory: Path, chance: random.Random) -> bool:
     return True
 
 
-def main(directory: Path, seed: int, kills: int, second: Path | None = None) -> None:
+def main(directory: Path, seed: int, kills: int, second: Path | None = None, codec: str = "exact") -> None:
     torch.set_num_threads(1)
     swapper.SwapManager  # noqa: B018  # imported here and not in every child
-    expected = Expected()
+    expected = Expected() if codec == "exact" else ExpectedOfRun(directory / "expected", codec)
     chance = random.Random(seed)
-    kinds = find_kinds(directory)
+    kinds = find_kinds(directory, codec)
     chance.shuffle(kinds)
     share = -(-kills // len(kinds))
     killed = runs = harmed = 0
@@ -263,4 +295,6 @@ def main(directory: Path, seed: int, kills: int, second: Path | None = None) -> 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *map(Path, sys.argv[4:5]))
+    more = sys.argv[4] if len(sys.argv) > 4 else ""
+    choice = {"codec": more} if more in PRESETS else {"second": Path(more)} if more else {}
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), **choice)

@@ -1,18 +1,21 @@
 """Ranks as a program, each a process of its own: a small model trains by DDP, with orders from the command line.
 
 Usage: ranks_run.py DIRECTORY SIZE ORDER ... An order is name=value for all ranks, or name=RANK:value for one of them:
-steps (how many more to take), resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
+steps (how many more to take), update, resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
 stall_s. "killed=RANK": that rank is killed right before the commit of its last step gets its name. "skips=RANK:N": it does
 not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "plain": without
 DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made; "later": after offload.
 "full=RANK:N": in its Nth update the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With
 "retries" who gets an error says so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
+"uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to swapper, for
+bad input: depth (of the model), lr, optimizer (its class), update, version (of swapper). "absent=RANK": it makes no manager.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import os
 import resource
 import signal
@@ -92,8 +95,11 @@ def full_drive(sweep: Any) -> Iterator[None]:
 def take_step(rank: int, orders: Orders, number: str, manager: Any, wrapped: Any, optimizer: Any) -> None:
     torch.manual_seed(int(number))
     is_full = orders.one("full") == number
+    trouble: Any = full_drive(manager.current.run.model._sweep) if is_full else contextlib.nullcontext()
+    if orders.one("uncommitted") == number:
+        trouble = no_commit()
     try:
-        with full_drive(manager.current.run.model._sweep) if is_full else contextlib.nullcontext():
+        with trouble:
             train_step(wrapped, optimizer)
     except swapper.SwapperError as error:
         if not orders.is_said("retries"):
@@ -102,6 +108,22 @@ def take_step(rank: int, orders: Orders, number: str, manager: Any, wrapped: Any
         optimizer.zero_grad()
         torch.manual_seed(int(number))
         train_step(wrapped, optimizer)
+
+
+@contextlib.contextmanager
+def no_commit() -> Iterator[None]:
+    """Within, no record of a commit can be written."""
+    publish = committer.publish_commit
+
+    def without_room(*record: Any) -> None:
+        with no_room():
+            publish(*record)
+
+    committer.publish_commit = without_room
+    try:
+        yield
+    finally:
+        committer.publish_commit = publish
 
 
 @contextlib.contextmanager
@@ -164,9 +186,15 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
     options["stall_s"] = float(orders.one("stall_s", 60))
     options["commit_every"] = every if every == "free" else int(every)
     torch.manual_seed(0)
-    model = Net(depth=1)
+    model = Net(depth=int(orders.one("depth", 1)))
     wrapped = None if is_late else wrapped_by(orders, model)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer: Any = getattr(torch.optim, orders.one("optimizer", "AdamW"))(
+        model.parameters(), lr=float(orders.one("lr", 1e-3))
+    )
+    if orders.one("version"):
+        importlib.metadata.version = lambda name: orders.one("version")
+    if orders.is_said("absent"):
+        return
     try:
         manager = swapper.SwapManager(directory, host_memory=memory, **for_manager(options))
         begun = manager.step
@@ -177,7 +205,12 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
         if orders.is_said("killed"):
             die_before_commit(rank, begun, begun + steps)
         with manager:
-            _, optimizer = manager.offload(wrapped or model, optimizer, params="nvme", optimizer_state="nvme")
+            places = {
+                "params": orders.one("params", "nvme"),
+                "optimizer_state": "nvme",
+                "update": orders.one("update", "step"),
+            }
+            _, optimizer = manager.offload(wrapped or model, optimizer, **places)
             if orders.is_said("later"):
                 dist.init_process_group("gloo", **join)
                 wrapped = wrapped_by(orders, model)

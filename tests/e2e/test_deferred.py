@@ -189,6 +189,28 @@ def test_an_update_that_fails_and_cannot_be_undone_ends_the_run_and_says_so(defe
     pair.close()
 
 
+def test_a_step_that_fails_once_it_is_open_is_not_taken(deferred: MakeTwins) -> None:
+    """As where it fails on another rank: it is taken once, when it is repeated."""
+    pair = deferred(Net())
+    pair.train(train_step, steps=2)
+
+    def backward(model: Any, optimizer: Any) -> torch.Tensor:
+        loss = loss_of(model, tokens())
+        loss.backward()
+        return loss
+
+    pair.train(backward, steps=1)
+    pager = pair.manager.current.run.pager
+    end_step, pager.end_step = pager.end_step, lambda learn: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        pair.optimizer.step()
+    pager.end_step = end_step
+    assert not pair.manager.current.run.model.update_is_open
+    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad())[1])
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
 def test_a_gradient_that_was_changed_through_an_alias_is_refused(deferred: MakeTwins) -> None:
     pair = deferred(Net(), commit_every=None)
 

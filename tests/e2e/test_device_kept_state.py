@@ -336,5 +336,5 @@ def test_pages_whose_parameters_masters_follow_are_leased_until_their_copies_are
     model = pair.manager.current.run.model
     for trainable in model._trainables:
         calls.clear()
-        model._sweep.refresh_masters(trainable)
+        model._sweep.refresh_masters(trainable, {})
         assert calls == ["finish", "release"] * (len(calls) // 2) and calls

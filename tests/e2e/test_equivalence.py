@@ -174,6 +174,7 @@ CHOICES = {
     "drives": [1, 2],
     "model": list(MODELS),
     "loop": list(LOOPS),
+    "state_codec": ["exact", "split"],
 }
 
 LATE = (
@@ -207,6 +208,7 @@ def is_possible(row: Mapping[str, Any]) -> bool:
         or (row["model"] == "odd shapes" and (row["optimizer"] == "adafactor" or loop == "clipped again"))  # 0 elements
         or (row["optimizer"] == "adafactor" and row["dtype"] == "two")  # torch: eps of the first one only
         or (loop == "scheduler" and row["optimizer"] == "adamw tensor lr")
+        or (row["state_codec"] == "split" and (not has_masters or row["update_on"] == "device"))
         or (loop in ("gradients changed", "gradients looked at") and not are_tensors(row))
     )
 
@@ -234,6 +236,7 @@ def test_training_is_bit_equal(second_drive: Path, twins: MakeTwins, row: dict[s
         params=row["params"],
         optimizer_state=row["state"],
         gradients=row["gradients"],
+        state_codec=row["state_codec"],
         wait=True,
     )
     if device is not None:

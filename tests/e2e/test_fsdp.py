@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from sampling import runs_a_sample
+from torch.distributed.fsdp import fully_shard
 
 import swapper
-from e2e import fsdp_run
+from e2e import fsdp_open_step, fsdp_run
 from e2e.processes import run_python
+from e2e.twins import named_budget
 
 
-def run(directory: Path, ranks: int, cases: list[str]) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = run_python(*torchrun, Path(fsdp_run.__file__), directory, *cases)
+def torchrun(ranks: int, program: ModuleType, *arguments: object) -> list[str]:
+    """Run `program` in each rank; return what they have said."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    done = run_python(*launcher, Path(program.__file__ or ""), *arguments)
     assert done.returncode == 0, done.stderr[-6000:]
-    said = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
-    assert said == {f"rank {rank}, {case}: same" for rank in range(ranks) for case in cases}
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+
+
+def run(directory: Path, ranks: int, cases: list[str], update: str) -> None:
+    said = torchrun(ranks, fsdp_run, directory, update, *cases)
+    assert said == sorted(f"rank {rank}, {case}: same" for rank in range(ranks) for case in cases)
 
 
 def some_loops(number: int) -> list[str]:
@@ -30,14 +40,27 @@ def some_loops(number: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_load_and_go_on(tmp_path: Path) -> None:
-    run(tmp_path, 2, ["plain", *some_loops(1)])
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_two_ranks_train_load_and_go_on(tmp_path: Path, update: str) -> None:
+    run(tmp_path, 2, ["plain", *some_loops(1)], update)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_loop(tmp_path: Path, ranks: int) -> None:
-    run(tmp_path, ranks, some_loops(3) if runs_a_sample() else list(fsdp_run.CASES))
+def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
+    run(tmp_path, ranks, some_loops(3) if runs_a_sample() else list(fsdp_run.CASES), update)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whoever_looks_while_a_deferred_step_is_open_sees_what_plain_torch_has(tmp_path: Path, ranks: int) -> None:
+    looks = (
+        random.Random(os.environ.get("SWAPPER_TEST_SEED")).sample(list(fsdp_open_step.LOOKS), 8)
+        if runs_a_sample()
+        else []
+    )
+    assert torchrun(ranks, fsdp_open_step, tmp_path, *looks) == [f"rank {rank}: same" for rank in range(ranks)]
 
 
 @pytest.fixture
@@ -52,9 +75,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"update": "deferred"}, "update='deferred'"),
         ({"update": "backward"}, "update='backward'"),
-        ({"gradients": "nvme"}, "gradients='nvme'"),
         ({"master_weights": torch.float32}, "master_weights"),
     ],
     ids=str,
@@ -106,6 +127,30 @@ def test_after_close_the_model_says_so(tmp_path: Path, alone: None) -> None:
             look()
 
 
+def test_a_gradient_on_nvme_refuses_what_needs_its_data(tmp_path: Path, alone: None) -> None:
+    model, optimizer = fsdp_run.make({})
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        manager.offload(model, optimizer, params="nvme", optimizer_state="nvme", gradients="nvme")
+        fsdp_run.loss_of(model, 0).backward()
+        gradient = model.blocks[2].down.weight.grad
+        for look in (
+            lambda: gradient.to_local(),
+            lambda: gradient.full_tensor(),
+            lambda: gradient.clone(),
+            lambda: gradient.sum(),
+            lambda: torch._foreach_add([gradient], 1.0),
+            lambda: pickle.dumps(gradient._local_tensor),
+        ):
+            with pytest.raises(swapper.ColdParameterError, match=r"gradient of blocks.2.down.weight is on NVMe .*clip"):
+                look()
+        gradient.norm()
+        optimizer.zero_grad()
+        fsdp_run.loss_of(model, 1).backward()
+        with pytest.raises(swapper.ColdParameterError, match="has another one or none by now"):
+            gradient.norm()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("which", ["given", "another"])
 def test_a_step_of_another_optimizer_is_refused(tmp_path: Path, alone: None, which: str) -> None:
     model, optimizer = fsdp_run.make({})
@@ -114,3 +159,25 @@ def test_a_step_of_another_optimizer_is_refused(tmp_path: Path, alone: None, whi
         model(torch.arange(8).view(1, 8)).sum().backward()
         with pytest.raises(swapper.StateError, match=r"manager\.offload"):
             (optimizer if which == "given" else fsdp_run.adamw(model)).step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_moves_the_bytes_that_the_prediction_counts(tmp_path: Path) -> None:
+    """Of each parameter, where next to nothing stays in memory: docs/ranks-at-scale.md."""
+    path = Path(__file__).parents[2] / "tools" / "predict_ranks"
+    predicted = runpy.run_path(str(path))
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    places = {"params": "nvme", "optimizer_state": "nvme"}
+    with swapper.SwapManager(tmp_path, host_memory=1) as manager:
+        with pytest.raises(swapper.BudgetError) as refused:
+            manager.plan(model, optimizer, **places)
+    with swapper.SwapManager(tmp_path, host_memory=named_budget(refused.value), resume="discard") as manager:
+        traffic = manager.plan(model, optimizer, **places).traffic
+    found = predicted["predict"](count, 1, predicted["Machine"](nodes=1, gpus=1))
+    assert traffic.total_read_bytes == pytest.approx(found.read_bytes, rel=0.1)
+    assert traffic.total_written_bytes == pytest.approx(found.written_bytes, rel=0.1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from e2e import fsdp_snapshot, killed_ranks, ranks_run, restarted_run
+from e2e import failed_ranks, fsdp_buffers, fsdp_snapshot, killed_ranks, ranks_run, restarted_run
 from e2e.processes import run_python
 from e2e.test_ranks import launch
 from swapper.durability.verify import verify
@@ -56,6 +57,14 @@ def test_torchrun_restarts_ranks_of_which_one_is_killed_and_they_go_on_exactly(t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine, errors", [("fsdp", 3), ("ddp", 5)])
+def test_transfers_that_fail_on_one_rank_leave_all_ranks_at_one_step(engine: str, errors: int, tmp_path: Path) -> None:
+    done = run_python(Path(failed_ranks.__file__), tmp_path, 4, errors, 2, engine)
+    assert done.returncode == 0, done.stderr
+    assert f"{errors} errors" in done.stdout and "all exact" in done.stdout
+
+
+@pytest.mark.slow
 def test_what_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: Path) -> None:
     """A step, for a drive without room, and then snapshots. The job that fails comes to where one that does not comes."""
     failing, well = tmp_path / "failing", tmp_path / "well"
@@ -91,6 +100,24 @@ def test_what_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: P
     assert [report.faults for report in verify(end)] == [[]] * 3
 
 
+@pytest.mark.slow
+def test_a_deferred_update_that_fails_on_one_rank_ends_all_and_they_go_on_from_one_step(tmp_path: Path) -> None:
+    """It fails in a forward, where the others wait for that rank's shards: for a drive without room, when step 2 is open."""
+    failing, well = tmp_path / "failing", tmp_path / "well"
+    orders = ["sharded", BUDGET, "update=deferred"]
+    done = run_python(Path(ranks_run.__file__), failing, 2, "steps=4", *orders, "full=1:3")
+    assert done.returncode == 1 and "rank 1: IoError: write of" in done.stdout
+    assert "rank 1 ended first: IoError: write of" in done.stderr
+    first, second = launch(failing, "steps=1", *orders, f"snapshot={failing / 'end'}")
+    begun = 2 if "began at 2" in first else 1  # the one that failed may have done the rest as it ended
+    assert (first, second) == tuple(f"rank {rank}: began at {begun}, ended at {begun + 1}" for rank in range(2))
+    launch(well, f"steps={begun}", *orders)
+    launch(well, "steps=1", *orders, f"snapshot={well / 'end'}")
+    for rank in range(2):
+        one, other = (torch.load(path / "end" / f"rank-{rank}.pt", weights_only=True) for path in (failing, well))
+        assert_same(one, other)
+
+
 def assert_same(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(one, dict):
@@ -106,6 +133,27 @@ def test_the_reason_of_the_rank_that_ended_first_is_told_on_the_others(tmp_path:
     done = run_python(Path(ranks_run.__file__), tmp_path, 2, "steps=1", "sharded", BUDGET, "torn=1:1")
     assert "rank 1: ChecksumError" in done.stdout
     assert "rank 1 ended first: ChecksumError" in done.stderr and "turn-" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_plan_names_the_memory_of_fsdps_own_buffers(tmp_path: Path) -> None:
+    """Within 10 % of what a step takes; what the allocator frees is given back at once."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    done = run_python(*torchrun, Path(fsdp_buffers.__file__), tmp_path, MALLOC_MMAP_THRESHOLD_="65536")
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = re.findall(r"planned (\d+) measured (\d+)", done.stdout)
+    assert len(found) == 2 * len(fsdp_buffers.CASES)
+    for planned, measured in found:
+        assert 0.9 * int(measured) <= int(planned) <= 1.1 * int(measured), found
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_left_a_collective_cannot_go_on(tmp_path: Path) -> None:
+    """It tries again, while the other waits for its shards in another place of the forward: both would wait for ever."""
+    done = run_python(Path(ranks_run.__file__), tmp_path, 2, "steps=2", "sharded", BUDGET, "torn=1:1", "retries")
+    assert "rank 1: ChecksumError at 0: " in done.stdout
+    assert "rank 1 ended first: StateError: a forward or backward ended" in done.stderr
+    assert launch(tmp_path, "resume=discard", "steps=1", "sharded", BUDGET)[1] == "rank 1: began at 0, ended at 1"
 
 
 # --- snapshots --------------------------------------------------------------------------------------------------------

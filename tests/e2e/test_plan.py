@@ -15,6 +15,8 @@ import swapper
 from e2e.keywords import for_manager, for_offload
 from e2e.models import Net, layers, layers_step, train_step
 from e2e.twins import Twins, adamw
+from swapper.paging.virtual_drive import DriveRates
+from swapper.train.session.compute_times import ComputeTimes
 
 MakeTwins = Callable[..., Twins]
 
@@ -225,3 +227,42 @@ def test_both_verbs_refuse_the_same(tmp_path: Path, said: dict[str, Any], match:
         for verb in (manager.plan, manager.offload):
             with pytest.raises(swapper.ConfigError, match=match):
                 verb(model, optimizer, **said)
+
+
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+@pytest.mark.parametrize("placement", [{}, {"params": "host"}, {"gradients": "nvme"}], ids=str)
+def test_a_predicted_step_moves_what_is_planned_and_takes_the_time_of_what_limits_it(
+    tmp_path: Path, placement: dict[str, object], update: str
+) -> None:
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
+        options: dict[str, object] = {"params": "nvme", "optimizer_state": "nvme", "update": update, **placement}
+        plan = manager.plan(model, optimizer, **options)  # type: ignore[arg-type]
+    rate = float(1 << 20)
+    nothing = dict.fromkeys((group.index for group in plan.inventory.groups), 0.0)
+    moved = plan.simulate(DriveRates(rate, rate, 2 * rate), ComputeTimes(nothing, nothing, 0.0))
+    drive_s = max(moved.read_bytes, moved.written_bytes) / rate
+    pool_s = plan.budget.pool_bytes / rate  # what a step leaves to the next
+    assert abs(moved.read_bytes - plan.traffic.total_read_bytes) <= plan.budget.pool_bytes
+    assert drive_s - pool_s <= moved.wall_s <= 1.3 * drive_s + pool_s
+    assert moved.total.computing_s == pytest.approx(0.0, abs=1e-9)
+    long = dict.fromkeys(nothing, 1000.0)
+    computed = plan.simulate(DriveRates(rate, rate, 2 * rate), ComputeTimes(long, long, 0.0))
+    assert computed.total.computing_s == pytest.approx(2000.0 * len(long))
+    assert computed.wall_s <= computed.total.computing_s + drive_s + pool_s
+
+
+def test_a_prediction_needs_to_know_the_drive(tmp_path: Path) -> None:
+    model = layers()
+    with swapper.SwapManager(tmp_path, host_memory="8MiB") as manager:
+        plan = manager.plan(model, torch.optim.AdamW(model.parameters()), params="nvme", optimizer_state="nvme")
+    with pytest.raises(swapper.ConfigError, match=r"swapper tune.*drive_read="):
+        plan.predict(tokens=64)
+    with pytest.raises(swapper.ConfigError, match="drive_write='fast'"):
+        plan.predict(tokens=64, drive_read="1GB", drive_write="fast")
+    with pytest.raises(swapper.ConfigError, match="tokens=0"):
+        plan.predict(tokens=0, drive_read="1GB", drive_write="1GB")
+    predicted = plan.predict(tokens=64, drive_read="1MB", drive_write="1MB")
+    assert predicted.total.computing_s > 0 and predicted.total.update_s > 0
+    assert predicted.total.wait_s > 0.5 * plan.traffic.total_read_bytes / 10**6

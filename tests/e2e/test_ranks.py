@@ -138,6 +138,17 @@ def test_a_step_that_fails_on_one_rank_is_undone_on_all(tmp_path: Path) -> None:
     assert launch(tmp_path, "steps=1", "plain")[0] == "rank 0: began at 1, ended at 2"
 
 
+@pytest.mark.parametrize("engine", ["sharded", "ddp", "plain"])
+def test_a_commit_that_fails_on_one_rank_before_the_update_is_told_to_all(engine: str, tmp_path: Path) -> None:
+    """They all repeat the step. The commit is tried in the forward too, where it may fail: the others wait in collectives."""
+    orders = ["steps=4", engine, "uncommitted=1:3", "retries"]
+    said = launch(tmp_path, *(order for order in orders if order != "ddp"))
+    assert "rank 0: StateError at 2: step 3 failed on another rank, so no rank takes it (rank 1: IoError" in said[0]
+    assert said[1:2] == ["rank 0: began at 0, ended at 4"]
+    assert "rank 1: IoError at 2: " in said[2] and "commit.pt" in said[2]
+    assert said[3] == "rank 1: began at 0, ended at 4"
+
+
 def test_alone_each_rank_goes_its_own_way(tmp_path: Path) -> None:
     assert launch(tmp_path, "steps=1:3", "plain", "ranks=alone") == [
         "rank 0: began at 0, ended at 0",

@@ -33,7 +33,7 @@ def measured(moved_bytes: float) -> tuple[dict[str, Any], dict[str, Any]]:
     swapped = {
         "parameters": MB,
         "budget_bytes": 100 * MB,
-        "losses": [2.0, 1.0],
+        "losses": [[2.0], [1.0]],
         "step_s": 0.2,
         "mean_step_s": 0.2,
         "cpu_s": 0.3,
@@ -45,7 +45,7 @@ def measured(moved_bytes: float) -> tuple[dict[str, Any], dict[str, Any]]:
         "planned_read_bytes_a_step": moved_bytes,
         "planned_written_bytes_a_step": moved_bytes,
     }
-    reference = {"losses": [2.0, 1.0], "compute_s": 0.1, "step_s": 0.1, "cpu_s": 0.2, "growth_bytes": 80 * MB}
+    reference = {"losses": [[2.0], [1.0]], "compute_s": 0.1, "step_s": 0.1, "cpu_s": 0.2, "growth_bytes": 80 * MB}
     return swapped, reference
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import re
 import signal
 import time
@@ -104,9 +106,37 @@ def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number):
-    arguments = ["demo", *SMALL, "--steps", "100000", "--directory", tmp_path]
+def test_the_demo_of_ranks_is_killed_resumes_and_is_plain_fsdp2_bit_for_bit(tmp_path):
+    (tmp_path / "place").mkdir()
+    file = tmp_path / "measured.json"
+    order = ["demo", *SMALL, "--precision", "fp32", "--ranks", "2", "--directory", tmp_path / "place", "--json", file]
+    done = run(*order)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "plain FSDP2, bit for bit" in done.stdout
+    assert list((tmp_path / "place").iterdir()) == []
+    measured = json.loads(file.read_text())
+    assert measured["losses"] == measured["plain_losses"]
+    assert len(measured["losses"]) == 4
+    assert measured["resumed_at"] in (1, 2, 3)
+    assert min(measured["written_bytes"]) > 0
+    again = run(*order)
+    assert again.returncode == 2
+    assert "exists already" in again.stdout
+
+
+def processes_with(text):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text in path.read_bytes().decode(errors="replace"):
+                found.append(path)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number, ranks):
+    arguments = ["demo", *SMALL, "--steps", "100000", "--directory", tmp_path, "--ranks", ranks]
     with started_python("-m", "swapper.cli.__main__", *arguments) as process:
         while not list(tmp_path.glob("*/run/*/commit.pt")):  # a step is done, and the next ones are under way
             assert process.is_running(), process.stdout.read() + process.stderr.read()
@@ -117,6 +147,7 @@ def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number):
     assert "Interrupted" in shown
     assert "Traceback" not in shown
     assert list(tmp_path.iterdir()) == []
+    assert processes_with(str(tmp_path)) == []
 
 
 def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
@@ -187,6 +218,10 @@ def test_a_step_moves_what_the_documented_formula_says():
     assert step_bytes(1, parameters_on_nvme=True, masters=True) == (16, 14)
     assert step_bytes(1, parameters_on_nvme=False, masters=False) == (8, 8)
     assert step_bytes(1, parameters_on_nvme=True, masters=False) == (20, 12)
+    assert step_bytes(1000, parameters_on_nvme=False, masters=True, state_codec="split") == (10125, 10125)
+    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="bf16") == (12125, 8125)
+    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="8bit") == (9125, 5125)
+    assert step_bytes(1000, parameters_on_nvme=True, masters=False, state_codec="8bit") == (14125, 6125)
 
 
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):

@@ -21,6 +21,7 @@ PYTHON_LAYERS = [
     {"formats"},
     {"paging"},
     {"device"},
+    {"codecs"},
     {"modules"},
     {"durability"},
     {"checkpoint"},
@@ -29,7 +30,7 @@ PYTHON_LAYERS = [
     {"bench", "integrations"},
     {"cli"},
 ]
-CPP_LAYERS = [{"base"}, {"cuda"}, {"memory"}, {"io"}, {"bindings"}, {"tests"}]
+CPP_LAYERS = [{"base"}, {"codecs"}, {"cuda"}, {"memory"}, {"io"}, {"bindings"}, {"tests"}]
 STRANGERS = {("train", "infer"), ("infer", "train")}
 """Of one layer, and nothing to do with each other."""
 NOT_FOR_PAGING = {"torch.nn", "torch.distributed", "torch.cuda"}

@@ -93,7 +93,7 @@ def test_a_failed_step_is_part_of_the_next_one():
 def test_the_limit_is_the_drive_or_the_computing():
     counters, passing = Counters(), Time()
     clock = StepClock(counters, passing)
-    clock.start(Tuning(1 << 20, 32, "uring", read_bytes_per_s=100.0, write_bytes_per_s=50.0))
+    clock.start(Tuning(1 << 20, 32, "uring", read_bytes_per_s=100.0, write_bytes_per_s=50.0).seconds_for)
     counters.read_bytes["state"], counters.written_bytes["state"] = 300, 300
     passing.now_s = 4.0
     clock.end_step()

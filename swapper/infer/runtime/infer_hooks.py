@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torch import nn
 from swapper.errors import BudgetError, StateError
 from swapper.infer.runtime.weights import GroupWeights, refuse_gradient
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
+from swapper.modules.module_hooks import Call, GroupSharing, ModuleHooks, tensors_of
 from swapper.modules.own_hook import outside_transforms
 from swapper.modules.torch_functions import changes_nothing
 from swapper.modules.turns import Turns, frame_of_call, is_running
@@ -36,13 +36,6 @@ class InferenceCall(Call):
     def __init__(self, module: str, frame: FrameType | None) -> None:
         super().__init__(module)
         self.frame = frame
-
-
-class GroupSharing(Protocol):
-    """Several batches that pass through a model together (batched_pass.py)."""
-
-    def arrive(self, group: GroupWeights) -> None: ...
-    def hold(self, group: GroupWeights) -> None: ...
 
 
 class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
@@ -74,7 +67,6 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         self._end_pass = end_pass
         self._is_unloaded = False
         self._last_unit = ""
-        self._batches: GroupSharing | None = None  # that pass together now
         self._order: list[int] = []  # of the groups in this pass
 
     @contextmanager
@@ -113,12 +105,6 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
                     self._end_pass(self._last_unit, _first_round(order))
             finally:
                 self._turns.give()
-
-    def exchange(self, thread: threading.Thread | None, stack: list[InferenceCall]) -> list[InferenceCall]:
-        """Switch to another batch, in `thread`, inside the calls of `stack`. Return the calls of the previous one."""
-        self._turns.owner = thread
-        before, self._running = self._running, stack
-        return before
 
     def abandon_pass(self) -> None:
         self._order.clear()

@@ -25,11 +25,11 @@ from swapper.infer.mapping.matching import BufferPlace, Recipe
 from swapper.infer.operators.experts import Experts
 from swapper.infer.operators.weight_rows import RowPrefetcher, look_up_by_rows, multiply_by_parts, restore_forward
 from swapper.infer.planning.infer_placement import Fit
-from swapper.infer.runtime.batched_pass import BatchedPass
 from swapper.infer.runtime.infer_groups import DeviceGroup, GroupMaking, InferenceDevice
 from swapper.infer.runtime.infer_hooks import InferenceHooks, PassPredictor, allow_changes, is_cyclic, refuse_changes
 from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, make_room, refuse_gradient
+from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Models
 from swapper.modules.guarded import Run
 from swapper.modules.torch_functions import Function

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,9 +252,9 @@ class DeviceSweep(Sweep):
             return super()._others(places)
         return self.kept.others(self._group_of[places.name], places)
 
-    def refresh_masters(self, trainable: Trainable) -> None:
+    def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
         if trainable.group not in self.kept:
-            super().refresh_masters(trainable)
+            super().refresh_masters(trainable, before)
             return
         self.kept.ready([trainable.group])
         for part in trainable.all_slices(self._page_bytes):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -65,20 +65,25 @@ class ColdGradient(torch.Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        action = _ACTIONS.get(func)
+        action = ACTIONS.get(func)
         done = NotImplemented if action is None else action(*args, **(kwargs or {}))
         if done is NotImplemented:
-            one = next((a for a in args if type(a) is ColdGradient), None)
-            name, where = ("a parameter", cls.swapper_where) if one is None else (one.swapper_name, one.swapper_where)
-            raise ColdParameterError(
-                f"the gradient of {name} is {where} and {getattr(func, '__name__', func)} needs its data: "
-                f"{ADVICE}{KEEP if where == cls.swapper_where else ''}"
-            )
+            refuse(next((a for a in args if type(a) is ColdGradient), None), func)
         return done
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"ColdGradient({self.swapper_where}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def refuse(one: ColdGradient | None, func: Any) -> NoReturn:
+    """Raise ColdParameterError: `func` needs the data of a gradient, `one` if that is known."""
+    here = ColdGradient.swapper_where
+    name, where = ("a parameter", here) if one is None else (one.swapper_name, one.swapper_where)
+    raise ColdParameterError(
+        f"the gradient of {name} is {where} and {getattr(func, '__name__', func)} needs its data: "
+        f"{ADVICE}{KEEP if where == here else ''}"
+    )
 
 
 def _of(tensor: Any) -> tuple[GradientOwner, GradientSlot] | None:
@@ -160,7 +165,7 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
                 _change(tensor, found, unscale)
 
 
-_ACTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+ACTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.Tensor.mul_: _mul,
     torch.Tensor.clamp_: _clamp,

@@ -26,8 +26,9 @@ from swapper.paging.planning.layout import SectionPlan, Slot, TensorSpec
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.runtime.interrupts import close_all
-from swapper.train.layout.inventory import MASTER, find_places
+from swapper.train.layout.inventory import find_places
 from swapper.train.layout.slices import TensorLocation
+from swapper.train.layout.state_codecs import MASTER
 
 STAGING_BYTES = 4 << 20  # a choice
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper.codecs import StateCodec
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
 from swapper.modules.cold import is_cold
@@ -19,13 +20,12 @@ from swapper.modules.guarded import is_guarded
 from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
-from swapper.train.layout.slices import ParameterLocations, TensorLocation
+from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
+from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
 from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_dtypes, check_supported, is_plain
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
-MASTER = "master"
-"""The kind of an fp32 master."""
 KINDS = ("param", MASTER, "grad")
 """Kinds of a tensor in addition to the keys of the optimizer's state."""
 
@@ -43,6 +43,7 @@ class Inventory:
         master_dtype: dtype of master weights, or None.
         staying_state: groups whose optimizer state stays on a device; unknown before everything is placed.
         frozen: the user's files of frozen parameters, if they stay there.
+        codecs: by name of a parameter and key, the codecs of the state that is stored encoded.
     """
 
     groups: list[Group]
@@ -55,6 +56,7 @@ class Inventory:
     master_dtype: torch.dtype | None
     staying_state: frozenset[int] = frozenset()
     frozen: FrozenFiles | None = None
+    codecs: dict[str, dict[str, StateCodec]] = field(default_factory=dict)
 
     @property
     def names(self) -> dict[int, str]:
@@ -93,6 +95,7 @@ def take_inventory(
     before: Inventory | None = None,
     device: torch.device | None = None,
     frozen: FrozenFiles | None = None,
+    state_codecs: StateCodecs | None = None,
 ) -> Inventory:
     """List everything to be placed.
 
@@ -104,6 +107,7 @@ def take_inventory(
             so far stays trained, frozen or not, and so does everything that has joined a group since.
         device: of the model, if not the CPU; it may be there already.
         frozen: files of the frozen parameters, which stay there.
+        state_codecs: the codecs of the optimizer's state. Default: it is stored as it is.
 
     Raises:
         ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and everything is
@@ -126,6 +130,8 @@ def take_inventory(
         _check_same_parameters(groups, before.groups)
     with_gradient = _with_gradient(groups, settings, before)
     external = {} if frozen is None else _find_external(frozen, model, groups, with_gradient, before is not None)
+    chosen = state_codecs or StateCodecs({})
+    codecs: dict[str, dict[str, StateCodec]] = {}
     dtypes: dict[int, set[torch.dtype]] = {}  # by group of the optimizer
     param_plans: list[SectionPlan] = []
     state_plans: list[SectionPlan] = []
@@ -144,7 +150,8 @@ def take_inventory(
             else:
                 continue
             _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
-            state += _state_specs(name, parameter, updated, forms[name])
+            codecs[name] = chosen.of(name, parameter, updated, forms[name], parameter.shape)
+            state += _state_specs(name, parameter, updated, forms[name], codecs[name])
         for parameters in _by_training(group.parameters, with_gradient):
             specs = [_spec(n, "param", p, padded.get(id(p), 0)) for n, p in parameters]
             param_plans += plan_group(group.index, "param", [spec for spec in specs if spec.owner not in external])
@@ -154,8 +161,11 @@ def take_inventory(
         trained = [_spec(n, "grad", p) for n, p in group.parameters if n in with_gradient]
         grad_plans += plan_group(group.index, "grad", trained)
     check_dtypes(optimizer, dtypes)
+    chosen.check_keys(forms.values(), type(optimizer).__name__)
     plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
-    return Inventory(groups, units, plans, grad_plans, settings, forms, discovery, master_weights, frozen=frozen)
+    return Inventory(
+        groups, units, plans, grad_plans, settings, forms, discovery, master_weights, frozen=frozen, codecs=codecs
+    )
 
 
 def _find_external(
@@ -221,10 +231,11 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], TensorLo
             if name not in inventory.forms:
                 continue
             form = inventory.forms[name]
-            of_key = {key.name: places[name, key.name] for key in form.keys}
+            coded = {key: _coded(places, name, key, c) for key, c in inventory.codecs.get(name, {}).items()}
+            of_key = {key.name: places[name, key.name] for key in form.keys if key.name not in coded}
             like = {key.name for key in form.keys if key.is_like(parameter.dim())}
             state = {key: place for key, place in of_key.items() if key in like}
-            if updated_dtype(parameter, inventory.master_dtype) != parameter.dtype:
+            if updated_dtype(parameter, inventory.master_dtype) != parameter.dtype and MASTER not in coded:
                 state = {MASTER: places[name, MASTER], **state}
             others = {key: place for key, place in of_key.items() if key not in like}
             found.parameters.append(parameter)
@@ -232,11 +243,17 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], TensorLo
             paged_grad = grad if grad is not None and grad.section.pages else None
             stays = group.index in inventory.staying_state
             param = places[name, "param"]
-            found.places.append(ParameterLocations(name, param, state, others, form.may_cut, paged_grad, stays))
+            found.places.append(ParameterLocations(name, param, state, others, form.may_cut, paged_grad, stays, coded))
             found.settings.append(inventory.settings.get(id(parameter), NO_GROUP))
         if found.parameters:
             trainables.append(found)
     return trainables
+
+
+def _coded(places: dict[tuple[str, str], TensorLocation], name: str, key: str, codec: StateCodec) -> CodedTensor:
+    numel = places[name, "param"].slot.spec.numel
+    parts = tuple(places[name, coded_kind(key, codec.name, suffix)] for suffix, _, _ in codec.parts(numel))
+    return CodedTensor(codec, parts, numel)
 
 
 def make_sections(
@@ -357,7 +374,9 @@ def _spec(name: str, kind: str, parameter: nn.Parameter, padded_numel: int = 0) 
     return TensorSpec(name, kind, parameter.dtype, tuple(parameter.shape), padded_numel)
 
 
-def _state_specs(name: str, parameter: nn.Parameter, updated: torch.dtype, form: StateForm) -> list[TensorSpec]:
+def _state_specs(
+    name: str, parameter: nn.Parameter, updated: torch.dtype, form: StateForm, codecs: dict[str, StateCodec]
+) -> list[TensorSpec]:
     """Return one parameter's state in its section's order: other shapes, master, then its own shape."""
     shape = tuple(parameter.shape)
     for key in form.keys:
@@ -365,7 +384,9 @@ def _state_specs(name: str, parameter: nn.Parameter, updated: torch.dtype, form:
             raise UnsupportedError(
                 f"the optimizer's state of {name} has the key {key.name!r}, which swapper uses itself"
             )
-    specs = [(key, TensorSpec(name, key.name, key.dtype, key.shape(shape))) for key in form.keys]
+    specs = [(k, TensorSpec(name, k.name, k.dtype, k.shape(shape))) for k in form.keys if k.name not in codecs]
     others = [spec for key, spec in specs if not key.is_like(len(shape))]
-    master = [TensorSpec(name, MASTER, updated, shape)] if updated != parameter.dtype else []
-    return [*others, *master, *(spec for key, spec in specs if key.is_like(len(shape)))]
+    has_master = updated != parameter.dtype and MASTER not in codecs
+    master = [TensorSpec(name, MASTER, updated, shape)] if has_master else []
+    coded = [spec for key, codec in codecs.items() for spec in coded_specs(name, key, codec, shape)]
+    return [*others, *master, *(spec for key, spec in specs if key.is_like(len(shape))), *coded]

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from swapper.codecs import StateCodec
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
@@ -38,6 +39,29 @@ class TensorLocation:
         return [page.index for page in self.section.pages_of(at + begin * itemsize, at + end * itemsize)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedTensor:
+    """A tensor of state that is stored encoded, in parts. [Note: what is encoded], train/layout/state_codecs.py
+
+    Attributes:
+        parts: locations of codes, scales and the like. Each has a part for every run of 32 elements of the parameter.
+        numel: elements of the tensor.
+    """
+
+    codec: StateCodec
+    parts: tuple[TensorLocation, ...]
+    numel: int
+
+    def part_of(self, place: TensorLocation, begin: int, end: int) -> tuple[int, int]:
+        """Return the elements of a part that elements [begin, end), multiples of 32, are stored in."""
+        count = place.slot.spec.numel
+        return begin * count // self.numel, end * count // self.numel
+
+    def pages(self, begin: int, end: int) -> list[int]:
+        """Return the indices of the pages of elements [begin, end)."""
+        return [page for place in self.parts for page in place.pages(*self.part_of(place, begin, end))]
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterLocations:
     """The locations of one trainable parameter's tensors.
@@ -50,6 +74,7 @@ class ParameterLocations:
         may_cut: its elements may be updated in pieces.
         grad: its gradient, if that is on NVMe.
         state_stays: all of the state is on a device, and an update does not need its locations.
+        coded: state tensors of the parameter's shape that are stored encoded, by key, the master first.
     """
 
     name: str
@@ -59,6 +84,7 @@ class ParameterLocations:
     may_cut: bool = True
     grad: TensorLocation | None = None
     state_stays: bool = False
+    coded: dict[str, CodedTensor] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
@@ -66,7 +92,12 @@ class ParameterLocations:
 
     @property
     def has_master(self) -> bool:
-        return "master" in self.state
+        return "master" in self.state or self.has_coded_master
+
+    @property
+    def has_coded_master(self) -> bool:
+        """True if the master is stored as its difference from the parameter, which is read with it."""
+        return "master" in self.coded
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +115,10 @@ class Slice:
 
     pieces: tuple[SlicePiece, ...]
     access: Access
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.end - piece.begin for piece in self.pieces)
 
 
 def plan_slices(
@@ -143,7 +178,12 @@ def _runs(
 
 
 def _lead(places: ParameterLocations) -> TensorLocation:
-    return next(iter(places.state.values()), places.param)
+    """Return the tensor at whose pages the parameter is cut: of encoded state the one with the largest elements."""
+    if not places.coded:
+        return next(iter(places.state.values()), places.param)
+    codes = [place for coded in places.coded.values() for place in coded.parts]
+    whole = [place for place in (*places.state.values(), *codes) if place.slot.spec.numel == places.numel]
+    return max(whole, key=lambda place: place.slot.spec.dtype.itemsize)
 
 
 def _cuts(places: ParameterLocations, page_bytes: int) -> list[int]:
@@ -168,7 +208,7 @@ def _pages_made_anew(parameters: Sequence[ParameterLocations], active: Sequence[
     rewritten = {
         places.param.slot.spec.owner
         for places, is_active in zip(parameters, active, strict=True)
-        if is_active and places.has_master
+        if is_active and places.has_master and not places.has_coded_master
     }
     for section in sections:
         for slot in section.plan.slots:
@@ -184,7 +224,8 @@ def _state_pages(places: ParameterLocations, begin: int, end: int) -> list[int]:
     others = (
         [p for place in places.others.values() for p in place.pages(0, place.slot.spec.numel)] if begin == 0 else []
     )
-    return others + [page for place in places.state.values() for page in place.pages(begin, end)]
+    pages = others + [page for place in places.state.values() for page in place.pages(begin, end)]
+    return pages + [page for coded in places.coded.values() for page in coded.pages(begin, end)]
 
 
 def _grad_pages(places: ParameterLocations, begin: int, end: int) -> list[int]:

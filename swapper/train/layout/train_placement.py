@@ -15,6 +15,7 @@ from swapper.errors import BudgetError, ConfigError
 from swapper.io.alignment import round_up
 from swapper.modules.groups import largest_working_set, working_sets
 from swapper.modules.model_device import page_access
+from swapper.paging.dry_run import Task
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
 from swapper.paging.planning.layout import SectionPlan, Slot
 from swapper.paging.planning.schedule import Access
@@ -23,7 +24,7 @@ from swapper.runtime.sizes import format_bytes
 from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.slices import TensorLocation, plan_slices
-from swapper.train.updates.sweep import Trainable
+from swapper.train.updates.sweep import Trainable, decoded_bytes
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
 """Places of (parameters, optimizer state), best first: tensors used twice a step come before those used once.
@@ -112,6 +113,7 @@ def _divide(
     kept_bytes = resident_bytes([p.nbytes for p in kept]) + resident_bytes([p.nbytes for p in kept_grads])
     if step.on_device:
         kept_bytes += STAGING_BYTES
+    kept_bytes += _decoded_bytes(inventory)
     explain = ", ".join(
         f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *kept_grads) if p.family == family))}"
         for family, name in (("grad", "gradients"), ("param", "parameters"), ("state", "optimizer state"))
@@ -124,6 +126,14 @@ def _divide(
         explain,
         page_bytes,
     )
+
+
+def _decoded_bytes(inventory: Inventory) -> int:
+    """Return the bytes of the scratch for encoded state."""
+    if not any(inventory.codecs.values()):
+        return 0
+    sections = make_sections(inventory.plans, [0] * len(inventory.plans), lambda plan: True, 0)
+    return decoded_bytes(find_trainables(inventory, find_places(sections)))
 
 
 def place_on_accelerator(
@@ -244,17 +254,17 @@ def frames_needed(
     return most + 2
 
 
-ByGroup = Mapping[int, Sequence[Access]]
+ByGroup = Mapping[int, Sequence[Task]]
 
 
-def expected_cycle(
+def expected_tasks(
     inventory: Inventory,
     sections: Sequence[Section],
     trainables: Sequence[Trainable],
     page_bytes: int,
     update: str,
     resident_set: Collection[int] | None = None,
-) -> list[Access]:
+) -> list[Task]:
     """Predict a step from module order: forward, backward, optimizer. The first observed step replaces the prediction.
 
     Args:
@@ -268,42 +278,50 @@ def expected_cycle(
         if section.plan.family == "param":
             pages[section.plan.group] += [page.index for page in section.pages]
     updated = {trainable.group: trainable for trainable in trainables}
-    uses = {group: _uses(group, indices, resident_set is not None) for group, indices in pages.items() if indices}
     kept = resident_set or ()
-    forward = {group: of for group, of in uses.items() if group not in kept or group in updated}
-    backward: dict[int, list[Access]] = {}
+    forward: dict[int, list[Task]] = {}
+    backward: dict[int, list[Task]] = {}
     seen: set[int] = set()
+    for group, indices in pages.items():
+        uses = _uses(group, indices, resident_set is not None) if group not in kept or group in updated else []
+        forward[group] = [Task("forward", group, uses)]
     for group in sorted(pages, reverse=True):
-        backward[group] = list(uses.get(group, ()) if group not in kept else ())
+        uses = _uses(group, pages[group], resident_set is not None) if group not in kept else []
         for places in reversed(updated[group].places if group in updated else ()):
-            backward[group] += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
-    updates = {group: [part.access for part in of.all_slices(page_bytes)] for group, of in updated.items()}
+            uses += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
+        backward[group] = [Task("backward", group, uses)]
+    updates = {
+        group: [Task("step", group, [part.access], part.numel) for part in of.all_slices(page_bytes)]
+        for group, of in updated.items()
+    }
     if update == "deferred":
         return list(_updating_in_forward(forward, backward, updates))
     if update == "backward":
         return list(_updating_in_backward(forward, backward, updates, 0 if resident_set is None else UPDATED_BEHIND))
-    return [access for by_group in (forward, backward, updates) for of in by_group.values() for access in of]
+    return [task for by_group in (forward, backward, updates) for of in by_group.values() for task in of]
 
 
-def _updating_in_forward(forward: ByGroup, backward: ByGroup, updates: ByGroup) -> Iterator[Access]:
+def _updating_in_forward(forward: ByGroup, backward: ByGroup, updates: ByGroup) -> Iterator[Task]:
     for group in sorted(backward):
-        yield from updates.get(group, ())
+        yield from (replace(task, phase="forward") for task in updates.get(group, ()))
         yield from forward.get(group, ())
     yield from itertools.chain.from_iterable(backward.values())
 
 
-def _updating_in_backward(forward: ByGroup, backward: ByGroup, updates: ByGroup, behind: int) -> Iterator[Access]:
+def _updating_in_backward(forward: ByGroup, backward: ByGroup, updates: ByGroup, behind: int) -> Iterator[Task]:
     yield from itertools.chain.from_iterable(forward.values())
-    waiting: deque[Sequence[Access]] = deque()  # slices of groups whose gradients are in flight
+    waiting: deque[Sequence[Task]] = deque()  # slices of groups whose gradients are in flight
     for group, of in backward.items():
         yield from of
-        waiting.append(updates.get(group, ()))
+        waiting.append([replace(task, phase="backward") for task in updates.get(group, ())])
         yield from waiting.popleft() if len(waiting) > behind else ()
     yield from itertools.chain.from_iterable(waiting)
 
 
 def _uses(group: int, pages: Sequence[int], on_device: bool) -> list[Access]:
     """Return the uses of a group's parameters."""
+    if not pages:
+        return []
     if on_device:
         return [page_access(group, page) for page in pages]
     return [Access(("param", group), tuple(pages))]

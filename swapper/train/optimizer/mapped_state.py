@@ -190,16 +190,16 @@ class MappedState:
         """Copy a small tensor, or one that cannot be mapped."""
         section, slot = place.section, place.slot
         if section.resident:
-            return self._only_shown(section.tensor(slot).clone())
+            return self.only_shown(section.tensor(slot).clone())
         copied = torch.empty(slot.spec.nbytes, dtype=torch.uint8)
         for page in pages:
             begin, end = max(page.offset, slot.offset), min(page.offset + page.nbytes, slot.end)
             at = page.stored_offset + begin - page.offset
             mapped = torch.frombuffer(self._map(page), dtype=torch.uint8, count=end - begin, offset=at)
             copied[begin - slot.offset : end - slot.offset] = mapped
-        return self._only_shown(copied.view(slot.spec.dtype).view(slot.spec.shape))
+        return self.only_shown(copied.view(slot.spec.dtype).view(slot.spec.shape))
 
-    def _only_shown(self, copied: torch.Tensor) -> torch.Tensor:
+    def only_shown(self, copied: torch.Tensor) -> torch.Tensor:
         """Make a copy read-only, except single numbers: plain optimizers use a state_dict's step counters directly."""
         made_by = self.made_by
         if not copied.dim():

@@ -64,11 +64,13 @@ class StateKey:
     """A tensor that an optimizer keeps for a parameter.
 
     `axes` has for each of its dimensions the parameter's dimension of the same size, or -n-1 for a constant n.
+    `is_never_negative`: no element was negative in the trial.
     """
 
     name: str
     dtype: torch.dtype
     axes: tuple[int, ...]
+    is_never_negative: bool = False
 
     def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
         return tuple(parameter[axis] if axis >= 0 else -axis - 1 for axis in self.axes)
@@ -291,7 +293,8 @@ class _Trial:
                 f"{self._kind} cannot be paged: it keeps {name!r} in a form that does not follow from the parameter's "
                 f"shape and dtype (shape {list(one[-1].shape)}, {one[-1].dtype}, for a parameter of shape {list(self._shapes[0])})"
             )
-        return StateKey(name, one[0].dtype, axes)
+        is_never_negative = not one[0].dtype.is_complex and not any(bool((t < 0).any()) for t in (*one, *other))
+        return StateKey(name, one[0].dtype, axes, is_never_negative)
 
     def _may_cut(self, keys: tuple[StateKey, ...], whole: tuple[torch.Tensor, dict[str, Any]]) -> bool:
         """Update flat pieces of the first tensor, and compare the result with the whole one's."""

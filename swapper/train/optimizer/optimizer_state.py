@@ -9,19 +9,23 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from swapper.errors import StateError
 from swapper.paging.pager import Pager
+from swapper.paging.planning.layout import Slot
 from swapper.paging.section import Section
 from swapper.runtime.interrupts import defer_sigint
 from swapper.train.device.resident_state import DeviceResidentState
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.layout.content import iter_section_pages
-from swapper.train.layout.inventory import MASTER, Inventory, updated_dtype
+from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
+from swapper.train.layout.state_codecs import MASTER
+from swapper.train.optimizer.coded_tensors import CodedTensors
 from swapper.train.optimizer.conditions import Membership
 from swapper.train.optimizer.entries import PAGED, StateEntries, entry_of
 from swapper.train.optimizer.mapped_state import MappedState, expire, steady
@@ -43,6 +47,7 @@ class OptimizerState:
         session_guard: called at each use by the user.
         finish_update: finishes the last step's updates.
         on_device: the accelerator of forwards and backwards, if any.
+        directory: on a drive, for state dicts of encoded state.
 
     Attributes:
         entries: each parameter's state entries, as plain torch would have them.
@@ -61,6 +66,7 @@ class OptimizerState:
         session_guard: SessionGuard,
         finish_update: Callable[[], None],
         on_device: TrainingDevice | None,
+        directory: Path,
     ) -> None:
         self._inventory = inventory
         self._trainables = trainables
@@ -74,6 +80,7 @@ class OptimizerState:
         self._names = {id(parameter): places_of.name for parameter, places_of in self._trained}
         self._group_of = {id(parameter): t.group for t in trainables for parameter in t.parameters}
         self.entries = StateEntries(inventory.forms)
+        self._coded = CodedTensors([places_of for _, places_of in self._trained], pager, directory)
         self.kept: DeviceResidentState | None = None
         if on_device is not None and on_device.updates:
             resident_set = (trainable for trainable in trainables if trainable.group in inventory.staying_state)
@@ -127,7 +134,13 @@ class OptimizerState:
             self._pager.flush()
             shown = MappedState(self._pager, "optimizer.state_dict()")
             self._shown.add(shown)
-            return self._in_torch_order(shown.tensor)
+            return self._in_torch_order(
+                lambda name, key: (
+                    shown.only_shown(self._coded.read(name, key, on_drive=True))
+                    if self._coded.has(name, key)
+                    else shown.tensor(self._places[name, key])
+                )
+            )
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Load the same.
@@ -145,8 +158,27 @@ class OptimizerState:
                 self.forget_kept()
 
     def at_its_place(self) -> dict[int, dict[str, Any]]:
-        """Return the state in torch's form; its tensors alias the sections, whose data may be cold."""
-        return self._in_torch_order(lambda place: place.section.tensor(place.slot))
+        """Return the state in torch's form, with `stored` tensors."""
+        return self._in_torch_order(self.stored)
+
+    def stored(self, name: str, key: str) -> Any:
+        """Return a tensor in its section, whose data may be cold; of encoded state the codec's name and the parts."""
+        if self._coded.has(name, key):
+            return self._coded.stored(name, key)
+        place = self._places[name, key]
+        return place.section.tensor(place.slot)
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """The names of the codecs of encoded state, by key."""
+        return self._coded.names
+
+    def begin(self, name: str, state: Mapping[str, Any]) -> None:
+        """Take over a parameter's state when it is offloaded; its sections have all that is not stored encoded."""
+        self.entries.take(name, state)
+        for key, value in state.items():
+            if self._coded.has(name, key):
+                self._coded.write(name, key, torch.as_tensor(value))
 
     @property
     def packed_entries(self) -> dict[str, Any]:
@@ -182,18 +214,18 @@ class OptimizerState:
             for name, settings, dtype in new:
                 self.entries.take(name, self._inventory.discovery.skipped_state(settings, dtype))
 
-    def _in_torch_order(self, find: Callable[[TensorLocation], torch.Tensor]) -> dict[int, dict[str, Any]]:
+    def _in_torch_order(self, find: Callable[[str, str], Any]) -> dict[int, dict[str, Any]]:
         """Return the optimizer's state as in its state_dict: by number of parameter, keys in the optimizer's order.
 
         Args:
-            find: returns the tensor at a location.
+            find: returns the tensor of a parameter, by name, and a key.
         """
         state: dict[int, dict[str, Any]] = {}
         for number, places in self._numbered():
             entries = self.entries[places.name]
             if entries and number is not None:
                 state[number] = {
-                    key: find(self._places[places.name, key]) if value is PAGED else copy.deepcopy(value)
+                    key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
                     for key, value in entries.items()
                 }
         return dict(sorted(state.items()))
@@ -218,14 +250,21 @@ class OptimizerState:
             for key, value in given.items()
         }
         for section in self._sections:
-            slots = [slot for slot in section.plan.slots if slot.spec.owner in states and slot.spec.kind != MASTER]
+            slots = [slot for slot in section.plan.slots if slot.spec.owner in states and self._is_plain(slot)]
             for slot, begin, end, view in iter_section_pages(section, self._pager, write=True, only=slots):
                 owner, key = slot.spec.owner, slot.spec.kind  # masters belong to the parameters
                 if self.entries[owner].get(key) is PAGED:
                     view.copy_(torch.as_tensor(values[owner, key]).reshape(-1)[begin:end])
                 else:
                     view.zero_()
+        for name in states:
+            for key in self._coded.keys(name):
+                is_kept = self.entries[name].get(key) is PAGED
+                self._coded.write(name, key, torch.as_tensor(values[name, key]) if is_kept else None)
         self.expire(why)
+
+    def _is_plain(self, slot: Slot) -> bool:
+        return slot.spec.kind != MASTER and not self._coded.is_part(slot)
 
     def _numbered(self) -> Iterator[tuple[int | None, ParameterLocations]]:
         """Yield the trained parameters with their numbers; None for one that has left its group."""
@@ -236,14 +275,19 @@ class OptimizerState:
     def _check(self, places: ParameterLocations, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is empty or what the optimizer keeps for this parameter."""
         form = self._inventory.forms[places.name]
-        slots = {key: place.slot for key, place in {**places.others, **places.state}.items() if key != MASTER}
+        shapes = {key: place.slot.spec.shape for key, place in {**places.others, **places.state}.items()}
+        shapes |= dict.fromkeys(self._coded.keys(places.name), places.param.slot.spec.shape)
+        shapes.pop(MASTER, None)
         tensors = {key for key, value in state.items() if entry_of(form, key, value) is PAGED}
-        if state and (tensors - slots.keys() or form.always - state.keys()):
-            raise ValueError(f"the state of {places.name} has {sorted(state)}; this optimizer keeps {sorted(slots)}")
+        if state and (tensors - shapes.keys() or form.always - state.keys()):
+            raise ValueError(f"the state of {places.name} has {sorted(state)}; this optimizer keeps {sorted(shapes)}")
         for key in tensors:
-            if torch.as_tensor(state[key]).shape != slots[key].spec.shape:
-                shapes = f"{list(torch.as_tensor(state[key]).shape)}; this optimizer's is {list(slots[key].spec.shape)}"
-                raise ValueError(f"the state {key!r} of {places.name} has the shape {shapes}")
+            given = torch.as_tensor(state[key])
+            if given.shape != shapes[key]:
+                both = f"{list(given.shape)}; this optimizer's is {list(shapes[key])}"
+                raise ValueError(f"the state {key!r} of {places.name} has the shape {both}")
+            if self._coded.has(places.name, key):
+                self._coded.check(places.name, key, given)
 
     # --- one parameter's state: see StateStore ------------------------------------------------------------------------
 
@@ -274,10 +318,9 @@ class OptimizerState:
             self._copied_generation = self._generation
         shown = self._copies.get((name, key))
         if shown is None:
-            place = self._places[name, key]
-            kept = None if self.kept is None else self.kept.read(self._group_of[id(parameter)], place)
             with defer_sigint, torch.no_grad():
-                shown = ShownState(self._copy(place) if kept is None else kept, self._make_write(name, key))
+                copied = self._copy_of(name, key, self._group_of[id(parameter)])
+                shown = ShownState(copied, self._make_write(name, key))
             self._copies[name, key] = shown
         return shown.tensor()
 
@@ -321,11 +364,19 @@ class OptimizerState:
         """Raise StateError if a tensor has another dtype than the stored one: plain torch would continue with that."""
         for key, value in state.items():
             place = self._places.get((name, key))
-            if isinstance(value, torch.Tensor) and place is not None and value.dtype != place.slot.spec.dtype:
+            dtype = torch.float32 if self._coded.has(name, key) else None if place is None else place.slot.spec.dtype
+            if isinstance(value, torch.Tensor) and dtype is not None and value.dtype != dtype:
                 raise StateError(
-                    f"optimizer.state was given {key!r} of {name} as {value.dtype}, and keeps it as {place.slot.spec.dtype}: "
-                    "convert it"
+                    f"optimizer.state was given {key!r} of {name} as {value.dtype}, and keeps it as {dtype}: convert it"
                 )
+
+    def _copy_of(self, name: str, key: str, group: int) -> torch.Tensor:
+        """Return a copy of a tensor of the state."""
+        if self._coded.has(name, key):
+            return self._coded.read(name, key)
+        place = self._places[name, key]
+        kept = None if self.kept is None else self.kept.read(group, place)
+        return self._copy(place) if kept is None else kept
 
     def _copy(self, place: TensorLocation) -> torch.Tensor:
         """Return a copy of the tensor at a location."""
@@ -336,18 +387,24 @@ class OptimizerState:
 
     def _make_write(self, name: str, key: str) -> Callable[[torch.Tensor, str], None]:
         """Return a function that writes back a changed copy. A copy that the user keeps must not keep us alive."""
-        owner, generation, place = weakref.ref(self), self._generation, self._places[name, key]
+        owner, generation = weakref.ref(self), self._generation
 
         def write(value: torch.Tensor, how: str) -> None:
             alive = owner()
             if alive is None or alive._generation != generation:
                 raise outdated(name, key, how)
-            alive._change(lambda: alive._write(place, value, f"{how} on optimizer.state"))
+            alive._change(lambda: alive._write(name, key, value, f"{how} on optimizer.state"))
 
         return write
 
-    def _write(self, place: TensorLocation, value: torch.Tensor, why: str) -> None:
-        """Store `value` at a location. Returned state dicts expire."""
+    def _write(self, name: str, key: str, value: torch.Tensor, why: str) -> None:
+        """Store `value`. Returned state dicts expire."""
+        if self._coded.has(name, key):
+            self._coded.check(name, key, value)
+            self._coded.write(name, key, value)
+            expire(self._shown, why)
+            return
+        place = self._places[name, key]
         for _, begin, end, view in iter_section_pages(place.section, self._pager, write=True, only=[place.slot]):
             view.copy_(value.reshape(-1)[begin:end])
         expire(self._shown, why)

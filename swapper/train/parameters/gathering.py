@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,8 +24,15 @@ from swapper.modules.turns import Turns
 from swapper.runtime.interrupts import close_all, defer_sigint, run_uninterrupted
 from swapper.train.parameters.parameter_group import GroupParameters
 
-RefreshMasters = Callable[[Iterable[GroupParameters]], None]
-"""Called with groups whose parameters may have been changed."""
+
+class Followers(Protocol):
+    """What follows changes of parameters: fp32 masters. See train/updates/masters.py."""
+
+    def before_change(self, groups: Iterable[GroupParameters], /) -> None:
+        """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
+
+    def after_change(self, groups: Iterable[GroupParameters], /) -> None:
+        """They are not changed any more."""
 
 
 class Gathering:
@@ -42,14 +49,14 @@ class Gathering:
     def __init__(
         self,
         groups: Sequence[GroupParameters],
-        refresh_masters: RefreshMasters,
+        masters: Followers,
         turns: Turns,
         check_room: Callable[[Iterable[int]], None],
     ) -> None:
         self._check_room = check_room
         self._turns = turns
         self._groups = groups
-        self._refresh_masters = refresh_masters
+        self._masters = masters
         self._open = 0
         self.is_closed = False
 
@@ -75,6 +82,8 @@ class Gathering:
                 for group in groups:
                     group.pin(write)
                     pinned.append(group)
+                    if write:
+                        self._masters.before_change([group])
             yield
         finally:
             run_uninterrupted(lambda: self._end(pinned, versions, write, names))
@@ -94,7 +103,7 @@ class Gathering:
                 close_all(partial(_unpin, group, versions, write, names) for group in pinned)
             finally:
                 if write:
-                    self._refresh_masters(pinned)
+                    self._masters.after_change(pinned)
 
     def close(self) -> None:
         """End all contexts: the manager closes inside of them."""
@@ -103,7 +112,7 @@ class Gathering:
                 write = bool(access.writes)
                 group.unpin(write)
                 if write:
-                    self._refresh_masters([group])
+                    self._masters.after_change([group])
         self.is_closed = True
 
 
@@ -131,11 +140,11 @@ class LoadHooks:
         units: Iterable[Unit],
         groups: list[GroupParameters],
         check_to_write: Callable[[], None],
-        refresh_masters: RefreshMasters,
+        masters: Followers,
     ) -> None:
         self._groups = groups
         self._check_to_write = check_to_write
-        self._refresh_masters = refresh_masters
+        self._masters = masters
         self._open: list[tuple[nn.Module, list[GroupParameters]]] = []  # modules being loaded, the outermost first
         self._handles: list[Any] = []
         self._storages = {storage for group in groups for storage in group.storages}
@@ -166,6 +175,7 @@ class LoadHooks:
         for index in unit.groups:
             self._groups[index].pin(write=True)
             pinned.append(self._groups[index])
+            self._masters.before_change([self._groups[index]])
 
     def _after(self, module: nn.Module, _: Any) -> None:
         if self._open and self._open[-1][0] is module:
@@ -174,7 +184,7 @@ class LoadHooks:
     def _end(self) -> None:
         _, pinned = self._open.pop()
         close_all(partial(group.unpin, write=True) for group in pinned)
-        self._refresh_masters(pinned)
+        self._masters.after_change(pinned)
 
     def _copy(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         if is_aliasing():

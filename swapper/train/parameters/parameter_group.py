@@ -25,6 +25,7 @@ from swapper.paging.section import Page, Section
 from swapper.paging.store.page_files import checksum_of
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.layout.content import SectionSource, compare, fill
+from swapper.train.sharded.open_shards import OpenShards
 
 
 class GroupParameters(LeasedGroup):
@@ -56,6 +57,7 @@ class GroupParameters(LeasedGroup):
         self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
         self.paged = bool(pages)
         self.catch_up: Callable[[Access | None], None] | None = None  # see `defer_update`
+        self.open_shards: OpenShards | None = None  # of a sharded model
         self.pins: list[Access] = []  # leases outside of the order of a step
         self._external: list[dict[Page, int]] = []  # of each pin to write: checksums of the external pages
         self._addresses: list[int] = []
@@ -105,6 +107,8 @@ class GroupParameters(LeasedGroup):
                 (during_backward.py).
         """
         self.catch_up = catch_up
+        if self.open_shards is not None:
+            self.open_shards.hide()
         if not self.paged:
             for parameter in self.parameters:
                 set_cold(parameter)
@@ -112,6 +116,8 @@ class GroupParameters(LeasedGroup):
     def clear_deferred(self) -> None:
         """Show the parameters: the group is updated."""
         self.catch_up = None
+        if self.open_shards is not None:
+            self.open_shards.show()
         if not self.paged:
             for parameter in self.parameters:
                 materialize(parameter)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack as _innermost_transform
 
-from swapper.errors import DeviceError
-from swapper.modules.own_hook import outside_transforms
+from swapper.errors import DeviceError, StateError, UnsupportedError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.stats import StepClock
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.grads import Gradients
 from swapper.train.layout.inventory import Inventory
+from swapper.train.parameters.accumulation_pass import (
+    REMEDY,
+    AccumulationOrder,
+    AccumulationPass,
+    forget_failed_backward,
+)
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
-from swapper.train.parameters.gathering import LoadHooks, RefreshMasters
+from swapper.train.parameters.gathering import Followers, LoadHooks
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.parameters.train_hooks import TrainingHooks
 from swapper.train.session.session_slot import SessionGuard
@@ -29,7 +37,8 @@ class PassLifecycle:
 
     Args:
         sweep: an abandoned pass drops its leases too.
-        refresh_masters: called with groups that `load_state_dict` has changed.
+        masters: follow what `load_state_dict` changes.
+        order: of the gradients of micro-batches that run together.
     """
 
     def __init__(
@@ -44,7 +53,8 @@ class PassLifecycle:
         clock: StepClock,
         on_device: TrainingDevice | None,
         gradients: Gradients,
-        refresh_masters: RefreshMasters,
+        masters: Followers,
+        order: AccumulationOrder,
     ) -> None:
         self._inventory = inventory
         self._groups = groups
@@ -55,16 +65,18 @@ class PassLifecycle:
         self._session_guard = session_guard
         self._on_device = on_device
         self._gradients = gradients
+        self._order = order
         self._hooks = fault_handler.hooks = TrainingHooks(
             inventory.units, groups, self.enter_forward, self._drop_leases, clock.enter, updates, session_guard.turns, on_device
         )  # fmt: skip
-        self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, refresh_masters)
+        self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, masters)
 
     def remove(self) -> None:
         """Remove the hooks."""
         self._hooks.remove()
         self._load_hooks.remove()
-        _forget_failed_backward()
+        self._order.remove()
+        forget_failed_backward()
 
     @property
     def is_open(self) -> bool:
@@ -72,15 +84,76 @@ class PassLifecycle:
         return self._hooks.pass_is_open
 
     def abandon(self) -> None:
-        """Forget a forward, a backward or a load_state_dict that never ended."""
+        """Forget a forward, a backward or a load_state_dict that never ended.
+
+        Raises:
+            StateError: called by a loss_fn.
+        """
+        if self._hooks.is_batched:
+            raise StateError(
+                "loss_fn called what must wait for the end of accumulate_batches: a step, a snapshot, another pass"
+            )
+        self._abandon()
+
+    def _abandon(self) -> None:
         self._updates.pass_begins()
         self._load_hooks.forget()
         self._hooks.abandon_pass()
 
     def forget_leases(self) -> None:
         """Abandon the pass, and drop all leases of the pager and the device except pins, even if no pass is open."""
-        self.abandon()
+        self._abandon()
         self._drop_leases([access for group in self._groups for access in group.kept_accesses])
+
+    def accumulate(self, loss_fn: Callable[[Any], torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor]:
+        """See SwapManager.accumulate_batches. Failed backwards leave no gradients."""
+        with self._session_guard.turns.turn():
+            self.abandon()
+            self._session_guard.check()
+            if len(batches) < 2 or not any(group.paged for group in self._groups):
+                return self._accumulate_one_by_one(loss_fn, batches)
+            self._check_together()
+            together = AccumulationPass(
+                self._hooks, self._order, loss_fn, batches, lambda: self._fault_handler.changes_itself
+            )
+            self._hooks.share(together)
+            self._order.running = together
+            try:
+                return together.run()
+            except BaseException:
+                self._hooks.abandon_batches()
+                self.forget_leases()
+                if together.has_losses:
+                    for parameter in self._order.parameters:
+                        parameter.grad = None
+                raise
+            finally:
+                self._order.running = None
+                self._hooks.share(None)
+
+    def _accumulate_one_by_one(
+        self, loss_fn: Callable[[Any], torch.Tensor], batches: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            with ExitStack() as stack:
+                if number < len(batches):
+                    stack.enter_context(self._updates.accumulating())
+                loss = loss_fn(batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+        return losses
+
+    def _check_together(self) -> None:
+        """Raise UnsupportedError unless micro-batches can run together."""
+        for is_so, why in (
+            (self._on_device is not None, "a model on an accelerator, whose backwards run in one thread of autograd's"),
+            (self._updates.follows_backward, "update='backward'"),
+            (self._fault_handler.changes_itself, "forwards that change parameters, as Embedding(max_norm=...) does"),
+            (_has_modes(), "the modes and transforms that are active here (torch.func, TorchDispatchMode)"),
+        ):
+            if is_so:
+                raise UnsupportedError(f"accumulate_batches does not go with {why}; {REMEDY}")
 
     def enter_forward(self) -> None:
         """Begin a forward. Raises if the manager cannot be used."""
@@ -107,8 +180,6 @@ class PassLifecycle:
         self._pager.drop_leases(kept)
 
 
-def _forget_failed_backward() -> None:
-    """Run an empty backward: autograd's engine keeps the rest of a failed one in its queue until the next one."""
-    if torch._C._current_graph_task_id() == -1:
-        with outside_transforms(), torch.inference_mode(False), torch.enable_grad():
-            torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+def _has_modes() -> bool:
+    """Return True if modes are active that other threads would not have."""
+    return _innermost_transform() is not None or torch._C._len_torch_dispatch_stack() > 0

@@ -28,23 +28,25 @@ which thread has called them: they take no turns.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.utils import stateless
 
-from swapper.errors import StateError
+from swapper.errors import BudgetError, StateError
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
+from swapper.modules.module_hooks import Call, GroupSharing, ModuleHooks, tensors_of
 from swapper.modules.own_hook import OwnHook, outside_transforms
 from swapper.modules.torch_functions import tensors_among
 from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.free_memory import note_used
+from swapper.runtime.interrupts import close_all
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Updates
@@ -63,6 +65,12 @@ class TrainingCall(Call):
         self.use = -1  # see PendingUses
         self.is_functional = False  # with other parameters than the model's
         self.given: list[Any] = []  # autograd's nodes of its arguments, while the forward runs
+
+
+class MicroBatches(GroupSharing, Protocol):
+    """Micro-batches that pass through a model together (accumulation_pass.py)."""
+
+    def make_room(self) -> bool: ...
 
 
 class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
@@ -85,6 +93,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         turns: Turns,
         on_device: TrainingDevice | None,
     ) -> None:
+        self._batches: MicroBatches | None
         units = list(units)
         super().__init__(units, groups, drop_leases, turns)
         self._on_device = on_device
@@ -110,6 +119,80 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """True while a forward or a backward holds leases."""
         return bool(self._running or self._backward or self._held)
 
+    # --- batches that pass together ---------------------------------------------------------------------------------
+
+    @property
+    def is_batched(self) -> bool:
+        """True while several batches pass together."""
+        return self._batches is not None
+
+    def share(self, batches: MicroBatches | None) -> None:
+        """Begin a pass of `batches`, in whose threads the hooks run until `share(None)`. This thread has the turn."""
+        self._batches = batches
+        self.exchange(threading.current_thread())
+
+    def exchange(self, thread: threading.Thread | None, state: Any = None) -> Any:
+        before = self._backward, self._held, self._tasks
+        running, self._backward, self._held, self._tasks = (None, [], [], set()) if state is None else state
+        return super().exchange(thread, running), *before
+
+    def abandon_batches(self) -> None:
+        """End a pass that failed, in all of its batches' threads, and forget all leases."""
+        self.share(None)
+        self._updates.uses.clear()
+        super().abandon_pass()
+
+    def end_batch(self) -> None:
+        """End the leases that the running batch still has."""
+        for call in self._running:
+            self._release(call)
+        self._running = []
+        for call in list(self._backward):
+            self._end_call(call)
+        self._release_held()
+        self._tasks.clear()
+
+    def suspend(self, state: Any) -> list[tuple[TrainingCall, int]]:
+        """Release the leases of a batch that waits, whose `state` this is. Return them, for `resume`."""
+        running, backward, held, _ = state
+        leases = []
+        for call in (*running, *backward, *held):
+            groups, call.groups = call.groups, []
+            leases += [(call, index) for index in groups]
+        close_all(self._groups[index].release for _, index in leases)
+        return leases
+
+    def resume(self, leases: list[tuple[TrainingCall, int]]) -> None:
+        """Make these leases again, and remove them from the list."""
+        while leases:
+            call, index = leases[0]
+            self._lease_with_room(self._groups[index])
+            call.groups.append(index)
+            leases.pop(0)
+
+    def _lease(self, group: GroupParameters) -> None:
+        """Lease `group`, when the batches that pass together have come to it."""
+        if self._batches is None:
+            group.lease()
+            return
+        self._batches.arrive(group)
+        self._lease_with_room(group)
+        self._batches.hold(group)
+
+    def _lease_with_room(self, group: GroupParameters) -> None:
+        """Lease `group`, at the cost of batches that wait, if they lease too much at once: they take different ways."""
+        assert self._batches is not None
+        if self._updates.is_open:
+            self._batches.make_room()  # the update before the lease needs some too
+        try:
+            group.lease()
+        except BudgetError:
+            if not self._batches.make_room():
+                raise
+            group.lease()
+
+    # ----------------------------------------------------------------------------------------------------------------
+
     def abandon_pass(self) -> None:
         if self.pass_is_open:
             self._backward.clear()
@@ -122,7 +205,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         return not _in_backward()
 
     def _lease_more(self, call: TrainingCall, group: GroupParameters) -> None:
-        group.lease()
+        self._lease(group)
         call.groups.append(group.index)
         self._updates.uses.brought(call, group.index)
 
@@ -146,6 +229,10 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         with outside_transforms():
             self._take_turn()
+            if self._batches is not None and unit.groups and not _in_backward():
+                self._batches.arrive(self._groups[unit.groups[0]])
+                if self._updates.is_open:
+                    self._batches.make_room()
             self._check_usable()
             is_functional = self._has_other_members(unit, module)
             if self._is_stale(unit):
@@ -169,7 +256,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
                 call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
             self._running.append(call)
             for index in unit.groups:
-                self._groups[index].lease()
+                self._lease(self._groups[index])
                 call.groups.append(index)
             count = self._updates.uses.called_again if in_backward else self._updates.uses.called
             count(call, torch.is_grad_enabled())
@@ -220,7 +307,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _is_stale(self, unit: Unit) -> bool:
         """Return True if recorded leases are of a pass that never ended: Ctrl-C skips the post-hooks."""
-        if _in_backward():
+        if _in_backward() or self._batches is not None:
             return False
         return bool(self._backward) or any(call.module == unit.name for call in self._running)
 
@@ -289,20 +376,19 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         self._updates.backward_goes_on()
         self._updates.uses.begin(call)
         call.backward_task = task
-        self._backward.append(call)
         leased = []
         try:
             for group in groups:
                 if torch.is_grad_enabled():
                     group.check_graph_of_backward()
-                group.lease()
+                self._lease(group)
                 leased.append(group)
         except BaseException:
             for group in leased:
                 group.release()
-            self._backward.remove(call)
             call.backward_task = None
             raise
+        self._backward.append(call)
 
     def _end_backward(self, task: int) -> None:
         with outside_transforms():
@@ -363,7 +449,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _give_turn(self) -> None:
         """Give the turn, if the outermost forward or backward is over."""
-        if self._turns.is_mine and not self._running and not self._tasks:
+        if self._batches is None and self._turns.is_mine and not self._running and not self._tasks:
             self._turns.give()
 
     # --------------------------------------------------------------------------------------------------------------

@@ -7,23 +7,25 @@ real pager (paging/dry_run.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from swapper.device.device_placement import DevicePlacement
 from swapper.durability.committer import steps_between_commits
+from swapper.errors import ConfigError
 from swapper.formats.torch_zip.container import ContainerLayout
 from swapper.io.drives import assign_to_drives
 from swapper.io.tuning import Tuning
-from swapper.paging.dry_run import DryRun
+from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.planning.budget import Budget, read_ahead_pages
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section, pieces_of
 from swapper.paging.store.swap_files import TURNS
-from swapper.runtime.sizes import format_bytes
-from swapper.runtime.stats import by_family
+from swapper.paging.virtual_drive import DriveRates, VirtualDrive
+from swapper.runtime.sizes import format_bytes, parse_bytes
+from swapper.runtime.stats import StepStats, by_family
 from swapper.train.device.device_sweep import ring_bytes
 from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
@@ -31,14 +33,17 @@ from swapper.train.layout.train_placement import (
     ORDER_TOLERANCE,
     StepKind,
     choose_placement,
-    expected_cycle,
+    expected_tasks,
     groups_in_memory,
     is_resident,
     place_on_accelerator,
     state_bytes,
     without_gradients,
 )
+from swapper.train.session.compute_times import ComputeTimes, find_compute
 from swapper.train.session.request import Request
+from swapper.train.sharded.buffers import buffer_bytes
+from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import Trainable
 
 
@@ -183,8 +188,11 @@ class Plan:
 
     def cycle(self, sections: Sequence[Section], trainables: Sequence[Trainable]) -> list[Access]:
         """Return the expected accesses of a step, in order."""
+        return [access for task in self._tasks(sections, trainables) for access in task.accesses]
+
+    def _tasks(self, sections: Sequence[Section], trainables: Sequence[Trainable]) -> list[Task]:
         stay = None if self.on_device is None else self.on_device.resident_set
-        return expected_cycle(
+        return expected_tasks(
             self.inventory, sections, trainables, self.budget.page_bytes, self.request.options.update, stay
         )
 
@@ -196,15 +204,60 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """The bytes of a step, found by a dry run. Commits of content in memory add `commit_bytes`."""
+        return Traffic(*self._dry_run().traffic())
+
+    def predict(
+        self, tokens: int, *, drive_read: int | str | None = None, drive_write: int | str | None = None
+    ) -> StepStats:
+        """Predict how long a step takes, by phase, and what it waits for: by the dry run, on a drive that is simulated.
+
+        The computing is measured here and now, in a second or so. It has the products of matrices and the optimizer; attention,
+        norms and the loss are not in it.
+
+        Args:
+            tokens: of a step, of all samples together.
+            drive_read, drive_write: bytes a second, or strings such as "7GB". Default: what `swapper tune` measured.
+
+        Raises:
+            ConfigError: the drive's speed is not known, or a value is not positive.
+        """
+        if type(tokens) is not int or tokens < 1:
+            raise ConfigError(
+                f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together"
+            )
+        rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
+        optimizer = self.request.optimizer
+        compute = find_compute(self.request.model, self.inventory, optimizer, tokens)
+        return self.simulate(DriveRates(*rates, sum(rates)), compute)
+
+    def _drive_rate(self, name: str, given: int | str | None) -> float:
+        if given is not None:
+            rate: float = parse_bytes(given, f"drive_{name}")
+        elif self.tuning is not None:
+            rate = getattr(self.tuning, f"{name}_bytes_per_s")
+        else:
+            raise ConfigError(
+                f"the drive's speed is not known: run `swapper tune DIR`, or give predict(..., drive_{name}='7GB'), "
+                "its bytes a second"
+            )
+        return rate
+
+    def simulate(self, drive: DriveRates, compute: ComputeTimes) -> StepStats:
+        """Return how a step goes on a drive with these rates, with this computing. See `predict`."""
+        return self._dry_run(VirtualDrive(drive), compute.of).time()
+
+    def _dry_run(
+        self, drive: VirtualDrive | None = None, seconds: Callable[[Task], float] = lambda task: 0.0
+    ) -> DryRun:
         sections = self.make_sections()
         grad_sections = self.make_grad_sections(sum(len(section.pages) for section in sections))
         found = find_regions(sections, grad_sections) if self.request.device is None else {}
         rooms = {page: room.section.plan.group for page, room in found.items()}
         sections += grad_sections
-        trainables = find_trainables(self.inventory, find_places(sections))
-        cycle = self.cycle(sections, trainables)
-        frames = self.budget.frame_count
-        return Traffic(*DryRun(sections, frames, cycle, self.window_pages, self.lazy, rooms).traffic())
+        tasks = self._tasks(sections, find_trainables(self.inventory, find_places(sections)))
+        return DryRun(
+            sections, self.budget.frame_count, tasks, self.window_pages, self.lazy, self.max_deferred_writes, rooms, drive, seconds
+        )  # fmt: skip
 
     @property
     def commit_bytes(self) -> int:
@@ -215,6 +268,12 @@ class Plan:
         own = [plan for plan in self.inventory.plans if plan.external is None]
         resident = sum(p.nbytes for p in own if is_resident(p, self.places) or id(p) in kept)
         return resident + self.traffic.pooled_bytes
+
+    @cached_property
+    def buffer_bytes(self) -> int | None:
+        """Peak of FSDP2's own buffers in a step on this rank, outside of `host_memory`; None if the model is not sharded."""
+        model = self.request.model
+        return buffer_bytes(model) if isinstance(model, Shards) else None
 
     @property
     def drive_seconds(self) -> float | None:
@@ -239,6 +298,7 @@ class Plan:
                 f"{format_bytes(budget.resident_bytes)} stay, {format_bytes(budget.pool_bytes)} are "
                 f"{budget.frame_count} frames of {format_bytes(budget.page_bytes)}",
             ),
+            *([("FSDP2's buffers", self._buffers())] if self.buffer_bytes is not None else []),
             *(
                 [
                     ("device memory", self._on_device()),
@@ -285,6 +345,9 @@ class Plan:
     def _updates(self) -> str:
         where = "device" if self.request.updates_there else "cpu"
         return f"on the {where}{', by AdamW as one kernel' if self.request.kernel else ''}"
+
+    def _buffers(self) -> str:
+        return f"{format_bytes(self.buffer_bytes or 0)} at most, in addition: gathered parameters and reduced gradients"
 
     def _scratch(self) -> str:
         return f", and {format_bytes(self.scratch_bytes)} for gradients" if self.scratch_bytes else ""

@@ -18,6 +18,7 @@ from swapper.modules.groups import as_one
 from swapper.options import PLACEMENTS, UPDATES, Accelerator, ExternalWeights, parse_choice
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.inventory import Inventory, take_inventory
+from swapper.train.layout.state_codecs import StateCodecs
 from swapper.train.optimizer.conditions import check_update
 from swapper.train.optimizer.optim import NoOptimizer
 from swapper.train.sharded.shards import Shards, is_sharded, optimizer_of
@@ -66,15 +67,22 @@ class OffloadOptions:
     device_memory: int | str = "auto"
     accelerator: Accelerator | None = None
     external: ExternalWeights | None = None
+    state_codec: str | Mapping[str, str] = "exact"
 
     def __post_init__(self) -> None:
         for option in ("params", "optimizer_state", "gradients"):
             parse_choice(getattr(self, option), option, PLACEMENTS)
         parse_choice(self.update, "update", UPDATES)
+        _ = self.state_codecs
         for option, kind, example in (("accelerator", Accelerator, "..."), ("external", ExternalWeights, "path=...")):
             value = getattr(self, option)
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"{option}={value!r} is not known: say {option}=swapper.{kind.__name__}({example})")
+
+    @property
+    def state_codecs(self) -> StateCodecs:
+        """The parsed `state_codec`."""
+        return StateCodecs.parse(self.state_codec, self.master_weights)
 
     def check_none_given(self) -> None:
         """Raise ConfigError if any is given in addition to a plan."""
@@ -140,6 +148,11 @@ class Request:
             used = optimizer_of(given, whole)
         accelerator = options.accelerator or Accelerator()
         updates_there = _check_accelerator(options, accelerator, device, used)
+        if options.state_codecs.of_key and updates_there:
+            raise UnsupportedError(
+                f"{options.state_codecs.said} does not go with updates on the device so far: encoded state is updated on the CPU. "
+                "Leave out accelerator=, or say swapper.Accelerator(update_on='cpu')"
+            )
         kernel = None
         if accelerator.update_with == "kernel":
             if device is None or not updates_there:
@@ -176,7 +189,8 @@ class Request:
         """List the contents of the model and the optimizer. See `take_inventory`."""
         where = None if self.device is None else self.device.device.device
         masters = self.options.master_weights
-        found = take_inventory(self.model, self.optimizer, masters, may_be_meta, before, where, self.frozen)
+        codecs = self.options.state_codecs
+        found = take_inventory(self.model, self.optimizer, masters, may_be_meta, before, where, self.frozen, codecs)
         if self.kernel is not None:
             parameters = [entry for group in found.groups for entry in group.parameters]
             self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})
@@ -192,8 +206,8 @@ def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None
         "device": device is not None,
         "external": options.external is not None,
         "master_weights": options.master_weights is not None,
-        f"update={options.update!r}": options.update != "step",
-        "gradients='nvme'": options.gradients == "nvme",
+        "update='backward'": options.update == "backward",
+        options.state_codecs.said: bool(options.state_codecs.of_key),
     }
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedError(

@@ -24,6 +24,7 @@ from swapper.train.layout.initial import Values, check_buffers
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.conditions import names_by_group
 from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
+from swapper.train.session.alike import check_alike, digests
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
@@ -97,12 +98,15 @@ class SessionFactory:
         Returns:
             The replacement of the user's optimizer.
         """
-        plan = self._agree(lambda: self._with_buffers(make(), init is not None))
-        request, record, ranks = plan.request, self._record, self._directory.ranks
-        if isinstance(request.model, Shards) and ranks.size > 1 and not ranks.are_together:
+        plan, ranks = self._agree(lambda: self._with_buffers(make(), init is not None)), self._directory.ranks
+        if isinstance(plan.request.model, Shards) and ranks.size > 1 and not ranks.are_together:
             raise ConfigError(
                 "a model that fully_shard has sharded needs ranks that resume from the same step: leave out ranks='alone'"
             )
+        return ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]
+
+    def _open(self, plan: Plan, init: Any) -> PagedOptimizer:
+        request, record = plan.request, self._record
         self._given_members = names_by_group(request.optimizer, plan.inventory.names)
         run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = None
@@ -149,8 +153,11 @@ class SessionFactory:
         return plan
 
     def _agree(self, make: Callable[[], Plan]) -> Plan:
-        """Return this rank's plan. If a rank can make none, or they would commit at different steps, all fail."""
-        plan, every = self._directory.ranks.settle("manager.offload", make, lambda plan: plan.commit_every)
+        """Return this rank's plan. If a rank can make none, or the plans do not go together, all fail."""
+        ranks = self._directory.ranks
+        plan, told = ranks.settle("manager.offload", make, lambda plan: (plan.commit_every, *digests(plan.request)))
+        check_alike(plan.request, ranks, [of for _, *of in told])
+        every = [steps for steps, *_ in told]
         if len(set(every)) > 1:
             steps = ["never" if n is None else f"every {n} steps" for n in every]
             commits = "; ".join(f"rank {rank} {when}" for rank, when in enumerate(steps))

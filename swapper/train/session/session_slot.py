@@ -75,6 +75,7 @@ class SessionSlot:
         self._is_closed = False
         self._failure: BaseException | None = None
         self._failed_step = 0
+        self._left: BaseException | None = None
 
     def running(self, verb: str) -> TrainingSession:
         """Return the session. Raises StateError, naming `verb`, if no model is offloaded."""
@@ -105,11 +106,20 @@ class SessionSlot:
             )
         if self._is_closed:
             raise StateError("the manager is closed: make a new one")
+        if self._left is not None:
+            raise StateError(
+                f"a forward or backward ended while FSDP2 gathered shards ({self._left}), where the other ranks wait for this "
+                "one: end this process, so that they end too, and restart all with resume='auto'"
+            ) from self._left
         if self._failure is not None:
             raise StateError(
                 f"step {self._failed_step} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
                 "Close the manager and resume from the last commit (resume='auto') or snapshot"
             ) from self._failure
+
+    def lose_ranks(self, error: BaseException) -> None:
+        """Refuse every use from now on: this rank has left a collective, for the reason `error`, and others wait in it."""
+        self._left = error
 
     @property
     def is_over(self) -> bool:
@@ -124,7 +134,7 @@ class SessionSlot:
         """Mark it closed, and drop the session."""
         self._is_closed = True
         self.run = None
-        self._failure = None  # its traceback may refer to a forward's tensors, and they to our hooks
+        self._failure = self._left = None  # its traceback may refer to a forward's tensors, and they to our hooks
 
     # --- steps of the optimizer ---------------------------------------------------------------------------------------
 
@@ -142,19 +152,13 @@ class SessionSlot:
             self.clock.end_step()
 
     def _take_step(self, run: TrainingSession, train_more: Callable[[], None]) -> None:
-        if run.model.gathering.is_open:
-            raise StateError("optimizer.step() inside manager.gather: leave the gather first")
         self.directory.ranks.check_still_so()
-        run.model.passes.abandon()
-        run.model.finish_update(in_order=True)
-        run.model.follow_groups()
-        if run.model.has_more_to_train:
-            train_more()
-            run = self.running("optimizer.step()")
-        run.model.check_step()
-        if not run.model.updates.has_begun_early:
+        step, has_begun = self._counters.step + 1, run.model.updates.has_begun_early
+        with self._told(run, has_begun):
+            run = self._prepare(run, train_more)
+        if not has_begun:
             self.begin_step()
-        learn, step = run.model.updates.in_order, self._counters.step + 1
+        learn = run.model.updates.in_order
         try:
             with self._on_all_ranks(step):
                 run.model.update()
@@ -166,6 +170,32 @@ class SessionSlot:
         self._counters.step = step
         self.user.note_rng()
         run.committer.step_done(self._counters.step)
+
+    def _prepare(self, run: TrainingSession, train_more: Callable[[], None]) -> TrainingSession:
+        """Check that the step can be taken, and return the session that takes it."""
+        if run.model.gathering.is_open:
+            raise StateError("optimizer.step() inside manager.gather: leave the gather first")
+        run.model.passes.abandon()
+        run.model.finish_update(in_order=True)
+        run.model.follow_groups()
+        if run.model.has_more_to_train:
+            train_more()
+            run = self.running("optimizer.step()")
+        run.model.check_step()
+        return run
+
+    @contextmanager
+    def _told(self, run: TrainingSession, has_begun: bool = False) -> Iterator[None]:
+        """Tell the other ranks, where they wait next for this one, if the context fails: no rank takes the step then."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(StateError):  # of another rank
+                if has_begun:
+                    self._agree(error, self._counters.step + 1)
+                else:
+                    run.committer.meet_ranks(error)
+            raise
 
     @contextmanager
     def _on_all_ranks(self, step: int) -> Iterator[None]:
@@ -185,10 +215,12 @@ class SessionSlot:
                 ranks.agree(failure, f"step {step}")
 
     def begin_step(self) -> None:
-        """Prepare for changes of parameters and state. The writes of the last step are done by then."""
+        """Prepare for changes of parameters and state. The writes of the last step are done by then, on all ranks."""
         run = self.running("a step")
-        run.plan.inventory.check_files()
-        run.committer.before_step()
+        with self._told(run):
+            run.plan.inventory.check_files()
+            run.committer.before_step()
+        run.committer.meet_ranks()
 
     def changed_in_pass(self) -> None:
         """Note that a forward has changed parameters."""

@@ -18,8 +18,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from swapper.checkpoint.encoded_state import STATE_CODEC
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
 from swapper.durability.committer import Committer
+from swapper.durability.ranks import describe_failure
 from swapper.durability.recovery import Commit, WayBack, restore
 from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
@@ -171,8 +173,7 @@ class TrainingSession:
             plan, self.sections, self._grad_sections, self.pager, self._current, self._open_on_device(plan)
         )
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
-        ranks = self._directory.ranks if plan.commit_every is not None else None
-        way_back = WayBack(self._directory.path, fsync, self._store, ranks, last, origin.fallback)
+        way_back = WayBack(self._directory.path, fsync, self._store, self._directory.ranks, last, origin.fallback)
         self.committer = Committer(
             model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, plan.commit_every,
             origin.committed,
@@ -362,7 +363,9 @@ class TrainingSession:
         self.model.optimizer_state.sync_to_host()
         if self.committer.has_snapshot:
             self.committer.finish()
-        return {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step}}
+        codecs = self.model.optimizer_state.codecs
+        encoded = {STATE_CODEC: codecs} if codecs else {}
+        return {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step, **encoded}}
 
     @property
     def is_sharded(self) -> bool:
@@ -391,10 +394,14 @@ class TrainingSession:
         """Write changes back, commit them, and start pending snapshots, before a `close` without an error."""
         self.model.updates.drop()
         self.model.passes.abandon()
-        self.model.finish_update()
-        self.model.gathering.close()
-        self.pager.flush()
-        self.committer.finish()
+        try:
+            self.model.finish_update()
+            self.model.gathering.close()
+            self.pager.flush()
+            self.committer.finish()
+        except BaseException as error:
+            self.committer.end_snapshot(describe_failure(error))
+            raise
         if not self.plan.inventory.forms:
             self.committer.commit_changes(self._counters.step)
 

@@ -15,9 +15,13 @@ from torch import nn
 
 from swapper.errors import StateError
 from swapper.paging.section import own_storage
+from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.sharded.cold_shard import ColdShard
+from swapper.train.sharded.open_shards import OpenShards, local_of
 from swapper.train.sharded.shards import Shard, Shards
+from swapper.train.updates.at_step import Updates
 
 
 class ShardHooks:
@@ -29,6 +33,9 @@ class ShardHooks:
         place: returns where a shard lies, by its parameter's name.
         enter_forward: called at the start of each forward; raises if the manager cannot be used.
         enter_phase: told which phase of a step begins.
+        updates: told of what FSDP2 is about to use.
+        finish: finishes an open step before an access by the user; raises if the manager cannot be used.
+        lose_ranks: told why this rank has left a collective that the others wait in.
     """
 
     def __init__(
@@ -38,10 +45,15 @@ class ShardHooks:
         place: Callable[[str], TensorLocation],
         enter_forward: Callable[[], None],
         enter_phase: Callable[[str], None],
+        updates: Updates,
+        finish: Callable[[], None],
+        lose_ranks: Callable[[BaseException], None],
     ) -> None:
         self._shards = shards
+        self._lose_ranks = lose_ranks
         self._enter_forward = enter_forward
         self._enter_phase = enter_phase
+        self._updates = updates
         self._handles: list[Any] = []
         group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._paged = {key for key, group in group_of.items() if group.paged}
@@ -49,32 +61,48 @@ class ShardHooks:
             for shard in members:
                 _bind(shard, place(shard.name))
                 if shard.local.requires_grad:
-                    hook = _take_gradient(shard)
+                    hook = _take_gradient(shard, updates)
                     self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             self._lease_around(param_group, list(dict.fromkeys(group_of[id(shard.local)] for shard in members)))
+        self._open_shards = []
+        for group in groups:
+            of_group = {id(local) for local in group.parameters}
+            group.open_shards = OpenShards([shard for shard in shards.all if id(shard.local) in of_group], finish)
+            self._open_shards.append(group.open_shards)
         self._handles.append(shards.model.register_forward_pre_hook(self._before_forward, prepend=True))
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if not _in_backward():
+            for shard in self._shards.all:
+                if shard.parameter.grad is None:
+                    shard.local.grad = None  # its place is free
             self._enter_forward()
             self._enter_phase("forward")
+
+    def shown(self) -> str | None:
+        """Return the name of a parameter whose shard a tensor of the user's shows; None if there is none."""
+        return next((name for shards in self._open_shards if (name := shards.shown()) is not None), None)
 
     def follow_gradients(self) -> None:
         """A step begins: the gradients of the model's parameters are those of the shards."""
         for shard in self._shards.all:
             gradient: Any = shard.parameter.grad
-            shard.local.grad = None if gradient is None else gradient._local_tensor
+            shard.local.grad = None if gradient is None else local_of(gradient)
 
     def remove(self) -> None:
         """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises."""
         for handle in self._handles:
             handle.remove()
+        for open_shards in self._open_shards:
+            open_shards.show()
         for param_group, members in self._shards.by_group:
             for name in ("unshard", "wait_for_unshard"):
                 vars(param_group).pop(name, None)
             vars(param_group)["unshard"] = _refuse
             for shard in members:
                 shard.local.grad = None
+                if isinstance(getattr(shard.parameter.grad, "_local_tensor", None), ColdShard):
+                    shard.parameter.grad = None
                 if id(shard.local) in self._paged:
                     shard.parameter._local_tensor = _ClosedShard(shard.parameter._local_tensor)  # type: ignore[attr-defined]
 
@@ -85,13 +113,22 @@ class ShardHooks:
 
         @contextmanager
         def leased() -> Iterator[None]:
-            self._enter_phase("backward" if _in_backward() else "forward")
+            if _in_backward():
+                self._enter_phase("backward")
+                self._updates.finish(in_order=True)
+            else:
+                self._enter_phase("forward")
+                self._updates.forward_reaches([group.index for group in groups])
             taken = []
             try:
                 for group in groups:
                     group.lease()
                     taken.append(group)
                 yield
+            except BaseException as error:
+                if not alone:
+                    self._lose_ranks(error)
+                raise
             finally:
                 for group in taken:
                     group.release()
@@ -123,18 +160,22 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
     shard.parameter._local_tensor = data[: slot.spec.numel].view(slot.spec.shape)  # type: ignore[attr-defined]
 
 
-def _take_gradient(shard: Shard) -> Callable[[Any], None]:
+def _take_gradient(shard: Shard, updates: Updates) -> Callable[[Any], None]:
     """FSDP2 calls this after a reduce-scatter: the gradient goes to its place, and FSDP2's DTensor shows it there."""
-    of = weakref.ref(shard)
+    of, pending = weakref.ref(shard), weakref.ref(updates)
 
     def hook(parameter: Any) -> None:
-        if (alive := of()) is None:
+        alive, step = of(), pending()
+        if alive is None or step is None:
             return
+        step.finish(in_order=True)
         local = alive.local
-        local.grad = parameter.grad._local_tensor
+        local.grad = local_of(parameter.grad)
         for take in (local._post_accumulate_grad_hooks or {}).values():
             take(local)
-        if local.grad is not None:
+        if type(local.grad) is ColdGradient:
+            parameter.grad._local_tensor = ColdShard(local, local.grad)
+        elif local.grad is not None:
             parameter.grad._local_tensor = local.grad
 
     return hook

@@ -14,6 +14,8 @@ plain torch's. So any access finishes the step first:
   first. `zero_grad` (to None) only removes it from its parameter;
 - autograd accumulates past both: a hook on each parameter finishes the step before the first gradient of a backward
   arrives;
+- a sharded model's shards and gradients are hidden from DTensor's dispatcher (sharded/open_shards.py); if a tensor shows
+  a shard's memory, the step is not deferred;
 - the optimizer's state, gather, load_state_dict, snapshots, clipping, the next step and closing finish it; commits wait
   for it.
 
@@ -77,14 +79,18 @@ class DeferredStep(Updates):
         sweep: does the updates.
         groups: all groups, by index.
         undo: called with a group whose update failed, or with none if it was no group's.
+        may_defer: returns False if something would show an open step: then that step is done at once.
     """
 
     ahead = 0
 
-    def __init__(self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Undo) -> None:
+    def __init__(
+        self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Undo, may_defer: Callable[[], bool]
+    ) -> None:
         super().__init__(sweep)
         self._groups = groups
         self._undo = undo
+        self._may_defer = may_defer
         self._left: dict[int, GroupUpdate] = {}  # by group
         self._reached: set[int] = set()  # groups that a forward has used since the step
         self._versions: dict[int, int] = {}  # of the fixed gradients, by id
@@ -106,6 +112,11 @@ class DeferredStep(Updates):
         self._hooks.remove()
         self._forget()
 
+    def forget(self) -> None:
+        for group in self._left:
+            self._groups[group].clear_deferred()
+        self._forget()
+
     @property
     def is_open(self) -> bool:
         return bool(self._left)
@@ -116,6 +127,10 @@ class DeferredStep(Updates):
         `in_order` is True from then on as long as only forwards and backwards cause updates.
         """
         self._sweep.take_in_written()
+        if not self._may_defer():
+            self.in_order = False
+            super().take_step()
+            return
         self._sweep.begin()
         self._left = {update.trainable.group: update for update in self._sweep.fix_all()}
         self._reached.clear()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,11 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.free_memory import note_freed
-from swapper.train.layout.slices import ParameterLocations, Slice, TensorLocation, plan_slices
+from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
 from swapper.train.optimizer.entries import PAGED, StateEntries
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
+from swapper.train.updates import fused_adamw
+from swapper.train.updates.coded_run import CodedRun, scratch_bytes
 
 UPDATE_ELEMENTS = 1 << 19
 """Elements; 512 Ki of fp32 state fit the cache, and 256 Ki to 4 Mi were no faster. See [Note: small updates]."""
@@ -81,6 +83,7 @@ class Update:
         state_tensors: in sections, by key: the optimizer's new state is stored there.
         target: of the updated tensor.
         rounded: the parameter's elements, if `target` is a master.
+        decoded: state that is stored encoded, by key, for as long as the run: the new values are stored there first.
     """
 
     work: Work
@@ -90,6 +93,7 @@ class Update:
     state_tensors: dict[str, torch.Tensor]
     target: torch.Tensor
     rounded: torch.Tensor | None
+    decoded: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Sweep:
@@ -133,6 +137,7 @@ class Sweep:
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
         self._last: Access | None = None  # of the last updated slice, still leased
         self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
+        self._coded = CodedRun(decoded_bytes(trainables), self._flat_part)
 
     def begin(self) -> None:
         """Begin a step, with the optimizer's settings of this moment."""
@@ -190,6 +195,7 @@ class Sweep:
         self._old.clear()
         self._new.clear()
         self._last = None
+        self._coded.begin_run()
 
     def update_all(self, updates: Iterable[GroupUpdate]) -> None:
         """Update these groups in order."""
@@ -197,15 +203,21 @@ class Sweep:
             self.update(update)
         self.give_back()
 
-    def refresh_masters(self, trainable: Trainable) -> None:
-        """Set masters to parameters that were changed from outside, except where they still round to the parameter."""
+    def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
+        """Set masters to parameters that were changed from outside, except where they still round to the parameter.
+
+        Args:
+            before: the values of parameters with encoded masters before the change, by name.
+        """
         for part in trainable.all_slices(self._page_bytes):
             changed = tuple(page for page in part.access.pages if page in part.access.writes)  # without gradients
             access = Access(None, changed, writes=part.access.writes)
             self._pager.acquire(access)
             for piece in part.pieces:
                 places = trainable.places[piece.parameter]
-                if places.has_master:
+                if places.has_coded_master:
+                    self._coded.refresh_master(places, piece.begin, piece.end, before[places.name], UPDATE_ELEMENTS)
+                elif places.has_master:
                     param = self._part(places.param, places, piece.begin, piece.end)
                     master = self._part(places.state["master"], places, piece.begin, piece.end)
                     master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
@@ -228,6 +240,9 @@ class Sweep:
         run_elements = 0
         most_elements = sys.maxsize if self._makes_one_pass(update.trainable, part) else UPDATE_ELEMENTS
         for piece in part.pieces:
+            if self._is_fused(update.trainable, piece.parameter):
+                self._update_fused(update, piece)
+                continue
             # An empty parameter has nothing to update but its step counter.
             step = most_elements if update.trainable.places[piece.parameter].may_cut else piece.end
             for begin in range(piece.begin, max(piece.end, piece.begin + 1), max(step, 1)):
@@ -237,13 +252,45 @@ class Sweep:
                     run, run_elements = [], 0
                 run.append(self._prepare(update, piece.parameter, begin, end))
                 run_elements += end - begin
-        self._apply(run)
+        if run:
+            self._apply(run)
+
+    def _is_fused(self, trainable: Trainable, number: int) -> bool:
+        places = trainable.places[number]
+        settings = self._proxy.settings(trainable.settings[number]) if places.coded else {}
+        return bool(places.coded) and fused_adamw.is_fused(self._proxy.kind, settings, places)
+
+    def _update_fused(self, update: GroupUpdate, piece: SlicePiece) -> None:
+        """Update a piece and its encoded state in one pass; its step counter as `_state` and `_store` do."""
+        trainable, number, begin, end = update.trainable, piece.parameter, piece.begin, piece.end
+        places, fixed = trainable.places[number], update.gradients[number]
+        if fixed is None:
+            raise InvariantError(f"{places.name} has no gradient and was to be updated")
+        stored = self._old[places.name]["step"] if begin > 0 else self._others(places)["step"]
+        entries = self._entries[places.name]
+        before = stored.clone() if "step" in entries else torch.zeros_like(stored)
+        fused_adamw.update(
+            places,
+            {key: self._coded.parts(coded, begin, end) for key, coded in places.coded.items()},
+            self._flat_part(places.param, begin, end),
+            self._gradient(trainable.parameters[number], fixed, begin, end),
+            int(before) + 1,
+            self._proxy.settings(trainable.settings[number]),
+        )
+        if begin == 0:
+            stored.copy_(before + 1)
+            self._old[places.name] = {"step": before}
+            self._new[places.name] = {**entries, **dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), PAGED)}
+        if end == places.numel:
+            self._old.pop(places.name)
+            self._entries.replace(places.name, self._new.pop(places.name))
 
     def _makes_one_pass(self, trainable: Trainable, part: Slice) -> bool:
         """Return True if the update of the slice reads memory once. See [Note: small updates]."""
         return all(
             self._proxy.settings(trainable.settings[piece.parameter]).get("fused")
             and not trainable.places[piece.parameter].has_master
+            and not trainable.places[piece.parameter].coded
             for piece in part.pieces
         )
 
@@ -253,12 +300,15 @@ class Sweep:
             self._store(update)
             note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
         self._upcast.begin_run()
+        self._coded.begin_run()
 
     def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
         trainable, fixed = group.trainable, group.gradients[number]
         places = trainable.places[number]
         state_tensors = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
         param = self._part(places.param, places, begin, end)
+        decoded = self._decoded(places, begin, end, param)
+        state_tensors.update(decoded)
         master = state_tensors.pop("master", None)
         target = param if master is None else master
         if fixed is None:
@@ -268,12 +318,25 @@ class Sweep:
             gradient = gradient.view(target.shape)
         state = self._state(places, begin, end, state_tensors)
         work = Work(trainable.settings[number], target.detach(), self._upcast.widen(gradient, target.dtype), state)
-        return Update(work, places, begin, end, state_tensors, target, None if master is None else param)
+        rounded = None if master is None else param
+        return Update(work, places, begin, end, state_tensors, target, rounded, decoded)
+
+    def _decoded(
+        self, places: ParameterLocations, begin: int, end: int, param: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the state that is stored encoded, decoded, in the shape that `_part` has."""
+        if not places.coded:
+            return {}
+        known = {"master", *self._entries[places.name]}
+        values = self._coded.decode(places, begin, end, param, known)
+        return {key: value.view(param.shape) for key, value in values.items()}
 
     def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) at `place`, flat; or all of it in its own shape, if it may not be cut."""
-        if not places.may_cut:
-            return self._at(place)
+        return self._flat_part(place, begin, end) if places.may_cut else self._at(place)
+
+    def _flat_part(self, place: TensorLocation, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) at `place`, flat."""
         part = self._parts.get((place, begin, end))
         if part is None:
             part = self._parts[place, begin, end] = self._at(place).view(-1)[begin:end]
@@ -304,7 +367,7 @@ class Sweep:
             state_tensors.update(stored)
             others = stored
         return {
-            key: (state_tensors[key] if key in places.state else others[key]).detach() if entry is PAGED else entry
+            key: (others[key] if key in places.others else state_tensors[key]).detach() if entry is PAGED else entry
             for key, entry in entries.items()
         }
 
@@ -339,11 +402,21 @@ class Sweep:
                 )
             if value.data_ptr() != stored.data_ptr() or not value.is_contiguous():
                 stored.copy_(value)
+        if update.decoded:
+            param = update.target if update.rounded is None else update.rounded
+            kept = {key: value for key, value in update.decoded.items() if key == "master" or key in entries}
+            self._coded.encode(places, update.begin, update.end, param, kept)
         if update.begin == 0:
             self._new[places.name] = entries
         if update.end == places.numel:
             self._old.pop(places.name, None)
             self._entries.replace(places.name, self._new.pop(places.name))
+
+
+def decoded_bytes(trainables: Iterable[Trainable]) -> int:
+    """Return the bytes of the scratch for encoded state. [Note: decoded runs], coded_run.py"""
+    members = ([(p.numel, len(p.coded), p.may_cut) for p in of.places if p.coded] for of in trainables)
+    return scratch_bytes(members, UPDATE_ELEMENTS)
 
 
 ALIGNMENT_ELEMENTS = 16

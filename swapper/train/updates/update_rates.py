@@ -21,8 +21,33 @@ ELEMENTS = 1 << 22  # of the trial: 16 MiB in fp32, more than a cache
 
 def faster_place(optimizer: Optimizer, device: Device) -> str:
     """Return "cpu" or "device". An optimizer without parameters, or one that cannot be tried, stays on the CPU."""
-    if not optimizer.param_groups or not any(group["params"] for group in optimizer.param_groups):
+    trial = _try(optimizer)
+    if trial is None:
         return "cpu"
+    on_cpu_s, state_bytes = trial
+    nbytes = 4 * ELEMENTS + state_bytes
+    host, there = torch.zeros(nbytes, dtype=torch.uint8), device.empty(nbytes)
+    stream = device.new_stream()
+
+    def copy() -> None:
+        device.let_wait(stream, device.record(device.current_stream()))
+        device.copy(host, there, stream)
+        device.wait_for(device.record(stream))
+
+    copy()
+    return "device" if least_seconds(copy) < on_cpu_s else "cpu"
+
+
+def update_seconds(optimizer: Optimizer) -> float | None:
+    """Return how long the optimizer takes to update one element on the CPU; None if it cannot be tried."""
+    trial = _try(optimizer)
+    return None if trial is None else trial[0] / ELEMENTS
+
+
+def _try(optimizer: Optimizer) -> tuple[float, int] | None:
+    """Return the seconds of an update of ELEMENTS, and the bytes of their state; None if the optimizer does not take them."""
+    if not optimizer.param_groups or not any(group["params"] for group in optimizer.param_groups):
+        return None
     proxy = OptimizerProxy(copy_for_trial(optimizer))
     tensor = torch.zeros(ELEMENTS)
     work = Work(0, tensor, torch.ones(ELEMENTS), {})
@@ -35,25 +60,15 @@ def faster_place(optimizer: Optimizer, device: Device) -> str:
     try:
         update()  # makes the state
     except Exception:  # it does not take such a tensor (Muon needs matrices); the probe reports unsupported optimizers
-        return "cpu"
-    on_cpu_s = _seconds(update)
+        return None
     kept = [v for v in work.state.values() if isinstance(v, torch.Tensor) and v.shape == tensor.shape]
-    nbytes = tensor.nbytes * (1 + len(kept))
-    host, there = torch.zeros(nbytes, dtype=torch.uint8), device.empty(nbytes)
-    stream = device.new_stream()
-
-    def copy() -> None:
-        device.let_wait(stream, device.record(device.current_stream()))
-        device.copy(host, there, stream)
-        device.wait_for(device.record(stream))
-
-    copy()
-    return "device" if _seconds(copy) < on_cpu_s else "cpu"
+    return least_seconds(update), tensor.nbytes * len(kept)
 
 
-def _seconds(act: Callable[[], None]) -> float:
+def least_seconds(act: Callable[[], object], times: int = 2) -> float:
+    """Return the seconds of the fastest of several calls."""
     best = float("inf")
-    for _ in range(2):
+    for _ in range(times):
         started = time.monotonic()
         act()
         best = min(best, time.monotonic() - started)

@@ -1,0 +1,190 @@
+// Divides runs among threads and blocks, and calls the kernels of the processor's instruction set. Owns the
+// threads of a call, which end with it.
+#include "codecs/codecs.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cfenv>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+
+namespace swapper {
+namespace {
+
+constexpr std::size_t kBlock = 1024;  // its three states in fp32 fit the L1 cache
+// Elements of a thread, at least: starting one takes 20 us, and these some 40 and 60.
+constexpr std::size_t kLeastToCode = 1 << 17;
+constexpr std::size_t kLeastToUpdate = 1 << 15;
+
+// The results are those of the default rounding, with subnormal numbers, whatever the calling thread has set.
+class DefaultArithmetic {
+ public:
+  DefaultArithmetic() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultArithmetic() { std::fesetenv(&saved_); }
+  DefaultArithmetic(const DefaultArithmetic&) = delete;
+  DefaultArithmetic& operator=(const DefaultArithmetic&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
+
+// Calls work(begin, end) for parts of [0, count), each from a multiple of kBlock, on up to `threads` threads
+// with at least `least` elements each; on fewer where the system refuses one. Returns the sum of what the
+// calls return.
+template <typename Work>
+std::uint64_t share(std::size_t count, std::size_t threads, std::size_t least, const Work& work) {
+  const auto run = [&work](std::size_t begin, std::size_t end) {
+    const DefaultArithmetic arithmetic;
+    return work(begin, end);
+  };
+  threads = std::clamp<std::size_t>(count / least, 1, std::max<std::size_t>(threads, 1));
+  const std::size_t each = (count / threads + kBlock - 1) / kBlock * kBlock;
+  std::atomic<std::uint64_t> sum{0};
+  std::vector<std::jthread> others;
+  std::size_t begin = 0;
+  for (; others.size() + 1 < threads && begin + each < count; begin += each) {
+    try {
+      others.emplace_back([&sum, &run, begin, each] { sum += run(begin, begin + each); });
+    } catch (const std::system_error&) {
+      break;
+    }
+  }
+  sum += run(begin, count);
+  others.clear();  // joins
+  return sum;
+}
+
+Parts moved(const Codec& codec, const Parts& parts, std::size_t first) {
+  Parts there;
+  for (std::size_t n = 0; n < codec.part_count; ++n) {
+    there.at[n] = static_cast<std::byte*>(parts.at[n]) + first / codec.part_elements[n] * codec.part_bytes[n];
+  }
+  return there;
+}
+
+// One state of a block while it is updated: decoded to `scratch`, or in its place if it is not coded.
+struct OpenState {
+  const Codec& codec;
+  Parts parts;
+  float* value;
+
+  OpenState(const CodedState& state, std::size_t first, float* scratch)
+      : codec(*state.codec), parts(moved(codec, state.parts, first)) {
+    value = codec.is_fp32() ? static_cast<float*>(parts.at[0]) : scratch;
+  }
+
+  void decode(std::size_t count, const std::uint16_t* parameter) const {
+    if (!codec.is_fp32()) codec.decode(parts, count, value, parameter);
+  }
+
+  std::uint64_t encode(std::size_t count, const std::uint16_t* parameter) const {
+    return codec.is_fp32() ? 0 : codec.encode(value, count, parts, parameter);
+  }
+
+  std::uint64_t round_and_encode(const Kernels& kernels, std::size_t count, std::uint16_t* parameter) const {
+    if (codec.needs_parameter()) return codec.round_and_encode(value, count, parts, parameter);
+    kernels.round_to_bf16(value, count, parameter);
+    return encode(count, parameter);
+  }
+};
+
+// Updates `count` elements from `first` on, at most kBlock.
+std::uint64_t update_block(const Kernels& kernels, const CodedSlice& slice, const AdamWNumbers& numbers,
+                           std::size_t first, std::size_t count) {
+  alignas(64) float scratch[3][kBlock];
+  const OpenState exp_avg(slice.exp_avg, first, scratch[1]), exp_avg_sq(slice.exp_avg_sq, first, scratch[2]);
+  exp_avg.decode(count, nullptr);
+  exp_avg_sq.decode(count, nullptr);
+  const void* gradient =
+      static_cast<const std::byte*>(slice.gradient) + first * (slice.is_gradient_bf16 ? 2 : 4);
+  const auto update = [&](float* master) {
+    kernels.update_adamw(master, exp_avg.value, exp_avg_sq.value, gradient, slice.is_gradient_bf16, count,
+                         numbers);
+  };
+  std::uint64_t unheld = 0;
+  if (slice.masters == nullptr) {
+    update(static_cast<float*>(slice.parameter) + first);
+  } else {
+    std::uint16_t* parameter = static_cast<std::uint16_t*>(slice.parameter) + first;
+    const OpenState masters(*slice.masters, first, scratch[0]);
+    masters.decode(count, parameter);
+    update(masters.value);
+    unheld += masters.round_and_encode(kernels, count, parameter);
+  }
+  return unheld + exp_avg.encode(count, nullptr) + exp_avg_sq.encode(count, nullptr);
+}
+
+struct Available {
+  std::array<const Kernels*, 3> kernels{};
+  std::size_t count = 0;
+
+  Available() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_avx512) kernels[count++] = &kAvx512Kernels;
+    if (__builtin_cpu_supports("avx2")) kernels[count++] = &kAvx2Kernels;
+#endif
+    kernels[count++] = &kBaselineKernels;
+  }
+};
+
+}  // namespace
+
+std::span<const Kernels* const> codec_kernels() {
+  static const Available available;
+  return {available.kernels.data(), available.count};
+}
+
+const Kernels& find_kernels(std::string_view isa) {
+  for (const Kernels* each : codec_kernels()) {
+    if (isa.empty() || isa == each->isa) return *each;
+  }
+  throw ConfigError("this processor does not have " + std::string(isa));
+}
+
+const Codec& find_codec(const Kernels& kernels, std::string_view name) {
+  for (const Codec& each : kernels.codecs) {
+    if (name == each.name) return each;
+  }
+  throw ConfigError("there is no codec " + std::string(name));
+}
+
+std::uint64_t encode(const Codec& codec, const float* value, std::size_t count, const Parts& parts,
+                     const std::uint16_t* parameter, std::size_t threads) {
+  return share(count, threads, kLeastToCode, [&](std::size_t begin, std::size_t end) {
+    return codec.encode(value + begin, end - begin, moved(codec, parts, begin),
+                        codec.needs_parameter() ? parameter + begin : nullptr);
+  });
+}
+
+void decode(const Codec& codec, const Parts& parts, std::size_t count, float* value,
+            const std::uint16_t* parameter, std::size_t threads) {
+  share(count, threads, kLeastToCode, [&](std::size_t begin, std::size_t end) {
+    codec.decode(moved(codec, parts, begin), end - begin, value + begin,
+                 codec.needs_parameter() ? parameter + begin : nullptr);
+    return std::uint64_t{0};
+  });
+}
+
+std::uint64_t update_adamw(const Kernels& kernels, const CodedSlice& slice, const AdamWNumbers& numbers,
+                           std::size_t threads) {
+  return share(slice.count, threads, kLeastToUpdate, [&](std::size_t begin, std::size_t end) {
+    std::uint64_t unheld = 0;
+    for (std::size_t first = begin; first < end; first += kBlock) {
+      unheld += update_block(kernels, slice, numbers, first, std::min(kBlock, end - first));
+    }
+    return unheld;
+  });
+}
+
+}  // namespace swapper

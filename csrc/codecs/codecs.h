@@ -1,0 +1,48 @@
+// Runs the codecs of optimizer state over memory, in the fastest instruction set that the processor has, by
+// several threads if asked for. Pure functions; results depend on neither.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "codecs/kernels.h"
+
+namespace swapper {
+
+// The tables that this processor can run, fastest first.
+std::span<const Kernels* const> codec_kernels();
+
+// Raises ConfigError if there is none of that name; "" is the fastest.
+const Kernels& find_kernels(std::string_view isa);
+const Codec& find_codec(const Kernels& kernels, std::string_view name);
+
+// Returns how many elements the code cannot hold.
+std::uint64_t encode(const Codec& codec, const float* value, std::size_t count, const Parts& parts,
+                     const std::uint16_t* parameter, std::size_t threads);
+void decode(const Codec& codec, const Parts& parts, std::size_t count, float* value,
+            const std::uint16_t* parameter, std::size_t threads);
+
+struct CodedState {
+  const Codec* codec;
+  Parts parts;
+};
+
+// A slice of parameters and its state. The masters are the parameters if `masters` is null; else parameters
+// are bf16.
+struct CodedSlice {
+  std::size_t count;
+  void* parameter;
+  const void* gradient;
+  bool is_gradient_bf16;
+  const CodedState* masters;
+  CodedState exp_avg, exp_avg_sq;
+};
+
+// Decodes, updates by AdamW, rounds the parameters and encodes, a block that fits the L1 cache after the
+// other. Returns how many elements the codes cannot hold.
+std::uint64_t update_adamw(const Kernels& kernels, const CodedSlice& slice, const AdamWNumbers& numbers,
+                           std::size_t threads);
+
+}  // namespace swapper

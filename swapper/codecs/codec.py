@@ -1,0 +1,184 @@
+"""Lists the codecs of optimizer state: what parts each has, what it needs, and how values become parts and back.
+
+Runs begin at a multiple of 32 elements of their tensor, so that groups are the same however a tensor is cut. What is decoded
+encodes to the same bits again: a state is the same whether it was coded once or between any steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swapper.codecs import native, reference
+from swapper.codecs.reference import GROUP
+from swapper.device.kernels.compiler import ACCELERATORS, kernel, uses_kernel
+from swapper.errors import ConfigError, UnsupportedError
+
+Encode = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None], int]
+Decode = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None], None]
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a code: `elements` values share one element of it."""
+
+    suffix: str
+    dtype: torch.dtype
+    elements: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateCodec:
+    """One way of coding fp32 values of one dimension.
+
+    Attributes:
+        name: as the user gives it.
+        is_exact: whether every value but a NaN's payload is kept.
+        plain_encode, plain_decode: define the result, in plain torch; the kernels give the same bits.
+        needs_parameter: whether a bf16 parameter is half of the code: the value rounded to nearest, ties to even.
+    """
+
+    name: str
+    layout: tuple[Part, ...]
+    plain_encode: Encode
+    plain_decode: Decode
+    is_exact: bool = False
+    needs_parameter: bool = False
+
+    def parts(self, numel: int) -> tuple[tuple[str, torch.dtype, int], ...]:
+        """Return (suffix, dtype, elements) of each part of a code of `numel` values."""
+        return tuple((part.suffix, part.dtype, -(-numel // part.elements)) for part in self.layout)
+
+    def check_parameter(self, dtype: torch.dtype) -> None:
+        """Refuse parameters of `dtype` that this code cannot be completed by.
+
+        Raises:
+            UnsupportedError: the parameter is not bf16. In fp16 all small values become 0, so 16 bits more do not tell them apart.
+        """
+        if self.needs_parameter and dtype != torch.bfloat16:
+            raise UnsupportedError(
+                f"the codec {self.name!r} completes bf16 parameters, not {dtype}: use bf16 ones, or no codec for their masters"
+            )
+
+    def encode(
+        self,
+        value: torch.Tensor,
+        out: Sequence[torch.Tensor],
+        parameter: torch.Tensor | None = None,
+        *,
+        threads: int = 1,
+    ) -> int:
+        """Code `value` into the tensors of `out`; return how many elements they cannot hold.
+
+        That is a value that is not finite, or negative in `variance8` (its whole group decodes to NaN), one whose parameter is
+        not its rounded value, and a finite one that would become infinite. The caller raises unless it is 0.
+
+        On an accelerator a kernel of Triton encodes, and the count is waited for.
+
+        Args:
+            value: fp32, contiguous, of one dimension. It begins at a multiple of 32 of its tensor.
+            out: one tensor for each of `parts(value.numel())`.
+            parameter: bf16, equally long, where `needs_parameter`.
+            threads: that share the work; the result does not depend on it.
+
+        Raises:
+            ConfigError: dtypes or sizes do not fit. UnsupportedError: the parameter is not bf16.
+        """
+        self._check(value, out, parameter)
+        if not value.numel():
+            return 0
+        if uses_kernel(value.device):
+            unheld = torch.zeros(1, dtype=torch.int32, device=value.device)
+            kernel("codecs").encode_(self.name, value, out, parameter, unheld)
+            return int(unheld.item())
+        return native.encode(self.name, value, out, parameter, threads)
+
+    def decode(
+        self,
+        parts: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        parameter: torch.Tensor | None = None,
+        *,
+        threads: int = 1,
+    ) -> None:
+        """Overwrite `out`, fp32 of one dimension, with the values of a code.
+
+        Raises:
+            ConfigError: dtypes or sizes do not fit. UnsupportedError: the parameter is not bf16.
+        """
+        self._check(out, parts, parameter)
+        if not out.numel():
+            return
+        if uses_kernel(out.device):
+            kernel("codecs").decode_(self.name, parts, out, parameter)
+        else:
+            native.decode(self.name, parts, out, parameter, threads)
+
+    def check_parts(self, numel: int, parts: Sequence[torch.Tensor], device: torch.device = CPU) -> None:
+        """Refuse tensors that are not the code of `numel` values on `device`.
+
+        Raises:
+            ConfigError: dtypes or sizes do not fit.
+        """
+        wanted = tuple((dtype, count) for _, dtype, count in self.parts(numel))
+        if not _are_runs(parts, device) or tuple((part.dtype, part.numel()) for part in parts) != wanted:
+            found = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
+            raise ConfigError(
+                f"{numel} values in the codec {self.name!r} are contiguous tensors of one dimension on {device}, {wanted}, "
+                f"not {found}"
+            )
+
+    def _check(self, value: torch.Tensor, parts: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> None:
+        device = value.device
+        if not (device.type == "cpu" or uses_kernel(device)):
+            raise UnsupportedError(f"codecs are for host memory and {' and '.join(ACCELERATORS)}, not {device}")
+        if value.dtype != torch.float32 or not _are_runs([value], device):
+            raise ConfigError(f"values are fp32, contiguous, of one dimension, not {value.dtype} {tuple(value.shape)}")
+        self.check_parts(value.numel(), parts, device)
+        if not self.needs_parameter:
+            return
+        if parameter is None:
+            raise ConfigError(f"the codec {self.name!r} needs the parameter")
+        self.check_parameter(parameter.dtype)
+        if parameter.shape != value.shape or not _are_runs([parameter], device):
+            raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not fit {value.numel()} values")
+
+
+def _are_runs(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Return whether they lie on the device, contiguous and of one dimension."""
+    return all(tensor.ndim == 1 and tensor.is_contiguous() and tensor.device == device for tensor in tensors)
+
+
+_SCALE = Part("scale", torch.bfloat16, GROUP)
+CODECS = {
+    codec.name: codec
+    for codec in (
+        StateCodec(
+            "fp32", (Part("value", torch.float32),), reference.encode_fp32, reference.decode_fp32, is_exact=True
+        ),
+        StateCodec(
+            "split",
+            (Part("low", torch.int16), Part("ties", torch.uint8, 8)),
+            reference.encode_split,
+            reference.decode_split,
+            is_exact=True,
+            needs_parameter=True,
+        ),
+        StateCodec(
+            "master24",
+            (Part("rho", torch.int8),),
+            reference.encode_master24,
+            reference.decode_master24,
+            needs_parameter=True,
+        ),
+        StateCodec("bf16", (Part("value", torch.bfloat16),), reference.encode_bf16, reference.decode_bf16),
+        StateCodec("moment8", (Part("code", torch.int8), _SCALE), reference.encode_moment8, reference.decode_moment8),
+        StateCodec(
+            "variance8", (Part("code", torch.uint8), _SCALE), reference.encode_variance8, reference.decode_variance8
+        ),
+    )
+}
+"""By name."""

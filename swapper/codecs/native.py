@@ -1,0 +1,66 @@
+"""Calls the kernels of csrc/codecs/ with the addresses of tensors, which the caller has checked and keeps.
+
+`isa` is one of `_C.codec_isas()`, the fastest if empty: the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swapper import _C
+from swapper.device.kernels.adamw import AdamWStep
+
+
+def encode(
+    codec: str,
+    value: torch.Tensor,
+    out: Sequence[torch.Tensor],
+    parameter: torch.Tensor | None,
+    threads: int = 1,
+    isa: str = "",
+) -> int:
+    return _C.codec_encode(codec, value.data_ptr(), value.numel(), _addresses(out), _address(parameter), threads, isa)
+
+
+def decode(
+    codec: str,
+    parts: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    parameter: torch.Tensor | None,
+    threads: int = 1,
+    isa: str = "",
+) -> None:
+    _C.codec_decode(codec, _addresses(parts), out.numel(), out.data_ptr(), _address(parameter), threads, isa)
+
+
+def adamw_(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Sequence[tuple[str, Sequence[torch.Tensor]]],
+    step: AdamWStep,
+    factor: float,
+    threads: int = 1,
+    isa: str = "",
+) -> int:
+    beta1, beta2 = step.betas
+    moments = (beta1, 1 - beta1, beta2, 1 - beta2)
+    return _C.codec_adamw(
+        parameter.numel(),
+        parameter.data_ptr(),
+        gradient.data_ptr(),
+        gradient.dtype == torch.bfloat16,
+        [(codec, _addresses(parts)) for codec, parts in states],
+        (factor, step.decay, *moments, step.root_scale, step.eps, step.step_size),
+        threads,
+        isa,
+    )
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

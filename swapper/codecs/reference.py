@@ -1,0 +1,180 @@
+"""Defines the result of each codec in plain torch. The kernels in csrc/codecs/ give the same bits; docs/codecs.md has the formulas.
+
+Each `encode_*` takes the values as fp32 of one dimension, writes the parts of the code, and returns how many elements the code
+cannot hold. Each `decode_*` is its reverse. Bits are handled as int32: torch's own conversion to bf16 gives NaNs of several kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+GROUP = 32
+"""Elements that share a scale, counted from the first element of the given tensor."""
+NAN = 0x7FC0
+"""The one NaN that is written: in bf16, as a value and as the scale of a group that cannot be held."""
+INFINITY = 0x7F800000
+ZERO_MOMENT, MIN_MOMENT, MAX_MOMENT = 0x8000, 0x0080, 0x7F7F
+"""Below 2**-134 (in fp32) a group is 0, as its largest code would be. Scales of moments are from 2**-126 to bf16's largest."""
+MIN_ROOT, MAX_ROOT = 0x2400, 0x5F7F
+"""Scales of roots are from 2**-55, whose first code is the root of a normal number, to the largest with a finite square."""
+TOP_ROOT = 254.002
+"""Above this a root has the code 255. A group's largest comes to at least 254.0038, a decoded code 254 to at most 254.0001."""
+
+
+def encode_fp32(value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> int:
+    out[0].copy_(value)
+    return 0
+
+
+def decode_fp32(parts: Sequence[torch.Tensor], out: torch.Tensor, parameter: torch.Tensor | None) -> None:
+    out.copy_(parts[0])
+
+
+# --- the parameter and what is missing to the master ------------------------------------------------------------------
+
+
+def encode_split(value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> int:
+    bits, is_nan, is_held = _compared(value, parameter)
+    low = (bits & 0xFFFF).masked_fill(is_nan, 0)
+    is_cut_tie = (low == 0x8000) & ((bits >> 16) == _high_words(parameter) >> 16)
+    out[0].copy_(_as_int16(low))
+    out[1].copy_(_packed(is_cut_tie))
+    return int((~is_held).sum())
+
+
+def decode_split(parts: Sequence[torch.Tensor], out: torch.Tensor, parameter: torch.Tensor | None) -> None:
+    low, ties = parts[0].int(), _unpacked(parts[1], out.numel())
+    out.copy_((_high_words(parameter) + low + (ties << 16)).view(torch.float32))
+
+
+def encode_master24(value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> int:
+    bits, is_nan, is_held = _compared(value, parameter)
+    high = _high_words(parameter)
+    below = bits - high
+    rho = ((below + 127 + (below >> 8 & 1)) >> 8).clamp(-127, 127).masked_fill(is_nan, 0)
+    becomes_infinite = value.isfinite() & (_magnitude(high + rho * 256) == INFINITY)
+    out[0].copy_(rho)
+    return int((~is_held | becomes_infinite).sum())
+
+
+def decode_master24(parts: Sequence[torch.Tensor], out: torch.Tensor, parameter: torch.Tensor | None) -> None:
+    out.copy_((_high_words(parameter) + parts[0].int() * 256).view(torch.float32))
+
+
+def _compared(value: torch.Tensor, parameter: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the bits of the values, where they are NaN, and where the parameter is the rounded value, or both are NaN."""
+    bits, high = value.view(torch.int32), _high_words(parameter)
+    is_nan = value.isnan()
+    is_rounded = (_nearest(bits) << 16) == high
+    return bits, is_nan, torch.where(is_nan, _magnitude(high) > INFINITY, is_rounded)
+
+
+def _high_words(parameter: torch.Tensor | None) -> torch.Tensor:
+    assert parameter is not None
+    return parameter.view(torch.int16).int() << 16
+
+
+# --- 16 and 8 bits ----------------------------------------------------------------------------------------------------
+
+
+def encode_bf16(value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> int:
+    bits = value.view(torch.int32)
+    words = _nearest(bits).masked_fill(value.isnan(), NAN)
+    out[0].view(torch.int16).copy_(_as_int16(words))
+    return int((value.isfinite() & ((words & 0x7FFF) == INFINITY >> 16)).sum())
+
+
+def decode_bf16(parts: Sequence[torch.Tensor], out: torch.Tensor, parameter: torch.Tensor | None) -> None:
+    out.copy_(_high_words(parts[0]).view(torch.float32))
+
+
+def encode_moment8(value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> int:
+    groups = _grouped(value)
+    sizes = _magnitude(groups.view(torch.int32))
+    largest = sizes.amax(1, keepdim=True)
+    words, divisor = _scales(largest, largest >= INFINITY, largest < ZERO_MOMENT, MIN_MOMENT, MAX_MOMENT)
+    x = groups * torch.div(torch.ones_like(divisor), divisor)
+    codes = torch.round(x * 254 / (x.abs() + 1)).masked_fill(words == NAN, 0)
+    out[0].copy_(codes.flatten()[: value.numel()])
+    out[1].view(torch.int16).copy_(words.flatten())
+    return int((sizes >= INFINITY).sum())
+
+
+def decode_moment8(parts: Sequence[torch.Tensor], out: torch.Tensor, parameter: torch.Tensor | None) -> None:
+    codes = parts[0].float()
+    out.copy_(codes / (254 - codes.abs()) * _of_groups(decoded_scales(parts[1]), out.numel()))
+
+
+def encode_variance8(value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> int:
+    groups = _grouped(value)
+    is_bad = ~((groups >= 0) & (groups < torch.inf))
+    roots = root(groups.masked_fill(is_bad, 0))
+    largest = roots.view(torch.int32).amax(1, keepdim=True).clamp(min=0)
+    words, divisor = _scales(largest, is_bad.any(1, keepdim=True), largest == 0, MIN_ROOT, MAX_ROOT)
+    z = roots * torch.div(torch.full_like(divisor, 255), divisor)
+    codes = torch.round(z).masked_fill(z > TOP_ROOT, 255)
+    codes = torch.where(roots > 0, codes.clamp(min=1), codes).masked_fill(words == NAN, 0)
+    out[0].copy_(codes.flatten()[: value.numel()])
+    out[1].view(torch.int16).copy_(words.flatten())
+    return int(is_bad.sum())
+
+
+def decode_variance8(parts: Sequence[torch.Tensor], out: torch.Tensor, parameter: torch.Tensor | None) -> None:
+    roots = parts[0].float() * _of_groups(decoded_scales(parts[1]) / 255, out.numel())
+    out.copy_(roots * roots)
+
+
+def root(value: torch.Tensor) -> torch.Tensor:
+    """Return the correctly rounded square root, which torch's for fp32 on a CPU is not."""
+    return value.double().sqrt().float()
+
+
+def decoded_scales(scales: torch.Tensor) -> torch.Tensor:
+    return _high_words(scales).view(torch.float32)
+
+
+def _scales(
+    largest: torch.Tensor, is_bad: torch.Tensor, is_zero: torch.Tensor, least: int, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales' words of bf16 for the bits of each group's largest value, and what to divide the group by."""
+    words = _nearest(largest).clamp(least, most).masked_fill(is_zero, 0).masked_fill(is_bad, NAN)
+    divisor = (words << 16).view(torch.float32).masked_fill(is_zero | is_bad, 1)
+    return words, divisor
+
+
+def _grouped(value: torch.Tensor) -> torch.Tensor:
+    """Return the values in rows of a group each; the last one is filled with zeros."""
+    return torch.nn.functional.pad(value, (0, -value.numel() % GROUP)).view(-1, GROUP)
+
+
+def _of_groups(scales: torch.Tensor, numel: int) -> torch.Tensor:
+    return scales.repeat_interleave(GROUP)[:numel]
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+def _nearest(bits: torch.Tensor) -> torch.Tensor:
+    """Return the upper 16 of the bits of fp32, rounded to nearest, ties to even, with a sign as int16 has; NaNs aside."""
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _magnitude(bits: torch.Tensor) -> torch.Tensor:
+    return bits & 0x7FFFFFFF
+
+
+def _as_int16(words: torch.Tensor) -> torch.Tensor:
+    """Return the lower 16 bits of int32."""
+    return ((words & 0xFFFF) ^ 0x8000).sub(0x8000).to(torch.int16)
+
+
+def _packed(flags: torch.Tensor) -> torch.Tensor:
+    """Return one bit for each flag, the first in the lowest bit of a byte."""
+    rows = torch.nn.functional.pad(flags.int(), (0, -flags.numel() % 8)).view(-1, 8)
+    return (rows << torch.arange(8, dtype=torch.int32)).sum(1).to(torch.uint8)
+
+
+def _unpacked(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    return (packed.int()[:, None] >> torch.arange(8, dtype=torch.int32) & 1).flatten()[:numel]

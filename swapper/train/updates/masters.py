@@ -1,0 +1,67 @@
+"""Makes fp32 masters follow parameters that are changed from outside: by `manager.gather`, `load_state_dict`, operations.
+
+A master that is stored encoded is the difference from its parameter, so the parameter is noted before it may change: 2
+bytes for each element that is gathered for writing, in addition to the budget, until the change is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from swapper.paging.pager import Pager
+from swapper.train.layout.content import iter_section_pages
+from swapper.train.layout.slices import TensorLocation
+from swapper.train.updates.sweep import Sweep, Trainable
+
+
+class Changed(Protocol):
+    """A group of parameters."""
+
+    @property
+    def index(self) -> int: ...
+
+
+class Masters:
+    """Notes parameters before changes, and refreshes their masters afterwards.
+
+    Args:
+        sweep: has the masters.
+        pager: makes leases of parameters that are noted.
+    """
+
+    def __init__(self, sweep: Sweep, pager: Pager) -> None:
+        self._sweep = sweep
+        self._pager = pager
+        self._of = {t.group: t for t in sweep.trainables if any(places.has_master for places in t.places)}
+        self._changes: Counter[int] = Counter()  # that are open, by group
+        self._before: dict[int, dict[str, torch.Tensor]] = {}  # by group and name: parameters before a change
+
+    def before_change(self, groups: Iterable[Changed]) -> None:
+        """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
+        for trainable in self._among(groups):
+            self._changes[trainable.group] += 1
+            if self._changes[trainable.group] == 1:
+                coded = [places for places in trainable.places if places.has_coded_master]
+                self._before[trainable.group] = {places.name: self._copy(places.param) for places in coded}
+
+    def after_change(self, groups: Iterable[Changed]) -> None:
+        """Set masters of `groups` to changed parameters, when the outermost change of each is over: no step is taken before."""
+        for trainable in self._among(groups):
+            self._changes[trainable.group] -= 1
+            if self._changes[trainable.group] == 0:
+                self._sweep.refresh_masters(trainable, self._before.pop(trainable.group))
+
+    def _copy(self, place: TensorLocation) -> torch.Tensor:
+        """Return a copy of the parameter at a location; on an accelerator, of what its copy there was made from."""
+        copied = torch.empty(place.slot.spec.numel, dtype=place.slot.spec.dtype)
+        for _, begin, end, view in iter_section_pages(place.section, self._pager, only=[place.slot]):
+            copied[begin:end] = view
+        return copied
+
+    def _among(self, groups: Iterable[Changed]) -> Iterator[Trainable]:
+        found = (self._of.get(group.index) for group in groups)
+        return (trainable for trainable in found if trainable is not None)

@@ -1,0 +1,121 @@
+"""What ranks give that does not go together is named on every rank, before anything has begun."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from e2e import ranks_run
+from e2e.processes import run_python
+
+import swapper
+from swapper.durability import directory
+from swapper.options import parse_host_memory
+
+CASES: dict[str, tuple[list[str], str, list[str]]] = {  # orders, the error on every rank, and what it says
+    "model": (
+        ["sharded", "depth=1:2"],
+        "ConfigError",
+        ["different models", "rank 0 has ", "and rank 1 has blocks.1.", "Build the same model"],
+    ),
+    "optimizer's class": (
+        ["sharded", "optimizer=1:SGD"],
+        "ConfigError",
+        ["different optimizers", "adamw.AdamW", "sgd.SGD"],
+    ),
+    "optimizer's settings": (
+        ["lr=1:0.5"],
+        "ConfigError",
+        ["different optimizers", "lr=0.001 in group 0, and rank 1 has lr=0.5 in group 0", "the same settings"],
+    ),
+    "update time": (["update=1:deferred"], "ConfigError", ["update='step', and rank 1 has update='deferred'"]),
+    "version": (
+        ["version=1:9.9"],
+        "ConfigError",
+        ["different versions", "rank 1: swapper 9.9, torch", "Install the same"],
+    ),
+    "a bad option on one": (["memory=1:many"], "Error", ["host_memory='many' is not a size"]),
+    "no part of a machine": (["memory=1:1GiB/node"], "Error", ["LOCAL_WORLD_SIZE", "torchrun"]),
+    "budget": (["sharded", "memory=1:64KiB"], "Error", ["host_memory=64.0 KiB is too small"]),
+}
+
+
+def launch(directory: Path, *orders: str) -> list[str]:
+    done = run_python(Path(ranks_run.__file__), directory, 2, *orders)
+    assert done.returncode != 0, done.stdout + done.stderr
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_what_does_not_go_together_is_named_on_every_rank(name: str, tmp_path: Path) -> None:
+    orders, kind, texts = CASES[name]
+    said = launch(tmp_path, *orders)
+    assert len(said) == 2
+    for line in said:
+        assert kind in line
+        for text in texts:
+            assert text in line, line
+    assert [path for path in tmp_path.rglob("*") if path.suffix in (".swap", ".pt")] == []
+
+
+@pytest.mark.slow
+def test_what_may_differ_is_taken(tmp_path: Path) -> None:
+    """Where bytes lie changes none of them."""
+    done = run_python(
+        Path(ranks_run.__file__), tmp_path, 2, "sharded", "memory=1:24MiB", "steps=2", "every=1", "params=1:host"
+    )
+    assert sorted(done.stdout.splitlines()) == ["rank 0: began at 0, ended at 2", "rank 1: began at 0, ended at 2"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    (said,) = launch(tmp_path, "absent=1", "timeout=2")
+    assert "rank 0: StateError: rank 1 of 2 did not arrive at the making of a SwapManager" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_processes_that_do_not_know_of_each_other_are_refused_one_directory(tmp_path: Path) -> None:
+    with swapper.SwapManager(tmp_path, host_memory="16MiB"):
+        (said,) = (
+            line
+            for line in run_python(Path(ranks_run.__file__), tmp_path, 1, "plain").stdout.splitlines()
+            if "rank" in line
+        )
+    assert "DirectoryError" in said and "in use by another run (process" in said
+
+
+def test_a_network_file_system_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one of this test is in memory, and passes for one."""
+    here = Path("/dev/shm") / tmp_path.name
+    monkeypatch.setattr(directory, "OVER_NETWORK", {"tmpfs"})
+    with caplog.at_level(logging.WARNING, "swapper"), swapper.SwapManager(here, host_memory="16MiB"):
+        pass
+    for path in sorted(here.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    here.rmdir()
+    assert f"{here}/rank-0-of-1 is on a network file system" in caplog.text
+    caplog.clear()
+    with swapper.SwapManager(tmp_path, host_memory="16MiB"):
+        pass
+    assert "network" not in caplog.text
+
+
+def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert parse_host_memory("64GiB/node") == 8 << 30
+    assert parse_host_memory("1GiB") == 1 << 30
+    for wrong in ("64/nodes", "much/node", "-1GiB/node", "/node"):
+        with pytest.raises(swapper.ConfigError, match="is not a size"):
+            parse_host_memory(wrong)
+    for ranks in ("", "0", "many"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        with pytest.raises(swapper.ConfigError, match=f"LOCAL_WORLD_SIZE={ranks} does not tell .*torchrun"):
+            parse_host_memory("64GiB/node")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(swapper.ConfigError, match="torchrun, which sets it, or give each rank its own part"):
+        parse_host_memory("64GiB/node")
