@@ -20,7 +20,7 @@ config = {
     "train_batch_size": 4 * ranks,
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": 3, "sub_group_size": 200_000, "offload_optimizer": {"device": "none"}},
+    "zero_optimization": {"stage": 3, "sub_group_size": 300_000, "offload_optimizer": {"device": "none"}},
     "aio": {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True},
 }
 if kind != "none":
@@ -32,14 +32,14 @@ if kind != "none":
 else:
     config["zero_force_ds_cpu_optimizer"] = False
 torch.manual_seed(0)
-model = torch.nn.Sequential(*[layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())])
+model = torch.nn.Sequential(*[layer for _ in range(8) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())])
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
 
 def train(first: int, last: int, word: str = "loss") -> None:
     for step in range(first, last):
         torch.manual_seed(100 * step + rank)
-        inputs = torch.randn(4, 256, dtype=torch.bfloat16)
+        inputs = torch.randn(4, 512, dtype=torch.bfloat16)
         loss = (engine(inputs).float() - inputs.float().flip(1)).pow(2).mean()
         engine.backward(loss)
         engine.step()
