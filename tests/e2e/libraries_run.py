@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -180,6 +181,55 @@ def trainer(directory: Path, swapped: bool) -> list[torch.Tensor]:
     return result
 
 
+# --- Lightning ----------------------------------------------------------------------------------------------------------
+
+
+def sharded_by_lightning(directory: Path, swapped: bool) -> list[torch.Tensor]:
+    """ModelParallelStrategy calls configure_model, which shards, and then configure_optimizers, which offloads."""
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = layers()
+            self.losses: list[torch.Tensor] = []
+            self.manager: swapper.SwapManager | None = None
+
+        def configure_model(self) -> None:
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.net:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+        def configure_optimizers(self) -> Any:
+            optimizer: Any = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+            if swapped:
+                self.manager = manager_of(directory)
+                _, optimizer = self.manager.offload(self.net, optimizer, **NVME)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def training_step(self, number: torch.Tensor, _: int) -> torch.Tensor:
+            loss = self.net(batch(int(number))).square().mean()
+            self.losses.append(loss.detach())
+            return loss
+
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=dist.get_world_size(), accumulate_grad_batches=2, max_steps=4, logger=False,
+        strategy=ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(range(16), batch_size=1))
+    assert all(isinstance(parameter, DTensor) for parameter in module.net.parameters())
+    result = [*module.losses, *whole(dict(module.net.named_parameters()))]
+    if module.manager is not None:
+        assert module.manager.step == 4
+        module.manager.close()
+    return result
+
+
 CASES: dict[str, Case] = {
     "wrapped later": wrapped_later,
     "masters follow": masters_follow,
@@ -188,9 +238,13 @@ CASES: dict[str, Case] = {
     "accelerate, prepare first": lambda directory, swapped: accelerated(directory, swapped, "prepare first"),
     "accelerate, FSDP2": sharded_by_accelerate,
     "trainer": trainer,
+    "lightning": sharded_by_lightning,
 }
 
-LIBRARIES = {name: name.partition(",")[0] if "," in name else "torch" for name in CASES} | {"trainer": "trainer"}
+LIBRARIES = {
+    name: name.partition(",")[0] if name.startswith(("accelerate", "trainer", "lightning")) else "torch"
+    for name in CASES
+}
 """By case, whose it is."""
 
 
