@@ -41,9 +41,9 @@ class OwnHook:
         self._function = function
 
     @not_traced
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         with defer_sigint:
-            return self._function(*arguments)
+            return self._function(*arguments, **keywords)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # takes any arguments, does nothing, and unpickles without swapper

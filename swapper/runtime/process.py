@@ -14,6 +14,7 @@ from swapper.errors import ConfigError
 VARIABLE = "SWAPPER_OFF"
 CHANGES = {
     "atexit": "what is open is closed when the program ends",
+    "ddp": "DistributedDataParallel's constructor sends parameters of managers by swapper",
     "fork": "a forked child gives up the run's lock, and its parameters raise errors",
     "mallopt": "glibc keeps freed memory until swapper gives it back",
     "mlock": "memory of transfers is locked",

@@ -176,6 +176,14 @@ def optimizers(directory: Path) -> None:
     manager.close()
 
 
+def ddp(directory: Path) -> None:
+    from torch.nn.parallel import distributed
+
+    manager, _, _ = offloaded(directory, params="host")
+    say(replaced=distributed._sync_module_states.__module__.startswith("swapper."))
+    manager.close()
+
+
 def everything(directory: Path) -> None:
     """Trains beside plain torch, and goes on with the run."""
     from e2e.twins import smallest_budget
@@ -200,7 +208,7 @@ def everything(directory: Path) -> None:
 
 PROBES = {
     probe.__name__: probe
-    for probe in (sigsegv, mallopt, mlock, sigint, sigusr1, watchdog, fork, optimizers, everything)
+    for probe in (sigsegv, mallopt, mlock, sigint, sigusr1, watchdog, fork, optimizers, ddp, everything)
 } | {"atexit": at_end}
 
 

@@ -35,6 +35,7 @@ WAYS = {
     r"register_optimizer_step_\w+_hook\(|register_module_\w+_hook\(": {
         "swapper/train/optimizer/optim.py": "optimizers"
     },
+    r"torch_ddp\._\w+ = ": {"swapper/train/parameters/preparation.py": "ddp"},
     r"Watchdog\(": {"swapper/train/session/training_session.py": "watchdog"},
     r"environ\.setdefault\(|environ\[.*\] = |putenv\(|setenv\(": {
         "swapper/io/gds/cufile.py": "CUFILE_ALLOW_COMPAT_MODE"
@@ -76,6 +77,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hooks": 1, "refused": True, "changed": False, **ENDED},
         {"hooks": 0, "refused": False, "changed": True, **ENDED},
     ),
+    "ddp": ({"replaced": True, **ENDED}, {"replaced": False, **ENDED}),
     "everything": ({"same": True, "step": 6, **ENDED}, {"same": True, "step": 6, **ENDED}),
 }
 """By word, what its probe finds with the change and without it."""

@@ -22,8 +22,11 @@ def launch(directory: Path, *orders: str, size: int = 2, ok: bool = True) -> lis
     """Run `orders` (see ranks_run.py) on all ranks at once. Returns what each said, by rank."""
     done = run_python(Path(ranks_run.__file__), directory, size, *orders)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
-    return sorted(said)
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert [line.partition(":")[0] for line in said] == [f"rank {rank}" for rank in range(size)], (
+        done.stdout + done.stderr
+    )
+    return said
 
 
 def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) -> None:

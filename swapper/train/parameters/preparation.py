@@ -22,6 +22,7 @@ from swapper.errors import UnsupportedError
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, handler_of
 from swapper.modules.own_hook import OwnHook, copy_without_hooks
+from swapper.runtime.process import is_off
 
 _sync_plain: Any = torch_ddp._sync_module_states  # type: ignore[attr-defined]
 _updated_in_backward: weakref.WeakSet[FaultHandler] = weakref.WeakSet()
@@ -37,7 +38,8 @@ class Preparation:
     """
 
     def __init__(self, model: nn.Module, fault_handler: FaultHandler, update: str) -> None:
-        torch_ddp._sync_module_states = _sync_module_states  # type: ignore[attr-defined]
+        if not is_off("ddp"):
+            torch_ddp._sync_module_states = _sync_module_states  # type: ignore[attr-defined]
         if update == "backward":
             _updated_in_backward.add(fault_handler)
         self._models = [*model.children()] if isinstance(model, Models) else [model]
