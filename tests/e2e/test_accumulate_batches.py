@@ -120,6 +120,7 @@ def read_of_parameters(pair: Twins) -> int:
     return pair.manager.counters.read_bytes["param"]
 
 
+@pytest.mark.slow
 def test_each_page_of_parameters_is_read_at_most_twice_a_step(twins: MakeTwins) -> None:
     pair = twins(Net(depth=12).bfloat16(), master=True, gradients="nvme")  # in memory they would cache parameters
     train(pair, steps=2)

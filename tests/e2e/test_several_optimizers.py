@@ -173,6 +173,7 @@ def test_a_gradscaler_steps_each(several: MakeTwins, update: str) -> None:
 # --- a training step --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "update", "first"), [("gan", "step", 2), ("pair", "deferred", 3)])
 def test_a_run_killed_within_training_steps_resumes_from_a_whole_one(
     tmp_path: Path, kind: str, update: str, first: int
@@ -402,6 +403,7 @@ def test_parameters_are_trained_later_by_one_of_several(several: MakeTwins) -> N
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred"])
 def test_a_snapshot_has_a_state_dict_for_each(several: MakeTwins, tmp_path: Path, update: str) -> None:
     pair = several(Net(), by_turns(adamw_and_sgd), update=update)
