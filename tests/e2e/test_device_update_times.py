@@ -153,16 +153,16 @@ def fail_one_update(pair: Twins) -> None:
     if pair.options["update_on"] == "cpu":
         fail_in_the_middle(pair)
         return
-    proxy = pair.manager.current.run.model._sweep._proxy
-    update, calls = proxy.update, iter(range(100))
+    proxies = pair.manager.current.run.model._sweep._proxies
+    update, calls = proxies.update, iter(range(100))
 
     def fail_once(works: Any) -> None:
         if next(calls) == 2:
-            proxy.update = update
+            proxies.update = update
             raise RuntimeError("a fault in the middle")
         update(works)
 
-    proxy.update = fail_once
+    proxies.update = fail_once
 
 
 def test_a_deferred_update_that_fails_can_be_done_again(deferred: MakeTwins) -> None:
