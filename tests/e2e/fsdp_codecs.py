@@ -51,9 +51,9 @@ def run(directory: Path) -> None:
     model, optimizer = make(sharded=True)
     with swapper.SwapManager(directory / "sharded", host_memory=1) as manager:
         try:
-            manager.plan(model, optimizer, **options)
+            manager.plan(model, optimizer, update="deferred", **options)
         except swapper.BudgetError as error:
-            budget = named_budget(error) + (1 << 20)
+            budget = named_budget(error) + (2 << 20)
     with swapper.SwapManager(directory / "sharded", host_memory=budget, resume="discard") as manager:
         _, optimizer = manager.offload(model, optimizer, **options)
         assert manager.current.run.model.optimizer_state.codecs == {"exp_avg": "moment8", "exp_avg_sq": "variance8"}
@@ -62,7 +62,7 @@ def run(directory: Path) -> None:
             manager.snapshot("x")
     model, optimizer = make(sharded=True)
     with swapper.SwapManager(directory / "sharded", host_memory=budget, resume="auto") as manager:
-        _, optimizer = manager.offload(model, optimizer, **options)
+        _, optimizer = manager.offload(model, optimizer, update="deferred", **options)
         same(train(model, optimizer, range(2, 4)), expected[2:], "losses after resuming")
         for number, values in optimizer.state_dict()["state"].items():
             for key, value in values.items():

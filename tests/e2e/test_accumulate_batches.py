@@ -80,8 +80,13 @@ def test_steps_are_bit_equal_in_the_smallest_budget(twins: MakeTwins, net: str) 
 
 @pytest.mark.parametrize(
     "options",
-    [{"update": "deferred"}, {"gradients": "nvme"}, {"optimizer_state": "host"}],
-    ids=["deferred", "gradients on NVMe", "state in memory"],
+    [
+        {"update": "deferred"},
+        {"gradients": "nvme"},
+        {"optimizer_state": "host"},
+        {"master": True, "state_codec": "split"},
+    ],
+    ids=["deferred", "gradients on NVMe", "state in memory", "masters split"],
 )
 @pytest.mark.parametrize("net", ["tied", "another order each"])
 def test_options_are_bit_equal_in_the_smallest_budget(twins: MakeTwins, net: str, options: dict[str, Any]) -> None:

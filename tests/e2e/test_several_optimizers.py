@@ -57,11 +57,15 @@ def test_several_optimizers_equal_plain_torch(several: MakeTwins, make: Any, gra
     pair.finish()
 
 
+@pytest.mark.parametrize("codec", ["exact", "split"])
 @pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_they_have_fp32_masters(several: MakeTwins, make: Any, update: str) -> None:
-    pair = several(Net(depth=8).to(torch.bfloat16), make, master=True, update=update)
+def test_they_have_fp32_masters(several: MakeTwins, make: Any, update: str, codec: str) -> None:
+    pair = several(Net(depth=8).to(torch.bfloat16), make, master=True, update=update, state_codec=codec)
     pair.train(train_step, steps=3)
+    assert pair.manager is not None
+    coded = pair.manager.current.running("a test").plan.inventory.codecs
+    assert any(coded.values()) == (codec == "split")
     pair.finish()
 
 
