@@ -233,3 +233,15 @@ def test_a_zip_of_another_kind_and_a_compressed_one_are_refused(tmp_path: Path) 
             new.writestr(info.filename, old.read(info), kind)
     with pytest.raises(CheckpointError, match="compressed"):
         open_source(tmp_path / "y.pt")
+
+
+@pytest.mark.parametrize("stated", [b"", b"x", b"64 KiB", b"\xff"])
+def test_an_alignment_that_torch_does_not_read_is_refused(tmp_path: Path, stated: bytes) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "x.pt", "w") as changed:
+        for name in whole.namelist():
+            changed.writestr(name, stated if name.endswith("/.storage_alignment") else whole.read(name))
+    with pytest.raises(ValueError, match="invalid literal|encoding|decode"):
+        torch.load(tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="storage_alignment has .* not a number"):
+        read(tmp_path / "x.pt")

@@ -110,16 +110,25 @@ def _read_zip(descriptor: int, path: Path, index: ZipIndex) -> TorchFile:
     if pickle is None:
         raise CheckpointError(f"{path} is a zip, and not a torch checkpoint: it has no {root}/data.pkl")
     byteorder = _content(index, descriptor, f"{root}/byteorder")
-    stated = _content(index, descriptor, f"{root}/.storage_alignment") or b""
+    stated = _content(index, descriptor, f"{root}/.storage_alignment")
     return TorchFile(
         zip=index,
         root=root,
         skeleton=read_skeleton(pickle, f"{path}: {root}/data.pkl"),
         pickle=pickle,
         byteorder=None if byteorder is None else byteorder.decode(errors="replace"),
-        alignment=int(stated) if stated.isdigit() and len(stated) < 10 else None,
+        alignment=None if stated is None else _alignment(stated, f"{path}: {root}/.storage_alignment"),
         stamp=FileStamp.of(descriptor),
     )
+
+
+def _alignment(stated: bytes, where: str) -> int | None:
+    """Return the alignment in bytes; None without a usable one. Raises CheckpointError for what torch.load does not read."""
+    try:
+        alignment = int(stated)
+    except ValueError:
+        raise CheckpointError(f"{where} has {stated!r}, which is not a number: take another copy of it") from None
+    return alignment if 0 < alignment < 10**9 else None
 
 
 def read(path: Path) -> Source:
