@@ -241,7 +241,7 @@ def test_an_alignment_that_torch_does_not_read_is_refused(tmp_path: Path, stated
     with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "x.pt", "w") as changed:
         for name in whole.namelist():
             changed.writestr(name, stated if name.endswith("/.storage_alignment") else whole.read(name))
-    with pytest.raises(ValueError, match="invalid literal|encoding|decode"):
+    with pytest.raises(ValueError, match=r"invalid literal|encoding|decode"):
         torch.load(tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="storage_alignment has .* not a number"):
+    with pytest.raises(CheckpointError, match=r"storage_alignment has .* not a number"):
         read(tmp_path / "x.pt")
