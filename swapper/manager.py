@@ -179,7 +179,7 @@ class SwapManager:
                 By default all parameters are copied to the run's directory.
             state_codec: how the optimizer's state is stored. "exact" (the default): as it is. "split": fp32 masters of bf16
                 parameters in 2.125 bytes instead of 4, without loss. "bf16": the same, and moments in bf16. "8bit": masters
-                in 1 byte beside the parameter, moments in 8 bits with a scale for each 32. Or a map from state key
+                in 1 byte in addition to the parameter, moments in 8 bits with a scale for each 32. Or a map from state key
                 ("exp_avg", "exp_avg_sq", "master", ...) to "exact", "split", "master24", "bf16", "moment8", "variance8".
                 docs/training.md says which tensors are encoded. Your optimizer sees fp32.
             init: the source of values for a model on the meta device: a function that fills the parameters and buffers

@@ -68,7 +68,7 @@ def test_parameters_that_do_not_fit_their_masters(name: str, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_beside_the_parts_is_written_at_any_alignment(name: str, isa: str) -> None:
+def test_nothing_outside_of_the_parts_is_written_at_any_alignment(name: str, isa: str) -> None:
     codec = CODECS[name]
     for count in (45, 64, 71):
         value = torch.cat([torch.ones(3), values_for(name, "alike", count), torch.ones(3)])[3:-3]

@@ -135,11 +135,11 @@ def test_a_group_with_what_cannot_be_held_is_counted_and_becomes_nan(name: str, 
 
 @pytest.mark.parametrize("name", ["split", "master24"])
 def test_a_parameter_that_is_not_the_rounded_master_is_counted(name: str) -> None:
-    """One step of bf16 beside the master's rounding, for masters of all bits; and a number beside a NaN."""
+    """A parameter one step of bf16 off the master's rounding, for masters of all bits; and a number for a NaN."""
     value = finite(values_for(name, "any", 5000), name)
     value = value[value.bfloat16().isfinite()]
-    beside = (value.bfloat16().view(torch.int16) ^ 1).view(torch.bfloat16)
-    assert coded(CODECS[name], value, beside)[1] == value.numel()
+    neighbor = (value.bfloat16().view(torch.int16) ^ 1).view(torch.bfloat16)
+    assert coded(CODECS[name], value, neighbor)[1] == value.numel()
     nan, one = torch.tensor([torch.nan]), torch.tensor([1.0])
     assert coded(CODECS[name], nan, one.bfloat16())[1] == coded(CODECS[name], one, nan.bfloat16())[1] == 1
 

@@ -170,9 +170,9 @@ def codecs_of_state(device: str) -> None:
         for value in state_values():
             for values in (value, value.abs()):
                 check_codec(device, name, values, values.bfloat16())
-    beside = noise(COUNT, 3).bfloat16()
+    parameter = noise(COUNT, 3).bfloat16()
     for name in ("split", "master24"):
-        check_codec(device, name, noise(COUNT, 1), beside)
+        check_codec(device, name, noise(COUNT, 1), parameter)
 
 
 def check_codec(device: str, name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:

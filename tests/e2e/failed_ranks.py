@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import random
 import re
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import swapper
-from e2e.killed_ranks import CHANGED_STEPS, STEPS, change, check, joined, plain, prepare, take_snapshot
+from e2e.killed_ranks import CHANGED_STEPS, STEPS, change, check, joined, prepare, take_snapshot, train_plain
 from e2e.killed_run import BUDGET, WORDS, batch, fork
 from swapper import _C
 from swapper.modules import resources
@@ -216,14 +215,7 @@ class Job:
 
 
 def main(directory: Path, seed: int, errors: int, size: int = 2, engine: str = "ddp") -> None:
-    torch.set_num_threads(1)
-    for module in ("torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor") if engine == "ddp" else ():
-        importlib.import_module(module)  # here and not in every child: DDP does
-    swapper.SwapManager  # noqa: B018  # as well
-    plain_ranks = [
-        fork(lambda r=r: joined(r, size, directory / "meeting", lambda: plain(directory, engine))) for r in range(size)
-    ]
-    assert sum(os.waitpid(rank, 0)[1] for rank in plain_ranks) == 0
+    train_plain(directory, size, engine)
     chance = random.Random(seed)
     had = jobs = 0
     outcomes: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""One of several ranks under torchrun: whoever looks at a sharded model while a deferred step is open sees what plain torch has.
+"""One of several ranks under torchrun: every read of a sharded model while a deferred step is open gives what plain torch has.
 
 Usage: fsdp_open_step.py DIRECTORY [LOOK ...]. Each of LOOKS is called on a plain and on a swapped model right after a step, once
 with the gradients still there; what it returns must be the same, and so must the training that follows.
@@ -228,7 +228,7 @@ def run(directory: Path, names: list[str]) -> None:
 
 
 def finish(manager: Any, both: list[Any], number: int) -> None:
-    """What swapper's own verbs see, and a tensor that has shown a shard all along, which no step may be open beside."""
+    """What swapper's own verbs see, and a tensor that has shown a shard all along, while which no step may be open."""
     (plain, plain_optimizer), (swapped, optimizer) = both
     for look in (
         lambda: same_state(swapped, optimizer, plain, plain_optimizer, "states"),
@@ -260,7 +260,7 @@ def clipped_by(model: Any, norm: float) -> Any:
 
 
 def resumed(directory: Path, budget: int, placement: Any, plain: Any, plain_optimizer: Any, number: int) -> None:
-    """The manager was closed while a step was open: that one is done, and another model goes on from it."""
+    """The manager was closed while a step was open: that one is done, and another model resumes after it."""
     model, optimizer = make({})
     plain_optimizer.zero_grad()
     with swapper.SwapManager(directory / "run", host_memory=budget, resume="auto") as manager:

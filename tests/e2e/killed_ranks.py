@@ -207,15 +207,20 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, 
     return any(statuses)
 
 
-def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "ddp") -> None:
+def train_plain(directory: Path, size: int, engine: str) -> None:
+    """Import what each rank needs, and train plain torch's ranks to their end."""
     torch.set_num_threads(1)
     for module in ("torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor") if engine == "ddp" else ():
         importlib.import_module(module)  # here and not in every child: DDP does
     swapper.SwapManager  # noqa: B018  # as well
-    plain_ranks = [
+    ranks = [
         fork(lambda r=r: joined(r, size, directory / "meeting", lambda: plain(directory, engine))) for r in range(size)
     ]
-    assert sum(os.waitpid(rank, 0)[1] for rank in plain_ranks) == 0
+    assert sum(os.waitpid(rank, 0)[1] for rank in ranks) == 0
+
+
+def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "ddp") -> None:
+    train_plain(directory, size, engine)
     chance = random.Random(seed)
     killed = jobs = 0
     while killed < kills:

@@ -254,7 +254,7 @@ def test_several_models_have_their_masters_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["all on the drive", "parameters in memory", "on a device"])
 @pytest.mark.parametrize("codec", ["split", "8bit"])
 def test_masters_follow_parameters_that_are_changed_between_steps(tmp_path: Path, codec: str, place: str) -> None:
-    """As exact ones do: an element that is changed begins anew, and the others keep their masters."""
+    """As exact ones do: an element that is changed begins at its new value, and the others keep their masters."""
     contents = []
     for n, chosen in enumerate(("exact", codec)):
         run = Run(tmp_path / str(n), chosen, host_memory="12MiB", **PLACES[place])

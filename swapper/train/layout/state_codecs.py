@@ -29,7 +29,7 @@ EXACT = "exact"
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 MEANS = ("grad_avg",)
-"""Keys beside which a second moment stays exact: their square is subtracted from it, and rounding could make that negative."""
+"""Keys whose square an optimizer subtracts from a second moment: that stays exact then, as rounding could make it negative."""
 
 PRESETS: dict[str, dict[str, str]] = {
     EXACT: {},

@@ -193,7 +193,8 @@ def _decode_groups(value, code, scale, count, is_variance: tl.constexpr, GROUPS:
     codes = tl.load(code + at, mask=here, other=0).to(tl.float32)
     scales = widen(tl.load(scale + group, mask=group * 32 < count, other=0))
     if is_variance:
-        roots = codes * tl.div_rn(scales, tl.where(scales == 0.0, 255.0, 255.0))[:, None]
+        divisor = tl.where(scales == 0.0, 255.0, 255.0)  # no constant: that would become a product with its reciprocal
+        roots = codes * tl.div_rn(scales, divisor)[:, None]
         found = roots * roots
     else:
         found = tl.div_rn(codes, 254.0 - tl.abs(codes)) * scales[:, None]
