@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -120,6 +121,8 @@ def make_model(source: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _call(module: str, function: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the current directory, as with python -m: a command has its own directory there
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

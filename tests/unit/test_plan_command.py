@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +46,16 @@ def test_plan_predicts_a_step_from_a_models_function_alone() -> None:
     assert figures["upgrades_step_s"]["a drive twice as fast"] < 0.6 * figures["step_s"]
     text = run(*command).stdout
     assert "optimizer state" in text and "with twice the host memory" in text
+
+
+def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_net.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(64, 64)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    command = ["plan", "my_net:net", "--host", "1GB", "--drive-read", "1GB", "--drive-write", "1GB"]
+    done = run(*command, "--flops", "1e12", "--updates", "1e9", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["step_s"] > 0
 
 
 @pytest.mark.parametrize(

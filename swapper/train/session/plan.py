@@ -212,7 +212,7 @@ class Plan:
         """Predict how long a step takes, by phase, and what it waits for: by the dry run, on a drive that is simulated.
 
         The computing is measured here and now, in a second or so. It has the products of matrices and the optimizer; attention,
-        norms and the loss are not in it.
+        norms, the loss, and coding of encoded state are not in it.
 
         Args:
             tokens: of a step, of all samples together.
@@ -220,7 +220,7 @@ class Plan:
 
         Raises:
             ConfigError: the drive's speed is not known, or a value is not positive.
-            UnsupportedError: there are several optimizers.
+            UnsupportedError: there are several optimizers, or the model is on an accelerator or sharded.
         """
         if type(tokens) is not int or tokens < 1:
             raise ConfigError(
@@ -228,9 +228,14 @@ class Plan:
             )
         rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
         members = self.request.optimizers.members
-        if len(members) > 1:
+        unmeasured = {
+            "several optimizers": len(members) > 1,
+            "a model on an accelerator": self.request.device is not None,
+            "a sharded model": isinstance(self.request.model, Shards),
+        }
+        for what in (what for what, is_so in unmeasured.items() if is_so):
             raise UnsupportedError(
-                "predict does not go with several optimizers: only one optimizer's update is measured"
+                f"predict does not go with {what} so far, whose computing it does not measure: print the plan for its bytes"
             )
         compute = find_compute(self.request.model, self.inventory, members[0], tokens)
         return self.simulate(DriveRates(*rates, sum(rates)), compute)
