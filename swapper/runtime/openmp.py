@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from swapper.runtime.process import is_off
+
 _SOFT = 1
 """omp_pause_soft: settings of OpenMP stay."""
 
@@ -31,6 +33,8 @@ def end_team() -> None:
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
     """Return omp_pause_resource_all of the library that torch has loaded; None if it is not GNU's, or older than OpenMP 5."""
+    if is_off("openmp"):
+        return None
     folder = Path(torch.__file__).parent
     for path in (*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")):
         try:
