@@ -16,7 +16,7 @@ from sampling import runs_a_sample
 from torch.distributed.fsdp import fully_shard
 
 import swapper
-from e2e import fsdp_open_step, fsdp_run
+from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot
 from e2e.processes import run_python
 from e2e.twins import named_budget
 
@@ -159,6 +159,13 @@ def test_a_step_of_another_optimizer_is_refused(tmp_path: Path, alone: None, whi
         model(torch.arange(8).view(1, 8)).sum().backward()
         with pytest.raises(swapper.StateError, match=r"manager\.offload"):
             (optimizer if which == "given" else fsdp_run.adamw(model)).step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_snapshot_of_one_rank_has_what_torch_saves(tmp_path: Path) -> None:
+    """Of more ranks: test_fsdp_ranks.py."""
+    fsdp_snapshot.stage(tmp_path, None)
+    fsdp_snapshot.damage(tmp_path / "ours-1")
 
 
 @pytest.mark.usefixtures("alone")
