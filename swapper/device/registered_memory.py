@@ -16,7 +16,7 @@ from swapper.device.device import Device
 from swapper.errors import InvariantError
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.extents import Extents
-from swapper.io.registered import SLAB_BYTES, Registration, slabs
+from swapper.io.registered import Registration, slabs
 from swapper.paging.host_memory import Pool
 from swapper.paging.section import Page
 from swapper.runtime.interrupts import SteadyLock
@@ -53,9 +53,9 @@ class HostSide:
         return torch.frombuffer(arena.view(0, STAGING_BYTES), dtype=torch.uint8)
 
     def add(self, arena: _C.Arena, nbytes: int) -> None:
-        """Register the first `nbytes` bytes of an arena as one range: one copy may cover several tensors there."""
+        """Register the first `nbytes` bytes of an arena."""
         if nbytes:
-            self._registrations.append(Registration(self._device, arena, [(0, nbytes)]))
+            self._registrations.append(Registration(self._device, arena, slabs(0, nbytes, SECTOR_BYTES)))
 
     def of(self, page: Page) -> torch.Tensor:
         """Return the memory of a leased page, or of a resident section as a whole: uint8 of shape (page.nbytes,)."""
@@ -70,6 +70,11 @@ class HostSide:
         """Return "registered", or why some of it is not."""
         said = [registration.describe() for registration in self._registrations]
         return next((reason for reason in said if reason != "registered"), "registered")
+
+    @property
+    def registered_bytes(self) -> int:
+        """How much the device knows by now."""
+        return sum(registration.registered_bytes for registration in self._registrations)
 
     def wait(self) -> None:
         """Wait until all of it is registered, or was refused."""
@@ -124,16 +129,6 @@ class LockedMemory:
         finalizer = weakref.finalize(piece, _give_back, self._given_back, offset, nbytes, self._arena)
         finalizer.atexit = False
         return torch.frombuffer(piece, dtype=torch.uint8)
-
-    def runs(self, memory: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Split `memory` into runs that one call can copy: (begin in bytes, run) of each. [Note: slabs], io/registered.py"""
-        begin = memory.data_ptr() - self._arena.address
-        if not 0 <= begin < self.nbytes:
-            return [(0, memory)]
-        borders = range(round_up(begin + 1, SLAB_BYTES) - begin, memory.numel(), SLAB_BYTES)
-        starts = [0, *borders]
-        ends = [*borders, memory.numel()]
-        return [(start, memory[start:end]) for start, end in zip(starts, ends, strict=True)]
 
     @property
     def used_bytes(self) -> int:
