@@ -111,12 +111,6 @@ class Uploads:
         if event is not None:
             self._in_flight.append((event, copy.access))
 
-    def fill(self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Queue all copies of `storage`, from memory that the caller leaves unchanged until they are over."""
-        storage.fill(pieces, self._stream)
-        storage.all_is_queued()
-        self._counters.uploaded_bytes += sum(source.numel() for _, source in pieces)
-
     @property
     def is_full(self) -> bool:
         """Whether `send` would wait for an earlier copy."""
@@ -173,8 +167,10 @@ class Downloads:
         arrived: Callable[[], None] = lambda: None,
         lost: Callable[[BaseException], None] = lambda error: None,
         is_held: bool = True,
-    ) -> None:
+    ) -> torch.Event:
         """Queue copies, behind everything that is queued on the current stream by now. It waits for older ones first if need be.
+
+        Returns the event after which they are over.
 
         Args:
             arrived: called once they are over, by the next call here that notices.
@@ -203,6 +199,7 @@ class Downloads:
         self._in_flight.append(_Copy(event, tuple(source for _, source in pieces), held_bytes, arrived, lost))
         self._bytes += held_bytes
         self._counters.downloaded_bytes += nbytes
+        return event
 
     def collect(self) -> None:
         """Call `arrived` of the copies that are over."""

@@ -287,7 +287,9 @@ class Copying(Device):
         target.copy_(source)
 
 
-@given(st.lists(st.tuples(st.integers(-50, 400), st.integers(1, 300)), max_size=4), st.integers(0, 99), st.integers(1, 200))
+@given(
+    st.lists(st.tuples(st.integers(-50, 400), st.integers(1, 300)), max_size=4), st.integers(0, 99), st.integers(1, 200)
+)
 def test_no_copy_crosses_the_border_of_registered_memory(registered, begin, nbytes):
     device, host, there = Copying(), torch.arange(400).to(torch.uint8), torch.zeros(400, dtype=torch.uint8)
     for offset, size in registered:
@@ -300,7 +302,9 @@ def test_no_copy_crosses_the_border_of_registered_memory(registered, begin, nbyt
     downs = [target for target, _ in device.pieces[len(ups) :]]
     for pieces in (ups, downs):
         assert not [border for border in borders for first, last in pieces if first < border < last]
-        assert len(pieces) == 1 + len({b for b in borders if host.data_ptr() + begin < b < host.data_ptr() + begin + nbytes})
+        assert len(pieces) == 1 + len(
+            {b for b in borders if host.data_ptr() + begin < b < host.data_ptr() + begin + nbytes}
+        )
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 3 * SLAB_BYTES - 4096])
