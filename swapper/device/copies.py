@@ -154,7 +154,7 @@ class Downloads:
     """Owns the download stream and its copies in flight, which keep at most `most_bytes` of the device's memory."""
 
     def __init__(self, device: Device, counters: Counters, most_bytes: int = MAX_DOWNLOAD_BYTES) -> None:
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._device = device
         self._counters = counters
         self._stream = device.new_stream()
@@ -184,7 +184,7 @@ class Downloads:
         held_bytes = nbytes if is_held else 0
         try:
             self.collect()
-            while self._in_flight and self._bytes + held_bytes > self._most_bytes:
+            while self._in_flight and self._bytes + held_bytes > self.most_bytes:
                 self.wait_for_oldest()
             self._device.let_wait(self._stream, self._device.record(self._device.current_stream()))
             with torch.inference_mode(False), torch.no_grad():

@@ -23,8 +23,6 @@ from swapper.runtime.interrupts import SteadyLock
 
 HEAD_BYTES = 32 << 20
 """Populated before the first piece is given; threads populate the rest."""
-STAGING_BYTES = 4 << 20
-"""Buffer for gradients that are copied to host memory and added to others there."""
 
 
 class HostSide:
@@ -40,17 +38,9 @@ class HostSide:
         self._pool = pool
         self._memory = torch.frombuffer(arena.view(0, arena.nbytes), dtype=torch.uint8)
         self._registrations: list[Registration] = []
-        self._staging: list[_C.Arena] = []
         self.add(arena, frames_offset)
         frames = slabs(frames_offset, pool.frame_bytes * pool.frame_count, pool.frame_bytes)
         self._registrations.append(Registration(device, arena, frames))
-
-    def new_staging(self) -> torch.Tensor:
-        """Return another registered buffer: uint8 of shape (STAGING_BYTES,)."""
-        arena = _C.Arena(STAGING_BYTES)
-        self._staging.append(arena)
-        self.add(arena, STAGING_BYTES)
-        return torch.frombuffer(arena.view(0, STAGING_BYTES), dtype=torch.uint8)
 
     def add(self, arena: _C.Arena, nbytes: int) -> None:
         """Register the first `nbytes` bytes of an arena."""
@@ -87,9 +77,6 @@ class HostSide:
             registration.close()
         self._registrations.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
-        for arena in self._staging:
-            arena.close()
-        self._staging.clear()
 
 
 class LockedMemory:

@@ -93,7 +93,7 @@ class CudaRegistrar:
             logger.warning("CUDA does not end the registration of host memory: error %d", status)
 
     def expect(self, address: int, nbytes: int) -> None:
-        """Whoever uses this one copies whole units."""
+        """Copies of its users are of whole units."""
 
     def synchronize(self) -> None:
         self._module.synchronize(self._device)

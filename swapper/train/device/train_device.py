@@ -42,6 +42,8 @@ from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
 from swapper.train.updates.adamw_kernel import AdamWKernel
 
+EARLIER_SHARE = 4
+"""An earlier gradient, to which one is added, is on the device in pieces of this part of the bytes for downloads."""
 PAGES_ON_THEIR_WAY = 2
 """Maximum frames leased for gradients at once: one is copied while the next is queued."""
 RING = 3
@@ -177,14 +179,15 @@ class TrainingDevice(ModelDevice):
             finally:
                 self._pager.release(access, only)
 
-    def new_storage(self, nbytes: int) -> DeviceStorage:
+    def new_storage(
+        self, nbytes: int, purpose: str = "the update of a slice", remedy: str = "say update_on='cpu'"
+    ) -> DeviceStorage:
         """Return memory on the device; if that is short, idle images are dropped for it.
 
         Raises:
-            BudgetError: there is too little.
+            BudgetError: there is too little for `purpose`; `remedy` helps.
         """
-        where = "the update of a slice", "say update_on='cpu'"
-        storage = self._evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, *where)
+        storage = self._evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, purpose, remedy)
         storage.free()
         storage.allocate()
         return storage

@@ -51,7 +51,7 @@ def copy_seconds(device: Device) -> float:
     arena = _C.Arena(2 * nbytes)
     registration = Registration(device, arena, slabs(0, 2 * nbytes, SECTOR_BYTES))
     registration.wait()
-    source, target = torch.frombuffer(arena.view(0, 2 * nbytes), dtype=torch.uint8).split(nbytes)
+    source, target = (torch.frombuffer(arena.view(at, nbytes), dtype=torch.uint8) for at in (0, nbytes))
     storage, there = DeviceStorage(device, nbytes), device.empty(nbytes)
     up, down = device.new_stream(), device.new_stream()
 
