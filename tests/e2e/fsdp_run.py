@@ -9,6 +9,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,16 +118,23 @@ def loss_of(model: Any, batch: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def train(model: Any, optimizer: Any, case: dict[str, Any], scheduler: Any, step: int) -> torch.Tensor:
+def train(
+    model: Any, optimizer: Any, case: dict[str, Any], scheduler: Any, step: int, manager: Any = None
+) -> torch.Tensor:
+    """Train a step. `manager`: of the model, if it is swapped."""
     losses = []
     for number in range(passes := case.get("passes", 1)):
         if case.get("no_sync"):
             model.set_requires_gradient_sync(number == passes - 1)
-        loss = loss_of(model, 100 * step + number)
-        loss.backward()
+        with manager.accumulate() if manager is not None and number < passes - 1 else nullcontext():
+            loss = loss_of(model, 100 * step + number)
+            loss.backward()
         losses.append(loss.detach())
     if case.get("clip"):
         losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor())
+    if manager is not None:
+        updates = manager.current.run.model.updates
+        assert updates.has_begun_early == (updates.follows_backward and (step > 0 or not case.get("waits")))
     optimizer.step()
     optimizer.zero_grad(set_to_none=not case.get("zeroed"))
     if scheduler is not None:
@@ -163,7 +171,8 @@ def run(directory: Path, name: str, update: str) -> None:
         schedulers = make_scheduler(plain_optimizer), make_scheduler(optimizer)
         for step in range(4):
             expected = train(plain, plain_optimizer, case, schedulers[0], step)
-            same(train(swapped, optimizer, case, schedulers[1], step), expected, f"{name}: losses of step {step}")
+            losses = train(swapped, optimizer, case, schedulers[1], step, manager)
+            same(losses, expected, f"{name}: losses of step {step}")
             assert manager.current.run.model.update_is_open == (update == "deferred" and "zeroed" not in case)
         with torch.no_grad():
             tokens = torch.arange(16).view(2, 8)
@@ -219,6 +228,8 @@ def look_and_load(manager: Any, swapped: Any, optimizer: Any, plain: Any, plain_
         for parameter in plain.parameters():
             parameter.mul_(1.5)
     same_state(swapped, optimizer, plain, plain_optimizer, "gathered")
+    if manager.current.run.model.updates.follows_backward:
+        return  # clipping is refused
     norms = []
     for model, used in ((swapped, optimizer), (plain, plain_optimizer)):
         model(torch.arange(16).view(2, 8)).sum().backward()

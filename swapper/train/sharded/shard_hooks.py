@@ -1,6 +1,11 @@
 """Leases a rank's shards while FSDP2 gathers them, and takes the gradients that it has reduced to their places.
 
 What of FSDP2 is private is used here and in shards.py alone, and looked for when a model is offloaded.
+
+[Note: when a sharded group may be updated] With updates in backward (updates/during_backward.py). FSDP2 reduces a group's
+gradients in its `post_backward`, which autograd calls once for each `pre_forward`, or FSDP2 when the backward is over; after that
+nothing gathers the group. So a use begins with `pre_forward` and ends with `post_backward`. Where FSDP2 calls that less often (a
+module called twice), uses are left, and the group waits for `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
+from swapper.modules.own_hook import OwnHook
 from swapper.paging.section import own_storage
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import TensorLocation
@@ -55,6 +61,8 @@ class ShardHooks:
         self._enter_phase = enter_phase
         self._updates = updates
         self._handles: list[Any] = []
+        self._uses: dict[int, list[ShardUse]] = {}  # by id of an FSDPParamGroup: those whose backward is still to come
+        self._tasks: set[int] = set()  # running backwards, one within the other
         group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._paged = {key for key, group in group_of.items() if group.paged}
         for param_group, members in shards.by_group:
@@ -63,7 +71,10 @@ class ShardHooks:
                 if shard.local.requires_grad:
                     hook = _take_gradient(shard, updates)
                     self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            self._lease_around(param_group, list(dict.fromkeys(group_of[id(shard.local)] for shard in members)))
+            needed = list(dict.fromkeys(group_of[id(shard.local)] for shard in members))
+            self._lease_around(param_group, needed)
+            if updates.follows_backward:
+                self._follow_backward(param_group, needed)
         self._open_shards = []
         for group in groups:
             of_group = {id(local) for local in group.parameters}
@@ -76,7 +87,10 @@ class ShardHooks:
             for shard in self._shards.all:
                 if shard.parameter.grad is None:
                     shard.local.grad = None  # its place is free
+            self._tasks.clear()
             self._enter_forward()
+            if self._updates.has_begun_early:
+                self._updates.finish()  # it refuses, before this rank enters a collective
             self._enter_phase("forward")
 
     def shown(self) -> str | None:
@@ -88,6 +102,8 @@ class ShardHooks:
         for shard in self._shards.all:
             gradient: Any = shard.parameter.grad
             shard.local.grad = None if gradient is None else local_of(gradient)
+        for uses in self._uses.values():
+            uses.clear()
 
     def remove(self) -> None:
         """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises."""
@@ -96,7 +112,7 @@ class ShardHooks:
         for open_shards in self._open_shards:
             open_shards.show()
         for param_group, members in self._shards.by_group:
-            for name in ("unshard", "wait_for_unshard"):
+            for name in ("unshard", "wait_for_unshard", "pre_forward", "post_backward"):
                 vars(param_group).pop(name, None)
             vars(param_group)["unshard"] = _refuse
             for shard in members:
@@ -116,7 +132,7 @@ class ShardHooks:
             taken = []
             try:
                 if _in_backward():
-                    self._enter_phase("backward")
+                    self._enter_backward()
                     self._updates.finish(in_order=True)
                 else:
                     self._enter_phase("forward")
@@ -148,6 +164,60 @@ class ShardHooks:
                 wait_for_unshard()
 
         param_group.unshard, param_group.wait_for_unshard = unshard_leased, wait_leased
+
+    # --- updates in backward: see [Note: when a sharded group may be updated] -----------------------------------------
+
+    def _follow_backward(self, param_group: Any, groups: list[GroupParameters]) -> None:
+        """Tell `updates` of the uses of `param_group`, and when its gradients are reduced."""
+        pre_forward, post_backward = param_group.pre_forward, param_group.post_backward
+        uses = self._uses.setdefault(id(param_group), [])
+
+        def begin_use(*arguments: Any) -> Any:
+            use = ShardUse(id(param_group), [group.index for group in groups])
+            count = self._updates.uses.called_again if _in_backward() else self._updates.uses.called
+            count(use, torch.is_grad_enabled())
+            if torch.is_grad_enabled():
+                uses.append(use)
+            return pre_forward(*arguments)
+
+        def end_use(*unused: Any) -> None:
+            was_used = param_group._training_state.name == "PRE_BACKWARD"
+            post_backward(*unused)
+            try:
+                self._enter_backward()
+                if uses and was_used and not self._updates.uses.graph_stays:
+                    self._updates.uses.end(uses.pop())
+                self._updates.backward_goes_on()
+            except BaseException as error:
+                self._lose_ranks(error)
+                raise
+
+        param_group.pre_forward, param_group.post_backward = begin_use, end_use
+
+    def _enter_backward(self) -> None:
+        """Note that a backward goes on, and begin it if it is new."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        self._enter_phase("backward")
+        self._tasks.add(task)
+        self._updates.backward_begins(task)
+        torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._end_backward(task)))
+
+    def _end_backward(self, task: int) -> None:
+        self._tasks.discard(task)
+        self._updates.backward_ends(task)
+        if not self._tasks:
+            self._enter_phase("between")
+
+
+class ShardUse:
+    """A use of an FSDPParamGroup, from its forward to its backward. See at_step.Caller."""
+
+    def __init__(self, module: int, groups: list[int]) -> None:
+        self.module = module
+        self.groups = groups
+        self.use = -1
 
 
 def _bind(shard: Shard, place: TensorLocation) -> None:
