@@ -226,11 +226,9 @@ class OffloadedModel:
 
     def initialize(self, values: Values) -> None:
         """Fill a model that was on the meta device with its initial values, group by group."""
-        for group in self.groups:
-            missing = values.missing(group.parameters)
-            if missing:
-                with self.gathering.gather(values.owners(missing), write=True):
-                    values.fill(missing)
+        for parameters, needed in values.batches(self._inventory.groups):
+            with self.gathering.gather(needed, write=True):
+                values.fill(parameters)
         values.finish()
         self._check_external()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,6 +90,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients on NVMe": {"gradients": "nvme"},
     "gradients on NVMe, clipped and accumulated": {"gradients": "nvme", "clip": True, "passes": 2},
     "gradients on NVMe, zeroed": {"gradients": "nvme", "zeroed": True},
+    "on meta, by a function": {"init": "function"},
+    "on meta, from a file": {"init": "file"},
+    "on meta, tied, by a function": {"init": "function", "change": tied},
+    "on meta, frozen, tied, from a file": {"init": "file", "change": lambda model: (tied(model), frozen(model))},
 }
 
 
@@ -98,10 +103,44 @@ def mesh_of(case: dict[str, Any]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-def make(case: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
+@torch.no_grad()
+def initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        module.reset_parameters()
+    if isinstance(module, Block):
+        module.scale.fill_(0.5)
+
+
+def make_whole(case: dict[str, Any]) -> Model:
     torch.manual_seed(0)
     model = Model()
     case.get("change", lambda model: None)(model)
+    if "init" in case:
+        torch.manual_seed(1)
+        for module in model.modules():
+            initialize(module)
+    return model
+
+
+def source_of_values(case: dict[str, Any], directory: Path) -> Any:
+    """Return `init=` of a model on meta, which gets the values of `make_whole`."""
+    if case.get("init") == "file":
+        if dist.get_rank() == 0:
+            values = dict(make_whole(case).named_parameters())
+            save_file({name: value.detach() for name, value in values.items()}, directory / "values.safetensors")
+        dist.barrier()
+        return directory / "values.safetensors"
+    torch.manual_seed(1)
+    return initialize if "init" in case else None
+
+
+def make(case: dict[str, Any], is_meta: bool = False) -> tuple[Model, torch.optim.Optimizer]:
+    if is_meta:
+        with torch.device("meta"):
+            model = Model()
+        case.get("change", lambda model: None)(model)
+    else:
+        model = make_whole(case)
     options: dict[str, Any] = {"reshard_after_forward": case.get("reshard", True)}
     if "policy" in case:
         options["mp_policy"] = case["policy"]
@@ -157,7 +196,7 @@ def dist_objects(own: Any) -> list[Any]:
 def run(directory: Path, name: str, update: str) -> None:
     case = CASES[name]
     plain, plain_optimizer = make(case)
-    swapped, optimizer = make(case)
+    swapped, optimizer = make(case, is_meta="init" in case)
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
     placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
     placement["gradients"] = case.get("gradients", "auto")
@@ -167,7 +206,9 @@ def run(directory: Path, name: str, update: str) -> None:
         except swapper.BudgetError as error:
             budget = max(dist_objects(named_budget(error)))
     with swapper.SwapManager(directory, host_memory=budget, resume="discard") as manager:
-        _, optimizer = manager.offload(swapped, optimizer, **placement)
+        values = source_of_values(case, directory.parent)
+        _, optimizer = manager.offload(swapped, optimizer, **placement, init=values)
+        assert not any(parameter.is_meta for parameter in swapped.parameters())
         schedulers = make_scheduler(plain_optimizer), make_scheduler(optimizer)
         for step in range(4):
             expected = train(plain, plain_optimizer, case, schedulers[0], step)

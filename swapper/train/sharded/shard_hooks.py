@@ -26,7 +26,7 @@ from swapper.train.layout.slices import TensorLocation
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.open_shards import OpenShards, local_of
-from swapper.train.sharded.shards import Shard, Shards
+from swapper.train.sharded.shards import Shard, Shards, sharded_like
 from swapper.train.updates.at_step import Updates
 
 
@@ -226,8 +226,13 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
     nbytes = shard.padded_numel * slot.spec.dtype.itemsize
     whole = own_storage(section.memory[slot.offset : slot.offset + nbytes]) if nbytes else section.memory[:0]
     data = whole.view(slot.spec.dtype)
+    local = data[: slot.spec.numel].view(slot.spec.shape)
+    parameter = shard.parameter
+    if parameter.is_meta:
+        real = nn.Parameter(sharded_like(local, parameter), requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]  # keeps the object
     shard.fsdp_param._sharded_param_data = data
-    shard.parameter._local_tensor = data[: slot.spec.numel].view(slot.spec.shape)  # type: ignore[attr-defined]
+    parameter._local_tensor = local  # type: ignore[attr-defined]
 
 
 def _take_gradient(shard: Shard, updates: Updates) -> Callable[[Any], None]:

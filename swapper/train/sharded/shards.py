@@ -43,6 +43,13 @@ class Shard:
         sharded: nn.Parameter = self.fsdp_param.sharded_param
         return sharded
 
+    @property
+    def rows(self) -> range:
+        """The rows of the whole parameter that this rank has."""
+        begin = self.fsdp_param.mesh_info.shard_mesh_rank * (self.fsdp_param.padded_sharded_param_size[0])
+        begin = min(begin, self.parameter.shape[0])
+        return range(begin, begin + (self.local.shape[0] if self.local.dim() else 0))
+
 
 class _Group(nn.Module):
     """The shards of one FSDPParamGroup, which are gathered together."""
@@ -147,7 +154,14 @@ def _begin(model: nn.Module) -> None:
         raise UnsupportedError(
             "parts of the model are sharded by fully_shard, and the model itself is not: call fully_shard(model) last"
         )
-    model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+    groups = param_groups_of(model)
+    for group in groups:
+        vars(group)["_validate_no_meta_params"] = lambda: None  # shards on meta get memory when they are bound
+    try:
+        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+    finally:
+        for group in groups:
+            del vars(group)["_validate_no_meta_params"]
 
 
 def _shard(name: str, fsdp_param: Any) -> Shard:
@@ -163,7 +177,7 @@ def _shard(name: str, fsdp_param: Any) -> Shard:
             f"parameter {name} has a CPUOffloadPolicy, which keeps all shards in host memory: leave it out, swapper decides"
         )
     part = fsdp_param.sharded_param._local_tensor
-    if part.device.type != "cpu":
+    if part.device.type not in ("cpu", "meta"):
         raise UnsupportedError(
             f"parameter {name} is sharded on {part.device}: so far swapper pages the shards of models on the CPU"
         )
