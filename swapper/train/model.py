@@ -172,7 +172,12 @@ class OffloadedModel:
 
     def _warn_of_strides(self) -> None:
         """Log a warning for parameters that are not contiguous: in their sections all are."""
-        strided = [name for group in self._inventory.groups for name, p in group.parameters if not p.is_contiguous()]
+        strided = [
+            name
+            for group in self._inventory.groups
+            for name, p in group.parameters
+            if not p.is_contiguous() and p.untyped_storage().nbytes() > p.element_size()  # else detached by a relayout
+        ]
         if strided:
             log.warning(
                 "offload: %s%s not contiguous (channels_last, transposed, expanded), and will be: everything is as in plain torch "
@@ -465,7 +470,7 @@ class OffloadedModel:
     def close(self, keep_cold: bool) -> None:
         """Remove the hooks. Paged parameters stay cold if `keep_cold`."""
         if self._shard_hooks is not None:
-            self._shard_hooks.remove()
+            self._shard_hooks.remove(keep_cold)
         if self._preparation is not None:
             self._preparation.remove()
         if self._passes is not None:

@@ -66,6 +66,13 @@ def checkpointed(model: Model) -> None:
     model.checkpoints = True
 
 
+def unfreeze(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    more = list(model.blocks[1].parameters())
+    for parameter in more:
+        parameter.requires_grad_(True)
+    optimizer.add_param_group({"params": more, "lr": 5e-3})
+
+
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
 
@@ -90,6 +97,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients on NVMe": {"gradients": "nvme"},
     "gradients on NVMe, clipped and accumulated": {"gradients": "nvme", "clip": True, "passes": 2},
     "gradients on NVMe, zeroed": {"gradients": "nvme", "zeroed": True},
+    "unfrozen": {"change": frozen, "unfrozen_at": 2},
+    "unfrozen, gradients on NVMe": {"change": frozen, "unfrozen_at": 1, "gradients": "nvme"},
+    "unfrozen, parameters in host memory": {"change": frozen, "unfrozen_at": 1, "params": "host"},
     "on meta, by a function": {"init": "function"},
     "on meta, from a file": {"init": "file"},
     "on meta, tied, by a function": {"init": "function", "change": tied},
@@ -200,9 +210,10 @@ def run(directory: Path, name: str, update: str) -> None:
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
     placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
     placement["gradients"] = case.get("gradients", "auto")
+    planned = make({}) if "unfrozen_at" in case else (swapped, optimizer)
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
-            manager.plan(swapped, optimizer, **placement)
+            manager.plan(*planned, **placement)
         except swapper.BudgetError as error:
             budget = max(dist_objects(named_budget(error)))
     with swapper.SwapManager(directory, host_memory=budget, resume="discard") as manager:
@@ -211,6 +222,9 @@ def run(directory: Path, name: str, update: str) -> None:
         assert not any(parameter.is_meta for parameter in swapped.parameters())
         schedulers = make_scheduler(plain_optimizer), make_scheduler(optimizer)
         for step in range(4):
+            if step == case.get("unfrozen_at"):
+                unfreeze(plain, plain_optimizer)
+                unfreeze(swapped, optimizer)
             expected = train(plain, plain_optimizer, case, schedulers[0], step)
             losses = train(swapped, optimizer, case, schedulers[1], step, manager)
             same(losses, expected, f"{name}: losses of step {step}")

@@ -18,7 +18,7 @@ from swapper.durability.commit import (
     describe_plans,
 )
 from swapper.durability.recovery import Commit, follow_placement, page_bytes_of
-from swapper.errors import ConfigError, StateError, UnsupportedError
+from swapper.errors import ConfigError, StateError
 from swapper.io.engines import Engine
 from swapper.io.tuning import find_tuning_of
 from swapper.train.layout.content import GivenSource
@@ -212,11 +212,10 @@ class SessionFactory:
         with current.turns.turn():
             current.check()
             current.training_step.check_between("training more parameters")
-            if isinstance(current.running("add_param_group").model.model, Shards):
-                raise UnsupportedError(
-                    "a sharded model cannot get more to train after manager.offload: unfreeze it, and give the optimizer all "
-                    "groups, before"
-                )
+            shards = current.running("add_param_group").model.model
+            if isinstance(shards, Shards):
+                self._directory.ranks.settle("train more parameters", shards.check_without_gradients, lambda _: None)
+                shards.follow_requires_grad()
             self._bind(None)
             step = self._clock.counters.step
             try:

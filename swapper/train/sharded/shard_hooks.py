@@ -105,8 +105,12 @@ class ShardHooks:
         for uses in self._uses.values():
             uses.clear()
 
-    def remove(self) -> None:
-        """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises."""
+    def remove(self, keep_cold: bool = True) -> None:
+        """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises.
+
+        Args:
+            keep_cold: else no shard keeps its memory, as others are to be bound instead.
+        """
         for handle in self._handles:
             handle.remove()
         for open_shards in self._open_shards:
@@ -119,11 +123,14 @@ class ShardHooks:
                 shard.local.grad = None
                 if isinstance(getattr(shard.parameter.grad, "_local_tensor", None), ColdShard):
                     shard.parameter.grad = None
-                if id(shard.local) in self._paged:
+                if not keep_cold:
+                    shard.fsdp_param._sharded_param_data = torch.empty(0, dtype=shard.local.dtype)
+                if not keep_cold or id(shard.local) in self._paged:
                     shard.parameter._local_tensor = _ClosedShard(shard.parameter._local_tensor)  # type: ignore[attr-defined]
 
     def _lease_around(self, param_group: Any, groups: list[GroupParameters]) -> None:
         """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
+        vars(param_group).pop("unshard", None)  # of an earlier session
         unshard, wait_for_unshard = param_group.unshard, param_group.wait_for_unshard
         alone = param_group._all_gather_process_group.size() == 1
 

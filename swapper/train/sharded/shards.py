@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.errors import UnsupportedError
+from swapper.errors import StateError, UnsupportedError
 from swapper.train.optimizer.optimizer_probe import StateForm
 
 
@@ -118,6 +118,21 @@ class Shards(nn.Module):
                 f"{name} does not treat each element by itself, and a rank has only a shard of each parameter: use an elementwise "
                 "optimizer (AdamW, SGD, ...) with a model that fully_shard has sharded"
             )
+
+    def check_without_gradients(self) -> None:
+        """Raise StateError if a parameter has a gradient, whose place is about to change."""
+        for shard in self.all:
+            if shard.parameter.grad is not None:
+                raise StateError(
+                    f"a sharded model gets more to train while {shard.name} has a gradient: call optimizer.add_param_group(...) "
+                    "between optimizer.zero_grad() and the next forward, with the parameters that are unfrozen then. Leave frozen "
+                    "ones out of the groups until then"
+                )
+
+    def follow_requires_grad(self) -> None:
+        """Have shards require gradients where the model's parameters do by now."""
+        for shard in self.all:
+            shard.local.requires_grad_(shard.parameter.requires_grad)
 
     @property
     def padded_numel(self) -> dict[int, int]:
@@ -230,6 +245,9 @@ class _GroupsOfShards(Sequence[Any]):
         if isinstance(index, slice):
             return [_GroupOfShards(group, self._shards) for group in groups]
         return _GroupOfShards(groups, self._shards)
+
+    def __delitem__(self, index: slice) -> None:
+        del self._optimizer.param_groups[index]
 
     def __len__(self) -> int:
         return len(self._optimizer.param_groups)
