@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -62,6 +63,13 @@ def frozen(model: Model) -> None:
         parameter.requires_grad_(False)
 
 
+def base_frozen(model: Model) -> None:
+    """As for LoRA: large weights are frozen, small ones are trained. Some are padded on some ranks."""
+    tied(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.dim() == 1 and "up" not in name)
+
+
 def checkpointed(model: Model) -> None:
     model.checkpoints = True
 
@@ -97,6 +105,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients on NVMe": {"gradients": "nvme"},
     "gradients on NVMe, clipped and accumulated": {"gradients": "nvme", "clip": True, "passes": 2},
     "gradients on NVMe, zeroed": {"gradients": "nvme", "zeroed": True},
+    "external": {"init": "file", "change": base_frozen, "external": True},
+    "external, bf16 compute": {
+        "init": "file",
+        "change": base_frozen,
+        "external": True,
+        "policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    },
     "unfrozen": {"change": frozen, "unfrozen_at": 2},
     "unfrozen, gradients on NVMe": {"change": frozen, "unfrozen_at": 1, "gradients": "nvme"},
     "unfrozen, parameters in host memory": {"change": frozen, "unfrozen_at": 1, "params": "host"},
@@ -140,7 +155,6 @@ def source_of_values(case: dict[str, Any], directory: Path) -> Any:
             save_file({name: value.detach() for name, value in values.items()}, directory / "values.safetensors")
         dist.barrier()
         return directory / "values.safetensors"
-    torch.manual_seed(1)
     return initialize if "init" in case else None
 
 
@@ -210,6 +224,9 @@ def run(directory: Path, name: str, update: str) -> None:
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
     placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
     placement["gradients"] = case.get("gradients", "auto")
+    values = source_of_values(case, directory.parent)
+    if "external" in case:
+        placement["external"] = swapper.ExternalWeights(path=values)
     planned = make({}) if "unfrozen_at" in case else (swapped, optimizer)
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
@@ -217,7 +234,7 @@ def run(directory: Path, name: str, update: str) -> None:
         except swapper.BudgetError as error:
             budget = max(dist_objects(named_budget(error)))
     with swapper.SwapManager(directory, host_memory=budget, resume="discard") as manager:
-        values = source_of_values(case, directory.parent)
+        torch.manual_seed(1)  # as in `make_whole`
         _, optimizer = manager.offload(swapped, optimizer, **placement, init=values)
         assert not any(parameter.is_meta for parameter in swapped.parameters())
         schedulers = make_scheduler(plain_optimizer), make_scheduler(optimizer)
@@ -237,6 +254,17 @@ def run(directory: Path, name: str, update: str) -> None:
                 module.reshard()
         same_state(swapped, optimizer, plain, plain_optimizer, name)
         assert manager.counters.bytes_read > 0
+        if "external" in case:
+            inventory = manager.current.run.plan.inventory
+            assert "blocks.0.down.weight" in inventory.external or dist.get_world_size() == 3
+            manager.snapshot(directory.with_name(f"{directory.name}-snapshot")).result()
+            loaded = dict(plain.named_parameters())
+            for parameter in loaded.values():
+                parameter.data.zero_()
+            state = {"model": get_model_state_dict(plain)}
+            dcp.load(state, storage_reader=dcp.FileSystemReader(directory.with_name(f"{directory.name}-snapshot")))
+            for key, parameter in swapped.named_parameters():
+                same(parameter, loaded[key], f"{name}: {key} of the snapshot")
         assert bool(manager.counters.written_bytes["grad"]) == ("gradients" in case)
         if name == "plain":
             look_and_load(manager, swapped, optimizer, plain, plain_optimizer)

@@ -18,7 +18,7 @@ from swapper.durability.commit import (
     describe_plans,
 )
 from swapper.durability.recovery import Commit, follow_placement, page_bytes_of
-from swapper.errors import ConfigError, StateError
+from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.engines import Engine
 from swapper.io.tuning import find_tuning_of
 from swapper.train.layout.content import GivenSource
@@ -156,6 +156,12 @@ class SessionFactory:
             check_buffers(_whole(plan.request.model), "a resumed run")
         elif plan.request.frozen is not None and not has_init:
             check_buffers(_whole(plan.request.model), "external")
+            for name, parameter in plan.request.model.named_parameters():
+                if parameter.is_meta and parameter.numel() and name not in plan.inventory.external:
+                    raise UnsupportedError(
+                        f"parameter {name} is on the meta device, and this rank cannot read its shard from external= in place, for "
+                        "FSDP2 pads it: pass the path as init= too, and it gets a copy of its own"
+                    )
         return plan
 
     def _agree(self, make: Callable[[], Plan]) -> Plan:

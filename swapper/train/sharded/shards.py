@@ -108,8 +108,11 @@ class Shards(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        if recurse:
+        if recurse and remove_duplicate:
             yield from ((shard.name, shard.local) for shard in self.all)
+        elif recurse:
+            named = self.model.named_parameters(prefix, remove_duplicate=False)
+            yield from ((name, self.of[id(parameter)].local) for name, parameter in named)
 
     def check_optimizer(self, forms: Iterable[StateForm], name: str) -> None:
         """Raise UnsupportedError if the optimizer looks at more than one element: it would see a shard for the whole."""
