@@ -23,6 +23,7 @@ from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorL
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
 from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_dtypes, check_supported, is_plain
 from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.sharded.shard_values import rows_of
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
@@ -199,7 +200,13 @@ def _find_external(
             f"external= ({str(frozen.source.path)!r}) has frozen parameters, and the model has none: call requires_grad_(False) "
             "before manager.offload"
         )
-    return frozen.find(model, wanted)
+    if not isinstance(model, Shards):
+        return frozen.find(model, wanted)
+    shards = {shard.name: shard for shard in model.all}
+    # FSDP2 reads the padding of a shard too, which is not in the file: that shard has a copy of its own.
+    whole = {name: p for name, p in wanted.items() if shards[name].padded_numel == p.numel()}
+    found = frozen.find(model, whole, model.whole_shapes)
+    return {name: rows_of(stored, shards[name]) for name, stored in found.items()}
 
 
 def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: Inventory | None) -> frozenset[str]:
