@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
 from swapper.device.device_placement import DeviceBudget, DevicePlacement, place_on_device
@@ -23,7 +24,7 @@ from swapper.paging.section import Section
 from swapper.runtime.sizes import format_bytes
 from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
-from swapper.train.layout.slices import TensorLocation, plan_slices
+from swapper.train.layout.slices import TensorLocation, largest_slice_pages
 from swapper.train.updates.sweep import Trainable, decoded_bytes
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
@@ -125,6 +126,7 @@ def _divide(
         lambda size: frames_needed(inventory, resident, size, step),
         explain,
         page_bytes,
+        lambda size: _frames_of_uses(inventory, resident, size, step)[0] + 2,
     )
 
 
@@ -232,26 +234,57 @@ def frames_needed(
         resident: tells if a section stays in memory.
         step: its variant.
     """
-    plans = [*inventory.plans, *inventory.grad_plans]
+    most, meanwhile = _frames_of_uses(inventory, resident, page_bytes, step)
+    kinds = _group_kinds(inventory)
+    plans = [plan for plan in (*inventory.plans, *inventory.grad_plans) if plan.group in kinds]
     sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
+    some = replace(inventory, groups=[group for group in inventory.groups if group.index in kinds])
+    for trainable in find_trainables(some, find_places(sections)):
+        # Several slices are leased at once: any, as parameters without gradients are skipped.
+        pages = largest_slice_pages(trainable.places, page_bytes)
+        most = max(most, meanwhile + (RING + 1 if step.updates_there else 2) * pages)
+    return most + 2
+
+
+def _frames_of_uses(
+    inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int, step: StepKind
+) -> tuple[int, int]:
+    """Return the maximum of frames that a forward or backward leases at once, and of those that it leases during an update."""
     group_pages = [0] * len(inventory.groups)
-    for section in sections:
-        if section.plan.family == "param":
-            group_pages[section.plan.group] += len(section.pages)
+    for plan in inventory.plans:
+        if plan.family == "param" and not resident(plan):
+            group_pages[plan.group] += -(-plan.nbytes // page_bytes)
     most, _ = largest_working_set(inventory.units, group_pages)
-    leaving = int(
-        any(section.transient and section.pages for section in sections)
-    )  # a page through which a gradient is written
+    leaving = int(not all(map(resident, inventory.grad_plans)))  # a page through which a gradient is written
     if step.on_device:
         most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
-    meanwhile = 0 if step.update == "step" else most + leaving * step.on_device
-    most += leaving
-    for trainable in find_trainables(inventory, find_places(sections)):
-        everything = [True] * len(trainable.places)
-        for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
-            # Several slices are leased at once: any, as parameters without gradients are skipped.
-            most = max(most, meanwhile + (RING + 1 if step.updates_there else 2) * len(part.access.pages))
-    return most + 2
+    return most + leaving, 0 if step.update == "step" else most + leaving * step.on_device
+
+
+def _group_kinds(inventory: Inventory) -> frozenset[int]:
+    """Return one group of each kind, the layers of a transformer being one: groups with equal sections have equal slices."""
+    plans: dict[int, list[SectionPlan]] = {}
+    for plan in (*inventory.plans, *inventory.grad_plans):
+        plans.setdefault(plan.group, []).append(plan)
+    kinds: dict[Any, int] = {}
+    for group in inventory.groups:
+        number = {name: at for at, (name, _) in enumerate(group.parameters)}
+        tensors = [
+            (
+                plan.family,
+                plan.dtype,
+                plan.nbytes,
+                slot.offset,
+                number[slot.spec.owner],
+                slot.spec.kind,
+                slot.spec.shape,
+            )
+            for plan in plans.get(group.index, ())
+            for slot in plan.slots
+        ]
+        forms = [inventory.forms.get(name) for name in number]
+        kinds.setdefault((tuple(tensors), tuple(forms), group.index in inventory.staying_state), group.index)
+    return frozenset(kinds.values())
 
 
 ByGroup = Mapping[int, Sequence[Task]]
