@@ -297,6 +297,7 @@ def expected_tasks(
     page_bytes: int,
     update: str,
     resident_set: Collection[int] | None = None,
+    passes: int = 1,
 ) -> list[Task]:
     """Predict a step from module order: forward, backward, optimizer. The first observed step replaces the prediction.
 
@@ -305,6 +306,7 @@ def expected_tasks(
         update: when.
         resident_set: the groups that stay on a device, if there is one: pages of parameters are used one by one there,
             and those of these groups for the first use after an update.
+        passes: forwards and backwards in a step, whose gradients accumulate.
     """
     pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
     for section in sections:
@@ -318,18 +320,28 @@ def expected_tasks(
     for group, indices in pages.items():
         uses = _uses(group, indices, resident_set is not None) if group not in kept or group in updated else []
         forward[group] = [Task("forward", group, uses)]
-    for group in sorted(pages, reverse=True):
-        uses = _uses(group, pages[group], resident_set is not None) if group not in kept else []
-        for places in reversed(updated[group].places if group in updated else ()):
-            uses += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
-        backward[group] = [Task("backward", group, uses)]
+    accumulating = dict(backward)  # with gradients of an earlier pass
+    for of_pass in (backward, accumulating):
+        for group in sorted(pages, reverse=True):
+            uses = _uses(group, pages[group], resident_set is not None) if group not in kept else []
+            for places in reversed(updated[group].places if group in updated else ()):
+                uses += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
+            of_pass[group] = [Task("backward", group, uses)]
     updates = {group: _updates_of(of, (True,) * len(of.places), page_bytes) for group, of in updated.items()}
     steps = [_step_of(updated, groups, page_bytes) for groups in inventory.ranges]
+    later = [by_group for _ in range(passes - 1) for by_group in (forward, accumulating)]
     if update == "deferred":
-        return list(_updating_in_forward(forward, backward, updates))
+        return [*_updating_in_forward(forward, backward, updates), *_in_order(later)]
     if update == "backward":
-        return list(_updating_in_backward(forward, backward, updates, 0 if resident_set is None else UPDATED_BEHIND))
-    return [task for by_group in (forward, backward, *steps) for of in by_group.values() for task in of]
+        *others, last = [backward, *later[1::2]]
+        before = [by_group for of in others for by_group in (forward, of)]
+        behind = 0 if resident_set is None else UPDATED_BEHIND
+        return [*_in_order(before), *_updating_in_backward(forward, last, updates, behind)]
+    return list(_in_order([forward, backward, *later, *steps]))
+
+
+def _in_order(parts: Sequence[ByGroup]) -> Iterator[Task]:
+    return (task for by_group in parts for of in by_group.values() for task in of)
 
 
 def _step_of(updated: Mapping[int, Trainable], groups: range, page_bytes: int) -> ByGroup:
