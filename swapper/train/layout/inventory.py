@@ -285,7 +285,7 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], TensorLo
             others = {key: place for key, place in of_key.items() if key not in like}
             found.parameters.append(parameter)
             grad = places.get((name, "grad"))
-            paged_grad = grad if grad is not None and grad.section.pages else None
+            paged_grad = grad if grad is not None and grad.section.page_count else None
             stays = group.index in inventory.staying_state
             param = places[name, "param"]
             found.places.append(ParameterLocations(name, param, state, others, form.may_cut, paged_grad, stays, coded))
@@ -313,7 +313,7 @@ def make_sections(
     for plan, offset in zip(plans, file_offsets, strict=True):
         section = Section(plan, offset, None if resident(plan) else page_bytes, first_page)
         section.guards_writes = plan.family == "param"
-        first_page += len(section.pages)
+        first_page += section.page_count
         sections.append(section)
     return sections
 
