@@ -4,7 +4,7 @@ whatever the budget, placement, update time and number of threads, over a close 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,12 @@ class Run:
     """A run of `Net` in bf16 with fp32 masters."""
 
     def __init__(
-        self, directory: Path, codec: Any, make_optimizer: Callable[[Any], Any] = adamw, **options: Any
+        self,
+        directory: Path,
+        codec: Any,
+        make_optimizer: Callable[[Any], Any] = adamw,
+        others: Sequence[Path] = (),
+        **options: Any,
     ) -> None:
         self.model = bf16_net()
         trained = options.pop("select", lambda model: model)(self.model)
@@ -70,7 +75,8 @@ class Run:
         self.options = {"params": "nvme", "optimizer_state": "nvme", "master_weights": torch.float32, **options}
         self.options["state_codec"] = codec
         budget = budget or smallest_budget(directory, self.model, self.optimizer, **self.options)
-        self.manager = swapper.SwapManager(directory, resume="auto", **for_manager({"host_memory": budget}))
+        directories = [directory, *others] if others else directory
+        self.manager = swapper.SwapManager(directories, resume="auto", **for_manager({"host_memory": budget}))
         _, self.optimizer = self.manager.offload(self.model, self.optimizer, **self.options)
         torch.manual_seed(self.manager.step)
 
@@ -121,6 +127,46 @@ def test_results_do_not_depend_on_placement_budget_or_update_time(tmp_path: Path
     losses, content = run_of(tmp_path / "other", codec, **PLACES[place])
     assert losses == expected[0]
     assert_same(content, expected[1])
+
+
+@pytest.mark.parametrize(
+    "drives, threads, place", [(2, 3, "all on the drive"), (3, 1, "deferred"), (3, 2, "in backward")]
+)
+@pytest.mark.parametrize("codec", ["split", *LOSSY])
+def test_results_do_not_depend_on_drives_and_threads(
+    tmp_path: Path, second_drive: Path, codec: str, drives: int, threads: int, place: str
+) -> None:
+    """The state lies over all of them, a snapshot is of one file, and the run goes on from them."""
+    losses, content = run_of(tmp_path / "one", codec, steps=4)
+    others = [second_drive, tmp_path / "third"][: drives - 1]
+    for path in (tmp_path / "first", *others):
+        path.mkdir(exist_ok=True)
+    before = torch.get_num_threads()
+
+    def run(steps: int) -> Run:
+        run = Run(tmp_path / "first", codec, others=others, host_memory="12MiB", **PLACES[place])
+        run.optimizer.register_step_pre_hook(lambda *_: torch.set_num_threads(threads))
+        run.optimizer.register_step_post_hook(lambda *_: torch.set_num_threads(before))
+        seen.extend(run.train(steps))
+        return run
+
+    seen: list[float] = []
+    first = run(2)
+    coded = [s for s in first.manager.current.run.sections if any(":" in slot.spec.kind for slot in s.plan.slots)]
+    assert {page.drive for section in coded for page in section.pages} == set(range(drives))
+    random_state = torch.get_rng_state()
+    first.close()
+    torch.set_rng_state(random_state)
+    second = run(0)
+    torch.set_rng_state(random_state)
+    seen.extend(second.train(2))
+    assert seen == losses
+    assert_same(second.content(), content)
+    second.manager.snapshot(tmp_path / "snapshot.pt").wait()
+    second.close()
+    loaded = swapper.checkpoint.load(tmp_path / "snapshot.pt")
+    assert_same(loaded["optimizer"]["state"], content["state"])
+    assert_same({key: loaded["master"][key] for key in content["masters"]}, content["masters"])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "nadam", "adamw amsgrad"])
