@@ -421,6 +421,62 @@ def test_values_that_a_codec_cannot_hold_are_refused_by_name(tmp_path: Path) -> 
     run.close()
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, OwnAdamW])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_an_infinite_gradient_is_refused_by_a_code_of_8_bits_and_kept_by_others(
+    tmp_path: Path, value: float, make: Any
+) -> None:
+    contents = {}
+    for codec in ("exact", "split", "bf16", "8bit"):
+        run = Run(tmp_path / codec, codec, partial(make, lr=1e-3))
+        run.train(1)
+        run.manager.current.run.committer.finish()
+        before = run.content()
+        torch.manual_seed(5)
+        run.model(torch.randint(0, 100, (2, 8))).float().sum().backward()
+        run.model.blocks[1].up.weight.grad[3, 7] = value
+        if codec == "8bit":
+            with pytest.raises(swapper.StateError, match=r"blocks\.1\.up\.weight.*cannot hold"):
+                run.optimizer.step()
+            assert_same(run.content(), before)
+        else:
+            run.optimizer.step()
+            contents[codec] = run.content()
+        run.close()
+    for codec in ("split", "bf16"):
+        weight = contents[codec]["parameters"]["blocks.1.up.weight"]
+        assert torch.equal(weight.isnan(), contents["exact"]["parameters"]["blocks.1.up.weight"].isnan())
+        assert weight.isnan().sum() == 1
+        for key in ("exp_avg", "exp_avg_sq"):
+            kept, exact = (
+                next(s[key] for s in contents[c]["state"].values() if not s[key].isfinite().all())
+                for c in (codec, "exact")
+            )
+            assert torch.equal(kept.isfinite(), exact.isfinite())
+            assert torch.equal(kept.isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize("value, codec", [(torch.nan, "moment8"), (torch.inf, "moment8"), (-1.0, "variance8")])
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_state_that_is_loaded_must_fit_its_code(tmp_path: Path, value: float, codec: str, update: str) -> None:
+    run = Run(tmp_path / "run", "8bit", update=update)
+    run.train(1)
+    before = run.content()
+    number = number_of(run, run.model.blocks[0].up.weight)
+    state = copy.deepcopy(run.optimizer.state_dict())
+    state["state"][number]["exp_avg" if codec == "moment8" else "exp_avg_sq"][2, 2] = value
+    with pytest.raises(ValueError, match=rf"blocks\.0\.up\.weight.*{codec}.*state_codec"):
+        run.optimizer.load_state_dict(state)
+    assert_same(run.content(), before)
+    run.close()
+    model = bf16_net()
+    optimizer = adamw(model.parameters())
+    optimizer.load_state_dict(state)
+    with swapper.SwapManager(tmp_path / "other", host_memory="64MiB") as manager:
+        with pytest.raises(swapper.StateError, match=rf"blocks\.0\.up\.weight.*{codec}"):
+            manager.offload(model, optimizer, master_weights=torch.float32, state_codec="8bit", update=update)
+
+
 WRONG = {
     "unknown name": ("9bit", {}, swapper.ConfigError, "'9bit'"),
     "unknown codec": ({"exp_avg": "split"}, {}, swapper.ConfigError, "'split' is not known for 'exp_avg'"),
