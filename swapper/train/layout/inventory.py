@@ -21,7 +21,14 @@ from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
-from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_dtypes, check_supported, is_plain
+from swapper.train.optimizer.optimizer_probe import (
+    OptimizerProbe,
+    StateForm,
+    check_dtypes,
+    check_masters,
+    check_supported,
+    is_plain,
+)
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.sharded.shard_values import rows_of
 from swapper.train.sharded.shards import Shards
@@ -156,6 +163,8 @@ def take_inventory(
             elif index is not None and name in with_gradient:
                 forms[name] = discovery.form(index, updated, parameter.dim())
                 dtypes.setdefault(index, set()).add(updated)
+                if updated != parameter.dtype:
+                    check_masters(optimizers.members[optimizers.locate(index)[0]])
             else:
                 continue
             _check_state(name, parameter, optimizers.state_of(parameter), forms[name], updated)
