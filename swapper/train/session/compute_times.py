@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper.errors import StateError
+from swapper.modules.cold import is_cold
+from swapper.modules.guarded import is_guarded
+from swapper.modules.operations import OperationTimes, record
 from swapper.paging.dry_run import Task
+from swapper.paging.planning.layout import SectionPlan
 from swapper.train.layout.inventory import Inventory
+from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.updates.update_rates import least_seconds, update_seconds
+from swapper.train.updates.update_times import find_update_times
+
+log = logging.getLogger("swapper")
+
+DRIVE_CPU_S_A_BYTE = 1e-10
+"""Seconds of a processor for each byte that moves: the engine's threads, checksums, mapping of pages. Measured beside plain torch
+(docs/measurements.md): 0.04 to 0.16 s a GB on two cores. All cores compute meanwhile, so a step computes so much longer."""
+
+COPIED_BYTES = 32 << 20
+"""Of a trial copy: more than most caches."""
 
 LARGEST_ROWS, LARGEST_SIDE = 1024, 2048
 """A trial's largest matrices; larger ones take longer in proportion: then they are far beyond a cache anyway."""
@@ -27,17 +45,93 @@ class ComputeTimes:
     Attributes:
         forward_s, backward_s: by group of parameters.
         update_s: of the optimizer, for one element.
+        group_update_s: the same by group, where it is known.
+        slice_s: of a slice of the optimizer's, in addition.
+        activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
     """
 
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
     update_s: float
+    group_update_s: Mapping[int, float] = field(default_factory=dict)
+    slice_s: float = 0.0
+    activation_bytes: int | None = None
 
     def of(self, task: Task) -> float:
         """Return the seconds of one task of a step."""
         if task.updated:
-            return task.updated * self.update_s
+            return task.updated * self.group_update_s.get(task.group, self.update_s) + self.slice_s
         return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
+
+    def faster(self, times: float) -> ComputeTimes:
+        """Return the seconds on a processor that is so many times as fast."""
+        forward, backward, update = (
+            {group: seconds / times for group, seconds in of.items()}
+            for of in (self.forward_s, self.backward_s, self.group_update_s)
+        )
+        slice_s, activations = self.slice_s / times, self.activation_bytes
+        return ComputeTimes(forward, backward, self.update_s / times, update, slice_s, activations)
+
+
+def calibrate(
+    model: nn.Module,
+    inventory: Inventory,
+    optimizers: OptimizerSet,
+    page_bytes: int,
+    copied: Sequence[SectionPlan],
+    tokens: int,
+    example: Sequence[Any] | Mapping[str, Any] | None,
+) -> ComputeTimes:
+    """Measure on this processor how long a step computes: each operation of forward and backward, and the update as it is done.
+
+    Args:
+        model: not offloaded yet.
+        page_bytes: of the plan.
+        copied: sections of gradients, into which swapper copies autograd's.
+        tokens: of a step; if there is no `example`, the model is tried with integers of shape (1, tokens).
+        example: arguments of the model, of a step, as they are or by name; its result is, or has, the loss.
+
+    Raises:
+        StateError: the model is offloaded.
+    """
+    if any(is_cold(parameter) or is_guarded(parameter) for parameter in model.parameters()):
+        raise StateError("the model is offloaded already: predict its step before manager.offload")
+    given: Any = (torch.zeros(1, tokens, dtype=torch.long, device="meta"),) if example is None else example
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
+    update = find_update_times(inventory, optimizers, page_bytes)
+    try:
+        recording = record(model, inventory.units, args, kwargs, bool(inventory.forms))
+    except Exception as error:  # of the user's model: what it needs is not known
+        log.warning(
+            "the model's operations could not be recorded (%s: %s): a prediction counts products of matrices only. Give "
+            "predict(..., example=(tensors,)), the arguments of a forward",
+            type(error).__name__, str(error).strip().split("\n")[0][:200],
+        )  # fmt: skip
+        found = find_compute(model, inventory, None, tokens, update_s=0.0)
+        return ComputeTimes(found.forward_s, found.backward_s, 0.0, update.element_s, update.parameter_s)
+    times, copying = OperationTimes(), _copying_seconds(copied)
+    by_phase = {
+        phase: {
+            group.index: times.of(phase, recording.counts.get((phase, group.index), {})) for group in inventory.groups
+        }
+        for phase in ("forward", "backward")
+    }
+    for group, seconds in copying.items():
+        by_phase["backward"][group] += seconds
+    return ComputeTimes(
+        by_phase["forward"], by_phase["backward"], 0.0, update.element_s, update.parameter_s, recording.peak_bytes
+    )
+
+
+def _copying_seconds(plans: Sequence[SectionPlan]) -> dict[int, float]:
+    """Return by group how long it takes to copy the gradients of these sections."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    byte_s = least_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
+    found: dict[int, float] = {}
+    for plan in plans:
+        found[plan.group] = found.get(plan.group, 0.0) + plan.nbytes * byte_s
+    return found
 
 
 def find_compute(
