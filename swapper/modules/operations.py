@@ -120,7 +120,12 @@ def _form_of(leaf: Any) -> Any:
 
 
 def record(
-    model: nn.Module, units: Sequence[Unit], args: Sequence[Any], kwargs: Mapping[str, Any], train: bool
+    model: nn.Module,
+    units: Sequence[Unit],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    train: bool,
+    dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> Recording:
     """Record `model(*args, **kwargs)`, and with `train` the backward of its loss.
 
@@ -129,6 +134,7 @@ def record(
 
     Args:
         units: modules by name, whose operations count for their first group; others count for the group before.
+        dtypes: of parameters by id, if they are to have others than now.
 
     Raises:
         Exception: what the model raises, or what fake tensors do: they have no values.
@@ -138,7 +144,7 @@ def record(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder()
     with fake, torch.set_grad_enabled(train):
-        clone = _without_memory(model)
+        clone = _without_memory(model, dtypes or {})
         _watch(clone, {unit.name: unit.groups[0] for unit in units if unit.groups}, recorder)
         given, named = _pytree.tree_map_only(torch.Tensor, _fake_like, (tuple(args), dict(kwargs)))
         with recorder:
@@ -153,11 +159,12 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
+def _without_memory(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Module:
     """Return a copy of `model` whose parameters and buffers have no memory."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(_fake_like(parameter.detach()), parameter.requires_grad)
+        fake = _fake_like(parameter.detach()).to(dtypes.get(id(parameter), parameter.dtype))
+        memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = _fake_like(buffer.detach())
     clone = copy.deepcopy(model, memo)
@@ -303,3 +310,13 @@ def _halved(form: TensorForm, size: int) -> TensorForm:
         stride[dim] = step if form.stride[dim] else 0
         step *= shape[dim] if form.stride[dim] else 1
     return TensorForm(shape, tuple(stride), form.dtype)
+
+
+def least_seconds(act: Callable[[], object], times: int = 2) -> float:
+    """Return the seconds of the fastest of several calls."""
+    best = math.inf
+    for _ in range(times):
+        began_s = time.perf_counter()
+        act()
+        best = min(best, time.perf_counter() - began_s)
+    return best

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,19 +17,15 @@ from torch.optim import Optimizer
 from swapper.errors import StateError
 from swapper.modules.cold import is_cold
 from swapper.modules.guarded import is_guarded
-from swapper.modules.operations import OperationTimes, record
+from swapper.modules.operations import OperationTimes, least_seconds, record
 from swapper.paging.dry_run import Task
 from swapper.paging.planning.layout import SectionPlan
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.updates.update_rates import least_seconds, update_seconds
+from swapper.train.updates.update_rates import update_seconds
 from swapper.train.updates.update_times import find_update_times
 
 log = logging.getLogger("swapper")
-
-DRIVE_CPU_S_A_BYTE = 1e-10
-"""Seconds of a processor for each byte that moves: the engine's threads, checksums, mapping of pages. Measured beside plain torch
-(docs/measurements.md): 0.04 to 0.16 s a GB on two cores. All cores compute meanwhile, so a step computes so much longer."""
 
 COPIED_BYTES = 32 << 20
 """Of a trial copy: more than most caches."""
@@ -47,6 +43,7 @@ class ComputeTimes:
         update_s: of the optimizer, for one element.
         group_update_s: the same by group, where it is known.
         slice_s: of a slice of the optimizer's, in addition.
+        copied_byte_s: of a byte of a gradient that swapper copies to its slot.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
     """
 
@@ -55,6 +52,7 @@ class ComputeTimes:
     update_s: float
     group_update_s: Mapping[int, float] = field(default_factory=dict)
     slice_s: float = 0.0
+    copied_byte_s: float = 0.0
     activation_bytes: int | None = None
 
     def of(self, task: Task) -> float:
@@ -69,8 +67,17 @@ class ComputeTimes:
             {group: seconds / times for group, seconds in of.items()}
             for of in (self.forward_s, self.backward_s, self.group_update_s)
         )
-        slice_s, activations = self.slice_s / times, self.activation_bytes
-        return ComputeTimes(forward, backward, self.update_s / times, update, slice_s, activations)
+        return ComputeTimes(
+            forward, backward, self.update_s / times, update, self.slice_s / times, self.copied_byte_s / times,
+            self.activation_bytes,
+        )  # fmt: skip
+
+    def with_copies(self, plans: Sequence[SectionPlan]) -> ComputeTimes:
+        """Return the seconds with those in which backward copies gradients to these sections."""
+        backward = dict(self.backward_s)
+        for plan in plans:
+            backward[plan.group] += plan.nbytes * self.copied_byte_s
+        return replace(self, backward_s=backward)
 
 
 def calibrate(
@@ -78,7 +85,6 @@ def calibrate(
     inventory: Inventory,
     optimizers: OptimizerSet,
     page_bytes: int,
-    copied: Sequence[SectionPlan],
     tokens: int,
     example: Sequence[Any] | Mapping[str, Any] | None,
 ) -> ComputeTimes:
@@ -87,7 +93,6 @@ def calibrate(
     Args:
         model: not offloaded yet.
         page_bytes: of the plan.
-        copied: sections of gradients, into which swapper copies autograd's.
         tokens: of a step; if there is no `example`, the model is tried with integers of shape (1, tokens).
         example: arguments of the model, of a step, as they are or by name; its result is, or has, the loss.
 
@@ -108,30 +113,32 @@ def calibrate(
             type(error).__name__, str(error).strip().split("\n")[0][:200],
         )  # fmt: skip
         found = find_compute(model, inventory, None, tokens, update_s=0.0)
-        return ComputeTimes(found.forward_s, found.backward_s, 0.0, update.element_s, update.parameter_s)
-    times, copying = OperationTimes(), _copying_seconds(copied)
+        return replace(
+            found, group_update_s=update.element_s, slice_s=update.parameter_s, copied_byte_s=_copying_seconds()
+        )
+    times = OperationTimes()
     by_phase = {
         phase: {
             group.index: times.of(phase, recording.counts.get((phase, group.index), {})) for group in inventory.groups
         }
         for phase in ("forward", "backward")
     }
-    for group, seconds in copying.items():
-        by_phase["backward"][group] += seconds
     return ComputeTimes(
-        by_phase["forward"], by_phase["backward"], 0.0, update.element_s, update.parameter_s, recording.peak_bytes
+        by_phase["forward"],
+        by_phase["backward"],
+        0.0,
+        update.element_s,
+        update.parameter_s,
+        _copying_seconds(),
+        recording.peak_bytes,
     )
 
 
-def _copying_seconds(plans: Sequence[SectionPlan]) -> dict[int, float]:
-    """Return by group how long it takes to copy the gradients of these sections."""
+def _copying_seconds() -> float:
+    """Return how long it takes to copy a byte of a gradient."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    byte_s = least_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
-    found: dict[int, float] = {}
-    for plan in plans:
-        found[plan.group] = found.get(plan.group, 0.0) + plan.nbytes * byte_s
-    return found
+    return least_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
 
 
 def find_compute(

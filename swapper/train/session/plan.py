@@ -24,7 +24,7 @@ from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section, pieces_of
 from swapper.paging.store.swap_files import TURNS
-from swapper.paging.virtual_drive import DriveRates, VirtualDrive
+from swapper.paging.virtual_drive import DRIVE_CPU_S_A_BYTE, DriveRates, VirtualDrive
 from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.sizes import format_bytes, parse_bytes
 from swapper.runtime.stats import StepStats, by_family
@@ -42,7 +42,7 @@ from swapper.train.layout.train_placement import (
     state_bytes,
     without_gradients,
 )
-from swapper.train.session.compute_times import DRIVE_CPU_S_A_BYTE, ComputeTimes, calibrate
+from swapper.train.session.compute_times import ComputeTimes, calibrate
 from swapper.train.session.request import Request
 from swapper.train.sharded.buffers import buffer_bytes
 from swapper.train.sharded.shards import Shards
@@ -250,7 +250,7 @@ class Plan:
                 f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together"
             )
         drive = self.drive_rates(drive_read, drive_write)
-        return self.predict_on(drive, self.measure_compute(tokens, example))
+        return self.predict_on(drive, self.with_copies(self.measure_compute(tokens, example)))
 
     def predict_on(self, drive: DriveRates, compute: ComputeTimes) -> StepStats:
         """Predict a step, as `predict`, on a drive with these rates and with this computing."""
@@ -271,8 +271,12 @@ class Plan:
             )
         request = self.request
         return calibrate(
-            request.model, self.inventory, request.optimizers, self.budget.page_bytes, self._placed_grad_plans, tokens, example
+            request.model, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example
         )  # fmt: skip
+
+    def with_copies(self, compute: ComputeTimes) -> ComputeTimes:
+        """Return what is computed with this placement: it has copies of gradients too."""
+        return compute.with_copies(self._placed_grad_plans)
 
     def _savings(self, drive: DriveRates, compute: ComputeTimes, step_s: float) -> dict[str, float]:
         """Return the seconds of a step that a better machine would save, by what is better: by simulation."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from swapper.modules.groups import Group
+from swapper.modules.operations import least_seconds
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import TensorSpec, plan_group
 from swapper.runtime.counters import Counters
@@ -30,7 +31,6 @@ from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.updates.sweep import GroupUpdate, Sweep
-from swapper.train.updates.update_rates import least_seconds
 
 TRIAL_ELEMENTS = 1 << 22
 """Elements of a trial: with their state more than a processor's cache. A larger parameter that may be cut is cut to that."""
