@@ -280,7 +280,8 @@ class SwapManager:
         example: Sequence[Any] | Mapping[str, Any] | None = None,
         drive_read: int | str | None = None,
         drive_write: int | str | None = None,
-        state_codecs: Sequence[str] = ("exact",),
+        state_codecs: Sequence[str | Mapping[str, str]] = ("exact",),
+        updates: Sequence[str] = ("step", "deferred"),
         **options: Any,
     ) -> Plan:
         """Return the plan whose step is predicted to be the shortest within the budget. Print it, and pass it to `offload`.
@@ -292,6 +293,7 @@ class SwapManager:
             model, optimizer: as of `offload`, which gets the plan.
             tokens, example, drive_read, drive_write: see `Plan.predict`.
             state_codecs: that may be used; codecs other than "exact" and "split" change results.
+            updates: that may be used. "backward" excludes clipping and more (docs/training.md): it is not tried unasked.
             options: of `offload`, which are not tried then: params="nvme", master_weights=torch.float32, ...
 
         Raises: as `plan` and `Plan.predict`.
@@ -303,7 +305,8 @@ class SwapManager:
         if unknown := options.keys() - {one.name for one in fields(OffloadOptions)}:
             raise ConfigError(f"{', '.join(sorted(unknown))}: not an option of manager.offload")
         codecs = [options["state_codec"]] if "state_codec" in options else state_codecs
-        plan = choose_fastest(plan_for, options, codecs, tokens, example, (drive_read, drive_write))
+        updates = [options["update"]] if "update" in options else updates
+        plan = choose_fastest(plan_for, options, codecs, updates, tokens, example, (drive_read, drive_write))
         log.info("fastest: %s", plan.found.why)
         return plan
 

@@ -9,6 +9,7 @@ in a memory that is larger than a processor's cache, each time elsewhere: weight
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections import Counter
@@ -23,6 +24,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swapper.modules.groups import Unit
+
+log = logging.getLogger("swapper")
 
 SCRATCH_BYTES = 64 << 20
 """Memory for the tensors of a trial, of each dtype: larger than most caches. An operation on more is measured on a part."""
@@ -72,10 +75,12 @@ class Recording:
     Attributes:
         counts: how often each operation ran, by phase ("forward" or "backward") and group.
         peak_bytes: of results that were in memory at once: activations, gradients that pass by, temporary tensors.
+        with_gradients_bytes: the same, if the gradients of parameters stay.
     """
 
     counts: Mapping[tuple[str, int], Counter[Operation]]
     peak_bytes: int
+    with_gradients_bytes: int
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -85,7 +90,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase, self.group = "forward", 0
         self.counts: dict[tuple[str, int], Counter[Operation]] = {}
-        self.peak_bytes = 0
+        self.peak_bytes = self.with_gradients_bytes = 0
+        self.gradient_bytes = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,7 +112,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for storage in storages:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._live[reference.cdata] = reference, storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._live.values()))
+        live_bytes = sum(nbytes for _, nbytes in self._live.values())
+        self.peak_bytes = max(self.peak_bytes, live_bytes)
+        self.with_gradients_bytes = max(self.with_gradients_bytes, live_bytes + self.gradient_bytes)
+
+    def drop_gradient(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient has come, which goes elsewhere."""
+        self.gradient_bytes += parameter.nbytes
+        parameter.grad = None
 
 
 def _form_of(leaf: Any) -> Any:
@@ -152,7 +165,7 @@ def record(
             if train:
                 recorder.phase = "backward"
                 loss.backward()  # type: ignore[no-untyped-call]
-    return Recording(recorder.counts, recorder.peak_bytes)
+    return Recording(recorder.counts, recorder.peak_bytes, max(recorder.with_gradients_bytes, recorder.gradient_bytes))
 
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,15 +180,7 @@ def _without_memory(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.M
         memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = _fake_like(buffer.detach())
-    clone = copy.deepcopy(model, memo)
-    for parameter in clone.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-    return clone
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+    return copy.deepcopy(model, memo)
 
 
 def _watch(model: nn.Module, group_of: Mapping[str, int], recorder: _Recorder) -> None:
@@ -188,7 +193,7 @@ def _watch(model: nn.Module, group_of: Mapping[str, int], recorder: _Recorder) -
 
         return note
 
-    def leave(group: int, outer: list[int]) -> Callable[..., None]:
+    def leave(group: int) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, result: Any) -> None:
             for leaf in _pytree.tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -196,10 +201,13 @@ def _watch(model: nn.Module, group_of: Mapping[str, int], recorder: _Recorder) -
 
         return note
 
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(recorder.drop_gradient)  # type: ignore[no-untyped-call]
     for name, module in model.named_modules():
         if name in group_of:
             module.register_forward_pre_hook(enter(group_of[name]), prepend=True)
-            module.register_forward_hook(leave(group_of[name], []))
+            module.register_forward_hook(leave(group_of[name]))
 
 
 def _loss_of(result: Any) -> torch.Tensor:
@@ -222,12 +230,18 @@ class OperationTimes:
         self._known: dict[Operation, float] = {}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._next: Counter[torch.dtype] = Counter()
-        self.call_s = {"forward": 0.0, "backward": 0.0}
+        self.call_s = {"forward": 0.0, "backward": 0.0}  # until it is measured
         self.call_s = self._measure_calls()
 
     def of(self, phase: str, counts: Mapping[Operation, int]) -> float:
         """Return the seconds of all of these operations of a phase."""
         return sum(count * (self.seconds(operation) + self.call_s[phase]) for operation, count in counts.items())
+
+    def product(self, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
+        """Return the seconds of a product of (rows, inputs) and transposed (outputs, inputs) matrices."""
+        forms = TensorForm((rows, inputs), (inputs, 1), dtype), TensorForm((inputs, outputs), (1, inputs), dtype)
+        _, tree = _pytree.tree_flatten((forms, {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
+        return self.seconds(Operation(torch.ops.aten.mm.default, forms, tree))
 
     def _measure_calls(self) -> dict[str, float]:
         """Compare a model of small operations with the operations alone."""
@@ -256,14 +270,15 @@ class OperationTimes:
         return self._known[operation]
 
     def _measure(self, operation: Operation) -> float:
-        part, share = _part_of(operation)
+        part, share = part_of(operation)
         best, spent_s, trials = math.inf, 0.0, 0
         while trials < MIN_TRIALS or (trials < TRIALS and spent_s < TRIAL_S):
             args, kwargs = _pytree.tree_unflatten([self._make(leaf) for leaf in part.leaves], part.tree)
             began_s = time.perf_counter()
             try:
                 part.function(*args, **kwargs)
-            except Exception:  # it needs values of some kind: random states, sizes in tensors
+            except Exception as error:  # it needs values of some kind: random states, sizes in tensors
+                log.warning("%s cannot be measured alone, and counts as no time: %s", part.function, error)
                 return 0.0
             seconds = time.perf_counter() - began_s
             best, spent_s, trials = min(best, seconds), spent_s + seconds, trials + 1
@@ -283,22 +298,26 @@ class OperationTimes:
         return scratch.as_strided(leaf.shape, leaf.stride, begin)
 
 
-def _part_of(operation: Operation) -> tuple[Operation, float]:
+def part_of(operation: Operation) -> tuple[Operation, float]:
     """Return the operation on a part of its data that fits the scratch, and which part of the work that is."""
-    forms = operation.forms
-    share = 1.0
-    leaves = operation.leaves
-    while max((leaf.nbytes for leaf in leaves if isinstance(leaf, TensorForm)), default=0) > SCRATCH_BYTES // 4:
-        sizes = Counter(n for leaf in leaves if isinstance(leaf, TensorForm) for n in set(leaf.shape) if n > 1)
-        largest = max(sizes)
-        leaves = tuple(_halved(leaf, largest) if isinstance(leaf, TensorForm) else leaf for leaf in leaves)
+    part = operation
+    while max((form.nbytes for form in part.forms), default=0) > SCRATCH_BYTES // 4:
+        largest = max(n for form in part.forms for n in form.shape)
+        leaves = tuple(_halved(leaf, largest) if isinstance(leaf, TensorForm) else leaf for leaf in part.leaves)
         leaves = tuple(leaf // 2 if type(leaf) is int and leaf == largest else leaf for leaf in leaves)
-        share /= 2
-    return (
-        (operation, 1.0)
-        if not forms or share == 1.0
-        else (Operation(operation.function, leaves, operation.tree), share)
-    )
+        part = Operation(operation.function, leaves, operation.tree)
+    return part, 1.0 if part is operation else _work(part) / _work(operation)
+
+
+def _work(operation: Operation) -> int:
+    """Return a number that grows as the operation's time does: of products and attention their products, else elements."""
+    forms, name = operation.forms, str(operation.function)
+    if any(f".{product}." in name for product in PRODUCTS) and len(forms) >= 2:
+        return math.prod(forms[-2].shape) * forms[-1].shape[-1]
+    if "scaled_dot_product" in name and len(forms) >= 3:
+        queries, keys = forms[1:3] if "backward" in name else forms[:2]
+        return math.prod(queries.shape) * keys.shape[-2]
+    return sum(math.prod(form.shape) for form in forms)
 
 
 def _halved(form: TensorForm, size: int) -> TensorForm:

@@ -6,17 +6,19 @@ pass reads every weight; later ones read what does not stay.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from swapper.errors import ConfigError, UnsupportedError
+from swapper.errors import ConfigError
 from swapper.formats.sources import Rename, Source, open_source
 from swapper.infer.mapping.matching import Match, Weight, match
+from swapper.infer.operators.experts import are_experts
 from swapper.infer.planning.infer_placement import Fit, fit
 from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.streaming import paged_sections
@@ -31,6 +33,8 @@ from swapper.paging.virtual_drive import DRIVE_CPU_S_A_BYTE, DriveRates, Virtual
 from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.sizes import format_bytes, parse_bytes
 from swapper.runtime.stats import StepStats
+
+log = logging.getLogger("swapper")
 
 TRIAL_ROWS = 256
 """Rows of a quantized matrix in the trial that finds how long it takes to compute the weight."""
@@ -101,8 +105,8 @@ class LoadPlan:
     ) -> LoadPrediction:
         """Predict the seconds of the first token, after a prompt, and of each token after it.
 
-        Computing is measured here and now, in some seconds: the operations of a forward, and how long weights in few bits take to
-        become wide. A cache of keys and values is not in it.
+        The computing is measured here and now, in some seconds: the operations of a forward, and the computing of weights that
+        are stored otherwise. A cache of keys and values is not in it.
 
         Args:
             tokens: of the prompt, of one sample.
@@ -113,13 +117,13 @@ class LoadPlan:
 
         Raises:
             ConfigError: the drive's speed is not known, or a value is not positive; a mixture needs `experts`.
-            UnsupportedError: the model's operations cannot be recorded.
         """
         if drive_read is None:
             tuning = find_tuning(next(iter(self.source.stamps)).parent)
             if tuning is None:
                 raise ConfigError(
-                    "the drive's speed is not known: run `swapper tune DIR`, or give predict(..., drive_read='7GB'), its bytes a second"
+                    "the drive's speed is not known: run `swapper tune DIR`, or give predict(..., "
+                    "drive_read='7GB'), its bytes a second"
                 )
             rate: float = tuning.read_bytes_per_s
         else:
@@ -149,9 +153,9 @@ class LoadPlan:
         prompt = (_tokens(batch, tokens),) if example is None else tuple(example)
         times, made = OperationTimes(), self._making_seconds()
         streamed = self.fitting.placement.streamed
-        computing, activation_bytes = self._computing(times, prompt, made)
+        computing, activation_bytes = self._computing(times, prompt, made, experts)
         first = self._pass(drive, computing, None, self._on_demand(experts, batch * tokens))
-        computing, _ = self._computing(times, (_tokens(batch, 1),), made)
+        computing, _ = self._computing(times, (_tokens(batch, 1),), made, experts)
         token = self._pass(drive, computing, streamed, self._on_demand(experts, batch))
         return LoadPrediction(first, token, activation_bytes)
 
@@ -170,22 +174,42 @@ class LoadPlan:
         return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
     def _computing(
-        self, times: OperationTimes, args: Sequence[Any], made: dict[int, float]
+        self, times: OperationTimes, args: Sequence[Any], made: dict[int, float], experts: ExpertUse | None
     ) -> tuple[dict[int, float], int]:
         """Return the seconds of a pass, by group, and the peak bytes of its results."""
         dtypes = {id(weight.parameter): weight.recipe.dtype for weight in self.matched.weights}
-        units = by_module(self.model)[1]
-        try:
-            recording = record(self.model, units, args, {}, False, dtypes)
-        except Exception as error:  # of the user's model
-            raise UnsupportedError(
-                f"the model's operations could not be recorded ({type(error).__name__}: {error}): give predict(..., "
-                "example=(tensors,)), the arguments of a forward"
-            ) from error
         found = {group.index: made.get(group.index, 0.0) for group in self.fitting.plan.groups}
+        try:
+            recording = record(self.model, by_module(self.model)[1], args, {}, False, dtypes)
+        except Exception as error:  # of the user's model; a mixture's experts depend on values
+            log.warning(
+                "the model's operations could not be recorded (%s: %s): a prediction counts products of matrices only",
+                type(error).__name__, str(error).strip().split("\n")[0][:200],
+            )  # fmt: skip
+            rows = next((leaf.numel() for leaf in args if isinstance(leaf, torch.Tensor)), 1)
+            for group, seconds in self._products(times, rows, experts):
+                found[group] += seconds
+            return found, 0
         for (phase, group), operations in recording.counts.items():
             found[group] += times.of(phase, operations)
         return found, recording.peak_bytes
+
+    def _products(self, times: OperationTimes, rows: int, experts: ExpertUse | None) -> Iterator[tuple[int, float]]:
+        """Yield the seconds of the products of matrices with this many rows, with their groups."""
+        plan = self.fitting.plan
+        layers = {id(of.parameter): len(of.recipes) for layer in plan.experts for of in layer}
+        demanded = {group for groups in plan.demanded for group in groups}
+        tables = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        used = 0 if experts is None else experts.experts
+        for group in plan.groups:
+            for weight in group.weights:
+                shape = weight.parameter.shape
+                if len(shape) < 2 or id(weight.parameter) in tables:
+                    continue
+                count = layers.get(id(weight.parameter), self._experts_a_layer if group.index in demanded else 0)
+                share = min(used * rows / count, rows) if count else rows
+                seconds = times.product(max(round(share), 1), shape[-2], shape[-1], weight.recipe.dtype)
+                yield group.index, seconds * min(count, used * rows) if id(weight.parameter) in layers else seconds
 
     def _making_seconds(self) -> dict[int, float]:
         """Return how long it takes to compute the weights that are stored otherwise, by group."""
@@ -200,15 +224,21 @@ class LoadPlan:
                     found[group.index] = found.get(group.index, 0.0) + element_s[kind] * weight.parameter.numel()
         return found
 
+    @property
+    def _experts_a_layer(self) -> int:
+        """Experts of a layer that are modules of their own: as many in each layer."""
+        lists = sum(are_experts(name, module) for name, module in self.model.named_modules())
+        return len(self.fitting.plan.demanded) // max(lists, 1)
+
     def _on_demand(self, experts: ExpertUse | None, tokens: int) -> float:
         """Return the bytes of experts that a pass waits for."""
         plan = self.fitting.plan
         if experts is None:
             return 0.0
         layers = [(sum(of.stored_bytes for of in layer), len(layer[0].recipes)) for layer in plan.experts]
-        if plan.demanded:  # modules of their own: as many in each layer
-            sizes = [sum(run.nbytes for group in expert for run in plan.groups[group].runs) for expert in plan.demanded]
-            layers.append((sum(sizes), len(sizes)))
+        if plan.demanded:  # modules of their own
+            runs = [run for expert in plan.demanded for group in expert for run in plan.groups[group].runs]
+            layers.append((sum(run.nbytes for run in runs), self._experts_a_layer))
         used = [min(experts.experts * tokens, count) / count * nbytes for nbytes, count in layers]
         return sum(used) * (1 - experts.hit_rate)
 
@@ -244,7 +274,10 @@ class LoadPlan:
             step = dry.clock.stats()
         else:
             step = dry.time()
-        return _with_reads(step, int(sum(cut_bytes.values()) + demanded_bytes), demanded_bytes / drive.read)
+        used = {index for task in tasks for access in task.accesses for index in access.pages}
+        nbytes = sum(page.nbytes for section in flat for page in section.pages if page.index in used)
+        nbytes += int(sum(cut_bytes.values()) + demanded_bytes)
+        return _with_reads(step, nbytes, demanded_bytes / drive.read)
 
 
 def plan_load(
@@ -270,11 +303,10 @@ def plan_load(
 
 
 def _with_reads(step: StepStats, nbytes: int, wait_s: float) -> StepStats:
-    """Add reads that no page has, and a wait for some of them."""
+    """Return the pass with the bytes that it needs, not those read for the next one; and with a wait that no page has."""
     forward = step.phases["forward"]
-    read = {**forward.read_bytes, "param": forward.read_bytes.get("param", 0) + nbytes}
     wall_s, read_wait_s = forward.wall_s + wait_s, forward.read_wait_s + wait_s
-    forward = replace(forward, wall_s=wall_s, read_wait_s=read_wait_s, read_bytes=read)
+    forward = replace(forward, wall_s=wall_s, read_wait_s=read_wait_s, read_bytes={"param": nbytes})
     return replace(step, phases={**step.phases, "forward": forward})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,9 +28,6 @@ log = logging.getLogger("swapper")
 COPIED_BYTES = 32 << 20
 """Of a trial copy: more than most caches."""
 
-LARGEST_ROWS, LARGEST_SIDE = 1024, 2048
-"""A trial's largest matrices; larger ones take longer in proportion: then they are far beyond a cache anyway."""
-
 
 @dataclass(frozen=True)
 class ComputeTimes:
@@ -45,6 +40,7 @@ class ComputeTimes:
         slice_s: of a slice of the optimizer's, in addition.
         copied_byte_s: of a byte of a gradient that swapper copies to its slot.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
+        with_gradients_bytes: the same with all gradients, which stay autograd's own.
     """
 
     forward_s: Mapping[int, float]
@@ -54,6 +50,7 @@ class ComputeTimes:
     slice_s: float = 0.0
     copied_byte_s: float = 0.0
     activation_bytes: int | None = None
+    with_gradients_bytes: int | None = None
 
     def of(self, task: Task) -> float:
         """Return the seconds of one task of a step."""
@@ -67,9 +64,9 @@ class ComputeTimes:
             {group: seconds / times for group, seconds in of.items()}
             for of in (self.forward_s, self.backward_s, self.group_update_s)
         )
-        return ComputeTimes(
-            forward, backward, self.update_s / times, update, self.slice_s / times, self.copied_byte_s / times,
-            self.activation_bytes,
+        return replace(
+            self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
+            slice_s=self.slice_s / times, copied_byte_s=self.copied_byte_s / times,
         )  # fmt: skip
 
     def with_copies(self, plans: Sequence[SectionPlan]) -> ComputeTimes:
@@ -131,6 +128,7 @@ def calibrate(
         update.parameter_s,
         _copying_seconds(),
         recording.peak_bytes,
+        recording.with_gradients_bytes,
     )
 
 
@@ -162,27 +160,18 @@ def find_compute(
     forward: dict[int, float] = {group.index: 0.0 for group in inventory.groups}
     backward = dict(forward)
     group_of = {id(parameter): group.index for group in inventory.groups for _, parameter in group.parameters}
-    product_seconds = functools.cache(_product_seconds)
+    times = OperationTimes() if flops is None else None
     for module in model.modules():
         for parameter in () if isinstance(module, nn.Embedding) else module._parameters.values():
             if parameter is not None and parameter.dim() >= 2:
                 outputs, group = parameter.shape[0], group_of[id(parameter)]
                 inputs = parameter.numel() // outputs
-                if flops is None:
-                    seconds = product_seconds(tokens, outputs, inputs, parameter.dtype)
+                if times is not None:
+                    seconds = times.product(tokens, outputs, inputs, parameter.dtype)
                 else:
-                    seconds = 2 * tokens * outputs * inputs / flops
+                    seconds = 2 * tokens * outputs * inputs / (flops or math.inf)
                 forward[group] += seconds
                 backward[group] += (2 if parameter.requires_grad else 1) * seconds
     if update_s is None:
         update_s = 0.0 if optimizer is None else update_seconds(optimizer) or 0.0
     return ComputeTimes(forward, backward, update_s)
-
-
-def _product_seconds(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
-    """Return the seconds of a product of (rows, inputs) and (outputs, inputs) matrices: of a part of it, if they are large."""
-    part = min(rows, LARGEST_ROWS), min(outputs, LARGEST_SIDE), min(inputs, LARGEST_SIDE)
-    x, weight = torch.ones(part[0], part[2], dtype=dtype), torch.ones(part[1], part[2], dtype=dtype)
-    with torch.no_grad():
-        seconds = least_seconds(lambda: F.linear(x, weight), times=3)
-    return seconds * (rows * outputs * inputs) / math.prod(part)

@@ -16,8 +16,8 @@ from swapper.train.session.compute_times import ComputeTimes
 from swapper.train.session.plan import Plan
 
 PLACEMENTS = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"))
-"""Of (parameters, optimizer state)."""
-UPDATES = ("step", "deferred", "backward")
+PLACED = ("params", "optimizer_state")
+"""Places of these."""
 SAME = 0.01
 """Settings whose steps differ by less than this part count as equally fast: the first in the order above is chosen."""
 
@@ -25,7 +25,8 @@ SAME = 0.01
 def choose_fastest(
     plan_for: Callable[..., Plan],
     given: Mapping[str, Any],
-    codecs: Sequence[str],
+    codecs: Sequence[Any],
+    updates: Sequence[str],
     tokens: int,
     example: Sequence[Any] | Mapping[str, Any] | None,
     rates: tuple[int | str | None, int | str | None],
@@ -35,25 +36,28 @@ def choose_fastest(
     Args:
         plan_for: returns the plan with these options.
         given: options that the user has chosen.
-        codecs: of the state, that the user allows.
+        codecs, updates: codecs of the state, and times of the update, that the user allows.
         tokens, example, rates: see `Plan.predict`.
 
     Raises:
         BudgetError: no combination fits; of the one that needs least.
         ConfigError: a codec is unknown, or the drive's speed is not known.
     """
-    if isinstance(codecs, str) or not codecs:
-        raise ConfigError(f"state_codecs={codecs!r}: give a list of codecs, such as ['exact', '8bit']")
+    for name, allowed in (("state_codecs", codecs), ("updates", updates)):
+        if isinstance(allowed, str) or not allowed:
+            raise ConfigError(
+                f"{name}={allowed!r}: give a list, such as state_codecs=['exact', '8bit'], updates=['step']"
+            )
     refusals: list[BudgetError | UnsupportedError] = []
     found: list[tuple[float, str, Plan, DriveRates, ComputeTimes]] = []
     computing: dict[str, ComputeTimes] = {}
-    for options in _combinations(given, codecs):
+    for options in _combinations(given, codecs, updates):
         try:
             plan = plan_for(**options)
         except (BudgetError, UnsupportedError) as error:
             refusals.append(error)
             continue
-        codec, drive = options["state_codec"], plan.drive_rates(*rates)
+        codec, drive = repr(options["state_codec"]), plan.drive_rates(*rates)
         if codec not in computing:
             computing[codec] = plan.measure_compute(tokens, example)
         compute = plan.with_copies(computing[codec])
@@ -71,12 +75,15 @@ def choose_fastest(
     return plan
 
 
-def _combinations(given: Mapping[str, Any], codecs: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield options: all of `given`, and of the others each combination; the most exact and usual first."""
-    for codec, update, (params, state) in itertools.product(codecs, UPDATES, PLACEMENTS):
-        options = {"params": params, "optimizer_state": state, "update": update, "state_codec": codec}
-        if all(given.get(name, value) == value for name, value in options.items()):
-            yield {**given, **options}
+def _combinations(given: Mapping[str, Any], codecs: Sequence[Any], updates: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield options: all of `given`, and of the others each combination, the first codec and update first."""
+    places = [
+        place
+        for place in PLACEMENTS
+        if all(given.get(name, "auto") in ("auto", one) for name, one in zip(PLACED, place, strict=True))
+    ] or [tuple(given.get(name, "auto") for name in PLACED)]
+    for codec, update, place in itertools.product(codecs, updates, places):
+        yield {**given, **dict(zip(PLACED, place, strict=True)), "update": update, "state_codec": codec}
 
 
 def _describe(options: Mapping[str, Any]) -> str:

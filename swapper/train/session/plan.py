@@ -71,10 +71,10 @@ class Traffic:
 
 @dataclass
 class Prediction:
-    """What is known of a plan's step beforehand: its times, the peak of activations, and why the plan was chosen."""
+    """What is known of a plan's step beforehand: its times, its computing, and why the plan was chosen."""
 
     step: StepStats | None = None
-    activation_bytes: int | None = None
+    compute: ComputeTimes | None = None
     why: str = ""
 
 
@@ -256,7 +256,7 @@ class Plan:
         """Predict a step, as `predict`, on a drive with these rates and with this computing."""
         step = self.simulate(drive, compute)
         self.found.step = replace(step, savings=self._savings(drive, compute, step.wall_s))
-        self.found.activation_bytes = compute.activation_bytes
+        self.found.compute = compute
         return self.found.step
 
     def measure_compute(self, tokens: int, example: Sequence[Any] | Mapping[str, Any] | None = None) -> ComputeTimes:
@@ -340,18 +340,23 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """The peak of host memory by part, in bytes, beyond the imported libraries; the first three are `host_memory`.
+        """The peak of host memory by part, in bytes, beyond the imported libraries.
 
-        Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. The
-        allocator's part is what swapper lets the heap keep free (runtime/free_memory.py).
+        Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. Gradients
+        that stay autograd's own are with them: when they have come, activations have gone. The allocator's part is what swapper
+        lets the heap keep free (runtime/free_memory.py).
         """
-        budget, found = self.budget, self.found.activation_bytes
+        budget, compute = self.budget, self.found.compute
         gradients = sum(plan.nbytes for plan in self._grad_plans if is_resident(plan, self.places))
+        placed = sum(plan.nbytes for plan in self._placed_grad_plans if is_resident(plan, self.places))
+        activations = None if compute is None else compute.activation_bytes
+        if compute is not None and not placed and gradients:
+            activations = compute.with_gradients_bytes
         parts = {
             "what stays": budget.resident_bytes - gradients,
-            "gradients": gradients,
+            "gradients": placed if activations is not None else gradients,
             "pool": budget.pool_bytes,
-            "activations": found or 0,
+            "activations": activations or 0,
             "FSDP2's buffers": self.buffer_bytes or 0,
             "allocator": kept_free_bytes(self.request.manager.host_bytes),
         }
