@@ -171,7 +171,7 @@ def take_inventory(
             shape = shapes.get(id(parameter), parameter.shape)
             codecs[name] = chosen.of(name, parameter, updated, forms[name], shape)
             part = state.setdefault(homes.get(name, 0), [])
-            part += _state_specs(name, parameter, updated, forms[name], codecs[name])
+            part += state_specs_of(name, parameter, updated, forms[name], codecs[name])
         for parameters in _apart(group.parameters, with_gradient, homes):
             specs = [_spec(n, "param", p, padded.get(id(p), 0)) for n, p in parameters]
             param_plans += plan_group(group.index, "param", [spec for spec in specs if spec.owner not in external])
@@ -433,7 +433,7 @@ def _spec(name: str, kind: str, parameter: nn.Parameter, padded_numel: int = 0) 
     return TensorSpec(name, kind, parameter.dtype, tuple(parameter.shape), padded_numel)
 
 
-def _state_specs(
+def state_specs_of(
     name: str, parameter: nn.Parameter, updated: torch.dtype, form: StateForm, codecs: dict[str, StateCodec]
 ) -> list[TensorSpec]:
     """Return one parameter's state in its section's order: other shapes, master, then its own shape."""
