@@ -30,6 +30,9 @@ see that: parameters of updated groups are cold, and refuse leases and accesses;
 changed (`UsedGradient`); gather, state, snapshots and the like are refused. `step()` checks that gradients and settings
 are those that were used. Without a `step()`, because the backward fails or the manager is closed, groups are restored
 if the step before is committed; else the manager can only be closed.
+
+[Note: a failure that waits] The other ranks of a sharded model wait in this backward for a rank's shards and gradients. So a
+rank whose update has failed and was undone goes on without updates, and raises in `step()`, where all ranks undo theirs.
 """
 
 from __future__ import annotations
@@ -69,9 +72,11 @@ class StepInBackward(Updates):
         undo: see Undo.
         check_usable: raises StateError if undoing has failed.
         have_arrived: returns True if gradients have arrived.
+        fails_at_step: see [Note: a failure that waits].
     """
 
     follows_backward = True
+    _failure: Exception | None = None
 
     def __init__(
         self,
@@ -81,8 +86,10 @@ class StepInBackward(Updates):
         undo: Undo,
         check_usable: Callable[[], None],
         have_arrived: Callable[[Trainable], bool],
+        fails_at_step: bool = False,
     ) -> None:
         super().__init__(sweep)
+        self._fails_at_step = fails_at_step
         self._groups = groups
         self._begin = begin
         self._undo = undo
@@ -121,7 +128,7 @@ class StepInBackward(Updates):
 
     @property
     def has_begun_early(self) -> bool:
-        return bool(self._done)
+        return bool(self._done) or self._failure is not None
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -142,6 +149,8 @@ class StepInBackward(Updates):
             self.backward_ends(self._task)
 
     def take_step(self, member: int) -> None:
+        if self._failure is not None:
+            raise self._failure
         if self._done:
             self._check_as_used()
             left = [t for t in self._sweep.trainables if t.group not in self._done]
@@ -162,7 +171,7 @@ class StepInBackward(Updates):
             return
         if torch._C._current_graph_task_id() == -1:
             self.pass_begins()
-        if self._done:
+        if self.has_begun_early:
             raise StateError(
                 "backward has updated a part of the parameters, and optimizer.step() has not been called: with update='backward' "
                 f"nothing of the model and the optimizer can be used between the two; {REMEDY}"
@@ -190,7 +199,7 @@ class StepInBackward(Updates):
         self._done, self._versions, self._protected = {}, {}, []
         self._arrivals = {}
         self._next.clear()
-        self._task = None
+        self._task = self._failure = None
 
     # --- notifications by passes --------------------------------------------------------------------------------------
 
@@ -207,7 +216,7 @@ class StepInBackward(Updates):
         """
         if self._task is not None:
             return  # one within the other
-        if self._done:
+        if self.has_begun_early:
             raise StateError(
                 f"a second backward began before optimizer.step(), and the first has updated parameters already: {REMEDY}"
             )
@@ -233,6 +242,8 @@ class StepInBackward(Updates):
                     self._waits = True
                     return
                 self._update(group)
+                if self._failure is not None:
+                    return
 
     def backward_ends(self, task: int) -> None:
         if task == self._task and self._together is None:
@@ -281,8 +292,9 @@ class StepInBackward(Updates):
                 self._sweep.give_back()
                 self._close_group(group, update)
         except BaseException as error:
-            self._restore(error)
-            raise
+            if not self._restore(error) or not self._fails_at_step or not isinstance(error, Exception):
+                raise
+            self._failure = error
 
     def _close_group(self, group: int, update: GroupUpdate) -> None:
         """See [Note: between backward and step]."""
