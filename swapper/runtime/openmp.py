@@ -38,7 +38,7 @@ def _pause() -> Callable[[int], int] | None:
     folder = Path(torch.__file__).parent
     for path in (*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")):
         try:
-            return ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD).omp_pause_resource_all  # type: ignore[no-any-return]
+            return ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD).omp_pause_resource_all
         except (OSError, AttributeError):  # not loaded
             continue
     return None
