@@ -197,7 +197,8 @@ def train(
         losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor())
     if manager is not None:
         updates = manager.current.run.model.updates
-        assert updates.has_begun_early == (updates.follows_backward and (step > 0 or not case.get("waits")))
+        if updates.follows_backward:  # all groups are updated by now
+            assert updates._done.keys() == updates._trainables.keys()
     optimizer.step()
     optimizer.zero_grad(set_to_none=not case.get("zeroed"))
     if scheduler is not None:
