@@ -187,9 +187,9 @@ def test_between_backward_and_step_nothing_shows_a_half_done_step(tmp_path: Path
     model, original = fsdp_run.make({})
     with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
         _, optimizer = manager.offload(model, original, params="nvme", optimizer_state="nvme", update="backward")
+        head = model.head.weight
         for step in range(2):
             fsdp_run.loss_of(model, step).backward()
-            head = model.head.weight
             for look in (
                 lambda: model(torch.arange(8).view(1, 8)),
                 lambda: head.full_tensor(),
@@ -203,7 +203,7 @@ def test_between_backward_and_step_nothing_shows_a_half_done_step(tmp_path: Path
                 lambda: manager.gather(model).__enter__(),
                 lambda: manager.snapshot(tmp_path / "snapshot"),
                 lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
-                lambda: fsdp_run.loss_of(model, step).backward(),
+                lambda: fsdp_run.loss_of(model, 0).backward(),
             ):
                 with pytest.raises(swapper.StateError, match=r"optimizer\.step\(\)|has a gradient"):
                     look()
