@@ -130,7 +130,7 @@ class SessionFactory:
             run.committer.step_done(0)
         run.begin(values)
         self._user.restore_rng()
-        self._clock.start(None if plan.tuning is None else plan.tuning.seconds_for)
+        self._clock.start(None if plan.tuning is None else plan.tuning.seconds_for, plan.found.step)
         return self._optimizers
 
     def give_up(self) -> None:

@@ -14,6 +14,9 @@ whole gradients. So a backward updates a group when
   does not: parameters that are used detached, and reentrant checkpointing, which accumulates in graph tasks of its own,
   one for each segment. It is updated between nodes of the outermost backward, and not in the middle of one.
 
+Backwards of micro-batches that run together (`together`) count as one: a group is updated when none of them may still
+add to its gradients.
+
 In all other cases (retained graphs, calls that no backward reached, a pass that only accumulates) `step()` updates the
 group, which is always right. If something uses or adds to a group after its update, that raises an error, by the
 version of the parameter at the latest.
@@ -101,6 +104,7 @@ class StepInBackward(Updates):
         self._task: int | None = None  # the outermost backward that runs, or has failed
         self._waits = False  # all wait for `step`, whatever this backward does
         self._accumulating = 0
+        self._together: tuple[Callable[[int], bool], Callable[[], object]] | None = None  # see `together`
         self._protected: list[torch.Tensor] = []  # gradients
         self._hooks = AccumulationHooks()
 
@@ -133,6 +137,16 @@ class StepInBackward(Updates):
             yield
         finally:
             self._accumulating -= 1
+
+    @contextmanager
+    def together(self, adds_to: Callable[[int], bool], make_room: Callable[[], object]) -> Iterator[None]:
+        self._together = adds_to, make_room
+        try:
+            yield
+        finally:
+            self._together = None
+        if self._task is not None:  # failed backwards are noticed by `pass_begins`
+            self.backward_ends(self._task)
 
     def take_step(self, member: int) -> None:
         if self._failure is not None:
@@ -216,7 +230,8 @@ class StepInBackward(Updates):
     def backward_goes_on(self) -> None:
         """Update the groups that may be. See [Note: when a group may be updated]."""
         task = torch._C._current_graph_task_id()
-        if self._waits or task != self._task or torch._C._len_torch_dispatch_stack():
+        is_part = task == self._task or self._together is not None
+        if self._waits or not is_part or torch._C._len_torch_dispatch_stack():
             return  # selective checkpointing has modes of its own, in which nothing else may be computed
         for group, came_in in self._arrivals.items():
             if came_in and group not in self._done and self._is_complete(group, task):
@@ -231,7 +246,7 @@ class StepInBackward(Updates):
                     return
 
     def backward_ends(self, task: int) -> None:
-        if task == self._task:
+        if task == self._task and self._together is None:
             self._task = None
             self._sweep.rejoin()
             for trainable in self._sweep.trainables if self._done else ():  # also those that wait for the step
@@ -250,7 +265,15 @@ class StepInBackward(Updates):
         self._arrivals.setdefault(group, {})[id(parameter)] = torch._C._current_graph_task_id()
 
     def _is_complete(self, group: int, task: int) -> bool:
-        if self.uses.has(group) or self._groups[group].is_leased:
+        if self.uses.has(group):
+            return False
+        if self._together is not None:
+            adds_to, make_room = self._together
+            if any(adds_to(id(parameter)) for parameter in self._trainables[group].parameters):
+                return False
+            make_room()
+            return not self._groups[group].is_leased
+        if self._groups[group].is_leased:
             return False
         came_in = self._arrivals[group]
         return all(
