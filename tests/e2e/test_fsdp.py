@@ -182,6 +182,39 @@ def test_a_step_of_another_optimizer_is_refused(tmp_path: Path, alone: None, whi
             (optimizer if which == "given" else fsdp_run.adamw(model)).step()
 
 
+def test_between_backward_and_step_nothing_shows_a_half_done_step(tmp_path: Path, alone: None) -> None:
+    plain, plain_optimizer = fsdp_run.make({})
+    model, original = fsdp_run.make({})
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        _, optimizer = manager.offload(model, original, params="nvme", optimizer_state="nvme", update="backward")
+        head = model.head.weight
+        for step in range(2):
+            fsdp_run.loss_of(model, step).backward()
+            for look in (
+                lambda: model(torch.arange(8).view(1, 8)),
+                lambda: head.full_tensor(),
+                lambda: head.to_local() + 1,
+                lambda: head.norm(),
+                lambda: head.grad.norm(),
+                lambda: head.grad.mul_(2),
+                lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+                lambda: model.state_dict()["head.weight"].full_tensor(),
+                lambda: optimizer.state_dict(),
+                lambda: manager.gather(model).__enter__(),
+                lambda: manager.snapshot(tmp_path / "snapshot"),
+                lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
+                lambda: fsdp_run.loss_of(model, 0).backward(),
+            ):
+                with pytest.raises(swapper.StateError, match=r"optimizer\.step\(\)|has a gradient"):
+                    look()
+            optimizer.step()
+            optimizer.zero_grad()
+            fsdp_run.loss_of(plain, step).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        fsdp_run.same_state(model, optimizer, plain, plain_optimizer, "after looks")
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_snapshot_of_one_rank_has_what_torch_saves(tmp_path: Path) -> None:
     """Of more ranks: test_fsdp_ranks.py."""

@@ -102,8 +102,6 @@ class ShardHooks:
         for shard in self._shards.all:
             gradient: Any = shard.parameter.grad
             shard.local.grad = None if gradient is None else local_of(gradient)
-        for uses in self._uses.values():
-            uses.clear()
 
     def remove(self, keep_cold: bool = True) -> None:
         """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises.
@@ -184,6 +182,7 @@ class ShardHooks:
             count = self._updates.uses.called_again if _in_backward() else self._updates.uses.called
             count(use, torch.is_grad_enabled())
             if torch.is_grad_enabled():
+                uses[:] = [one for one in uses if self._updates.uses.counts(one)]
                 uses.append(use)
             return pre_forward(*arguments)
 

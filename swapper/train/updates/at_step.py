@@ -170,6 +170,10 @@ class PendingUses:
         """Return True if a backward may still need `group`."""
         return self._of_group[group] > 0
 
+    def counts(self, call: Caller) -> bool:
+        """Return True if `call` is a use, since the last `clear`."""
+        return call.use == self._period
+
     def clear(self) -> None:
         """Forget all uses: a step is over, and a backward of an earlier call fails as in plain torch."""
         self._period += 1
