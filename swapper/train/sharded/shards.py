@@ -118,6 +118,11 @@ class Shards(nn.Module):
         return {id(shard.local): shard.padded_numel for shard in self.all}
 
     @property
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """The first row of each shard, and the rows of the whole parameter, by name."""
+        return {shard.name: (_first_row(shard.parameter), shard.parameter.shape[0]) for shard in self.all}
+
+    @property
     def whole_shapes(self) -> dict[int, torch.Size]:
         """The shape of each whole parameter, by the id of its `local`."""
         return {id(shard.local): shard.parameter.shape for shard in self.all}
@@ -169,6 +174,13 @@ def _shard(name: str, fsdp_param: Any) -> Shard:
         )
     local = nn.Parameter(part.detach(), requires_grad=fsdp_param.sharded_param.requires_grad)
     return Shard(name, fsdp_param, local, fsdp_param._sharded_param_data.numel())
+
+
+def _first_row(parameter: Any) -> int:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return int(offset[0])
 
 
 # --- the optimizer ------------------------------------------------------------------------------------------------------
