@@ -154,7 +154,7 @@ def sharded_by_accelerate(directory: Path, swapped: bool) -> list[torch.Tensor]:
 # --- the Trainer of transformers ----------------------------------------------------------------------------------------
 
 
-def trainer(directory: Path, swapped: bool) -> list[torch.Tensor]:
+def trainer(directory: Path, swapped: bool, sharded: bool = False) -> list[torch.Tensor]:
     from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainingArguments
 
@@ -162,7 +162,7 @@ def trainer(directory: Path, swapped: bool) -> list[torch.Tensor]:
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    model = llama(lora=False)
+    model = sharded_at_load(directory) if sharded else llama(lora=False)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     manager = swapper.SwapManager(directory / "run", "8MiB") if swapped else None
     if manager is not None:
@@ -174,11 +174,27 @@ def trainer(directory: Path, swapped: bool) -> list[torch.Tensor]:
     )  # fmt: skip
     loop = Trainer(model=model, args=arguments, train_dataset=Lines(), optimizers=(optimizer, schedule))
     loop.train()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()) == sharded
     log = [entry[key] for entry in loop.state.log_history for key in ("loss", "grad_norm") if key in entry]
     result = [torch.tensor(log), *whole(model.state_dict())]
     if manager is not None:
+        assert manager.step == 3
         manager.close()
     return result
+
+
+def sharded_at_load(directory: Path) -> Any:
+    """A model that transformers shards by fully_shard as it is loaded: then the Trainer leaves it as it is."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from e2e.test_libraries import llama
+
+    path = directory / "published"
+    if dist.get_rank() == 0 and not path.exists():
+        llama(lora=False).save_pretrained(path)
+    dist.barrier()
+    return LlamaForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()))
 
 
 # --- Lightning ----------------------------------------------------------------------------------------------------------
@@ -238,6 +254,7 @@ CASES: dict[str, Case] = {
     "accelerate, prepare first": lambda directory, swapped: accelerated(directory, swapped, "prepare first"),
     "accelerate, FSDP2": sharded_by_accelerate,
     "trainer": trainer,
+    "trainer, FSDP2": lambda directory, swapped: trainer(directory, swapped, sharded=True),
     "lightning": sharded_by_lightning,
 }
 

@@ -8,7 +8,7 @@ import pytest
 from sampling import runs_a_sample
 
 import swapper
-from e2e import resharded_run
+from e2e import coded_ranks_run, resharded_run
 from e2e.processes import run_python
 from e2e.test_ranks import launch
 from swapper.durability.beginning import HeldBySize, choose_size
@@ -35,6 +35,17 @@ def test_each_rank_of_another_number_reads_its_rows(tmp_path: Path) -> None:
 def test_killed_meanwhile_the_ranks_before_stay_usable(tmp_path: Path) -> None:
     """Back to a number that has a directory of an earlier step, too."""
     reshard(tmp_path, 2, 1, 2, "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["8bit", "bf16"])
+def test_encoded_state_goes_on_and_is_in_snapshots(tmp_path: Path, codec: str) -> None:
+    """A rank of four has nothing of a parameter."""
+    sizes = [2, 1, 4] if codec == "8bit" else [3, 2]
+    done = run_python(Path(coded_ranks_run.__file__), tmp_path, codec, *sizes)
+    assert done.returncode == 0, done.stderr[-6000:]
+    said = [f"rank {rank} of {size}: same" for size in sizes for rank in range(size)]
+    assert sorted(done.stdout.splitlines()) == sorted(said)
 
 
 @pytest.mark.slow

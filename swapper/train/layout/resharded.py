@@ -64,9 +64,8 @@ class ReshardedSource:
                 key = slot.spec.owner, slot.spec.kind
                 theirs[key] = of.form(slot.spec)
                 self._parts.setdefault(key, []).append(_Part(of.begin(slot.spec), files.places[key], files))
-        _check_forms(
-            theirs, {(slot.spec.owner, slot.spec.kind): self._rows.form(slot.spec) for slot in self._rows.slots()}
-        )
+        ours = {(slot.spec.owner, slot.spec.kind): self._rows.form(slot.spec) for slot in self._rows.slots()}
+        _check_forms({key: form for key, form in theirs.items() if self._rows.has_some(key[0])}, ours)
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """See SectionSource."""
@@ -109,10 +108,14 @@ class _RowsOf:
             if slot.spec.kind == "param" and slot.spec.owner in rows
         }
 
+    def has_some(self, name: str) -> bool:
+        """Return True unless this rank has no row of that sharded parameter."""
+        return self._counts.get(name, 1) > 0
+
     def slots(self) -> Iterator[Slot]:
-        """Yield the tensors. A rank without rows of a parameter has nothing of it that others need."""
+        """Yield the tensors of which this rank has some."""
         for plan in self._plans:
-            yield from (slot for slot in plan.slots if self._counts.get(slot.spec.owner, 1))
+            yield from (slot for slot in plan.slots if self.has_some(slot.spec.owner))
 
     def _in_rows(self, spec: TensorSpec) -> bool:
         return bool(spec.shape) and spec.shape[0] == self._counts.get(spec.owner)

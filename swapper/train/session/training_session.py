@@ -25,7 +25,7 @@ from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
 from swapper.durability.snapshot_directory import SnapshotDirectory, local_parts
 from swapper.durability.ticket import SnapshotTicket
-from swapper.errors import CheckpointError, StateError, SwapperError, UnsupportedError
+from swapper.errors import CheckpointError, StateError, SwapperError
 from swapper.io.engines import Engine
 from swapper.modules.resources import Resources
 from swapper.paging.planning.schedule import Schedule
@@ -326,11 +326,6 @@ class TrainingSession:
     ) -> SnapshotTicket:
         """As `snapshot`, of a sharded model: all ranks call it with the same directory. See snapshot_directory.py."""
         step, ranks = self._counters.step, self._directory.ranks
-        if self.plan.request.options.state_codecs.of_key:
-            raise UnsupportedError(
-                f"snapshots of a sharded model with {self.plan.request.options.state_codecs.said} are not supported so far: use "
-                "get_state_dict and swapper.checkpoint.dcp.save, which have fp32, or state_codec='exact'"
-            )
         made: list[SnapshotDirectory] = []
 
         def begin() -> dict[str, Any]:

@@ -252,12 +252,18 @@ def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def sharded_like(value: Any, parameter: Any) -> Any:
     """Return a tensor of a shard's shape as the DTensor that plain torch would keep for `parameter`; anything else as it is."""
     if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape and value.dim():
-        return type(parameter.data).from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return sharded_rows(value, parameter)
     return value
+
+
+def sharded_rows(value: torch.Tensor, parameter: Any) -> Any:
+    """Return a tensor with the rows of a shard, however long, as a DTensor with those of `parameter`."""
+    shape = (parameter.shape[0], *value.shape[1:])
+    return type(parameter.data).from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
