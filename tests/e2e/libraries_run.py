@@ -5,6 +5,7 @@ Usage: libraries_run.py DIRECTORY CASE ...
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable
@@ -246,6 +247,48 @@ def sharded_by_lightning(directory: Path, swapped: bool) -> list[torch.Tensor]:
     return result
 
 
+# --- torchtitan ---------------------------------------------------------------------------------------------------------
+
+
+def sharded_by_torchtitan(directory: Path, swapped: bool) -> list[torch.Tensor]:
+    """Its loop: containers of optimizers and of schedules, whose state dicts are taken in the middle and gone back to."""
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    model = layers()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    groups = [("bias", {"lr": 1e-2, "weight_decay": 0.0}), (".*", {"lr": 1e-2})]
+    config = OptimizersContainer.Config(
+        param_groups=[ParamGroupConfig(pattern=p, optimizer_name="AdamW", optimizer_kwargs=o) for p, o in groups]
+    )
+    optimizers = OptimizersContainer(config, model_parts=[model])
+    manager = manager_of(directory) if swapped else None
+    if manager is not None:
+        assert manager.offload(model, optimizers, **NVME) == (model, optimizers)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+    losses, state = [], {}
+    for number in range(6):
+        optimizers.zero_grad()
+        loss = model(batch(number)).square().mean()
+        loss.backward()
+        losses += [loss.detach(), clip_grad_norm_(model.parameters(), 0.05)]
+        optimizers.step()
+        for schedule in schedules:
+            schedule.step()
+        if number == 2:
+            state = copy.deepcopy(optimizers.state_dict())
+        if number == 4:
+            optimizers.load_state_dict(state)
+    losses = whole(dict(enumerate(losses))) + whole(model.state_dict())
+    losses += whole({key: value for key, value in optimizers.state_dict().items() if key.startswith("state.")})
+    if manager is not None:
+        assert manager.step == 6
+        manager.close()
+    return losses
+
+
 CASES: dict[str, Case] = {
     "wrapped later": wrapped_later,
     "masters follow": masters_follow,
@@ -256,10 +299,11 @@ CASES: dict[str, Case] = {
     "trainer": trainer,
     "trainer, FSDP2": lambda directory, swapped: trainer(directory, swapped, sharded=True),
     "lightning": sharded_by_lightning,
+    "torchtitan": sharded_by_torchtitan,
 }
 
 LIBRARIES = {
-    name: name.partition(",")[0] if name.startswith(("accelerate", "trainer", "lightning")) else "torch"
+    name: name.partition(",")[0] if name.startswith(("accelerate", "trainer", "lightning", "torchtitan")) else "torch"
     for name in CASES
 }
 """By case, whose it is."""
