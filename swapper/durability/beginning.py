@@ -103,8 +103,9 @@ class EarlierRanks:
         return dataclasses.replace(self.ranks[0].record, rng=None)
 
     def close(self) -> None:
-        """Release the locks. Idempotent."""
+        """Release the locks, and forget what was found. Idempotent."""
         self._stack.close()
+        self._commits, self.ranks = {}, []
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ def choose(held: Sequence[Held]) -> CommitId | None:
     if not has_begun and (not common or len(jobs) > 1):
         return None  # killed before all ranks had their first commit
     remedy = (
-        "put the missing directories back (each rank resumes from its own), or load a snapshot with resume='discard', which throws "
-        "all of them away"
+        "put the missing directories back (each rank resumes from its own), or pass resume='reshard' if they went on from another "
+        "number of ranks, whose directories are still here, or load a snapshot with resume='discard', which throws all of them away"
     )
     descriptions = [each.describe() for each in held]
     if any(not each.commits for each in held):

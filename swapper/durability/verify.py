@@ -359,6 +359,7 @@ def at_rest(directory: Path) -> Iterator[None]:
             ) from None
         yield
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have it too
         os.close(descriptor)
 
 

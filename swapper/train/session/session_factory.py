@@ -115,7 +115,11 @@ class SessionFactory:
             raise ConfigError(
                 "a model that fully_shard has sharded needs ranks that resume from the same step: leave out ranks='alone'"
             )
-        return ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]
+        optimizers = ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]
+        if self._earlier is not None:  # not before all ranks have what they need: offload may be tried again
+            self._earlier.close()
+            self._earlier = None
+        return optimizers
 
     def _open(self, plan: Plan, init: Any) -> Sequence[PagedOptimizer]:
         request, record = plan.request, self._record
@@ -156,8 +160,6 @@ class SessionFactory:
         beneath.unlink(directory.path / FALLBACK_NAME)  # of an earlier step of this directory
         directory.remove_strays(run.file_names)
         self._kept = frozenset(run.file_names)
-        earlier.close()
-        self._earlier = None
         self._clock.start(None if plan.tuning is None else plan.tuning.seconds_for)
         return self._optimizers
 
