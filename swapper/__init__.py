@@ -103,7 +103,7 @@ def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return import_module("swapper.checkpoint")
     if name == "__version__":
-        return import_module("importlib.metadata").version("swapper")  # itself most of the time of this import
+        return import_module("importlib.metadata").version("torch-swapper")  # itself most of the time of this import
     if name not in _LATER:
         raise AttributeError(f"module 'swapper' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LATER[name]), name)

@@ -170,7 +170,7 @@ class SwapManager:
             update: "step" updates all parameters in `optimizer.step()`. "deferred" only fixes the step there, and
                 updates each group when the next forward reaches it, which saves one read; the results are the same, and
                 an earlier access to parameters, state or gradients finishes the step. "backward" updates each group
-                when backward has finished with it; docs/training.md lists what that excludes.
+                when backward has finished with it; docs/reference/training.md lists what that excludes.
             device: of forwards and backwards: "cpu", "cuda", "cuda:1", ... Inputs must be there; the model may be.
                 `parameter.grad` has no data then, unless gradients stay there.
             device_memory: maximum bytes, or "8GiB", of parameters on the device; "auto" is half of the free memory.
@@ -183,7 +183,7 @@ class SwapManager:
                 parameters in 2.125 bytes instead of 4, without loss. "bf16": the same, and moments in bf16. "8bit": masters
                 in 1 byte in addition to the parameter, moments in 8 bits with a scale for each 32. Or a map from state key
                 ("exp_avg", "exp_avg_sq", "master", ...) to "exact", "split", "master24", "bf16", "moment8", "variance8".
-                docs/training.md says which tensors are encoded. Your optimizer sees fp32.
+                docs/reference/training.md says which tensors are encoded. Your optimizer sees fp32.
             init: the source of values for a model on the meta device: a function that fills the parameters and buffers
                 of the given module, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They
                 are filled group by group, so that the model is never whole in memory. A resumed run does not use it.
@@ -334,7 +334,7 @@ class SwapManager:
 
         Losses, gradients and random numbers are those of `for batch in batches: loss_fn(batch).backward()`, bit for bit;
         but all micro-batches pass through a group of parameters before the next group is read, in forward and in
-        backward, so reading costs as much as for one. Their graphs are in memory together. See docs/training.md.
+        backward, so reading costs as much as for one. Their graphs are in memory together. See docs/reference/training.md.
 
         Args:
             loss_fn: returns the loss of a micro-batch, scaled as it is to count; called in threads, one of which runs.
@@ -343,7 +343,7 @@ class SwapManager:
 
         Raises:
             ConfigError: `at_once` is not positive.
-            UnsupportedError: they cannot run together exactly; see docs/training.md.
+            UnsupportedError: they cannot run together exactly; see docs/reference/training.md.
             StateError: the manager cannot be used, or `loss_fn` does what only its caller may.
             The first exception of a micro-batch, after all were stopped. In a forward: gradients are unchanged. In a
             backward: all gradients are None.
@@ -397,7 +397,7 @@ class SwapManager:
         path that contains "rank-1", "rank_1" or "rank1" is used as it is. `ticket.path` has the name.
 
         Of a model that fully_shard has sharded the snapshot is a directory, which all ranks name: torch.distributed.checkpoint.load
-        reads it, on any number of ranks. All ranks must call this. See docs/snapshots.md.
+        reads it, on any number of ranks. All ranks must call this. See docs/reference/snapshots.md.
 
         Args:
             path: the file, or the directory of a sharded model; must not exist. Its parent directory must.

@@ -16,7 +16,7 @@ from sampling import runs_a_sample
 from torch.distributed.fsdp import fully_shard
 
 import swapper
-from e2e import fsdp_open_step, fsdp_run
+from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot
 from e2e.processes import run_python
 from e2e.twins import named_budget
 
@@ -162,8 +162,15 @@ def test_a_step_of_another_optimizer_is_refused(tmp_path: Path, alone: None, whi
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_snapshot_of_one_rank_has_what_torch_saves(tmp_path: Path) -> None:
+    """Of more ranks: test_fsdp_ranks.py."""
+    fsdp_snapshot.stage(tmp_path, None)
+    fsdp_snapshot.damage(tmp_path / "ours-1")
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_step_moves_the_bytes_that_the_prediction_counts(tmp_path: Path) -> None:
-    """Of each parameter, where next to nothing stays in memory: docs/ranks-at-scale.md."""
+    """Of each parameter, where next to nothing stays in memory: docs/benchmarks/ranks-at-scale.md."""
     path = Path(__file__).parents[2] / "tools" / "predict_ranks"
     predicted = runpy.run_path(str(path))
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16)))

@@ -28,7 +28,7 @@ def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) 
 def restarted(directory: Path, killed_at: int) -> dict[str, set[str]]:
     """Return what ranks of restarted_run.py said, by its subject.
 
-    Restarted ranks must not find the addresses of those before in torchrun's store: pytorch #135712, docs/snapshots.md.
+    Restarted ranks must not find the addresses of those before in torchrun's store: pytorch #135712, docs/reference/snapshots.md.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     once = ["--max-restarts", 1, "--monitor-interval", 0.1]

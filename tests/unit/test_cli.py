@@ -36,7 +36,7 @@ SMALL += ["--drive-seconds", "0.05"]
 
 
 def run(*arguments):
-    return run_python("-m", "swapper.cli.__main__", *arguments, COLUMNS="200", NO_COLOR="1", TERM="dumb")
+    return run_python("-m", "swapper", *arguments, COLUMNS="200", NO_COLOR="1", TERM="dumb")
 
 
 def run_here(*arguments):
@@ -137,7 +137,7 @@ def processes_with(text):
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number, ranks):
     arguments = ["demo", *SMALL, "--steps", "100000", "--directory", tmp_path, "--ranks", ranks]
-    with started_python("-m", "swapper.cli.__main__", *arguments) as process:
+    with started_python("-m", "swapper", *arguments) as process:
         while not list(tmp_path.glob("*/run/*/commit.pt")):  # a step is done, and the next ones are under way
             assert process.is_running(), process.stdout.read() + process.stderr.read()
             time.sleep(0.05)
