@@ -7,8 +7,6 @@ memory is copied to the device and back at once, as in an update there. Those co
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +16,7 @@ from swapper.device.device import Device
 from swapper.device.device_storage import DeviceStorage
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.registered import Registration, slabs
+from swapper.modules.operations import least_seconds
 from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
 
@@ -100,13 +99,3 @@ def _try(optimizer: Optimizer) -> tuple[float, int] | None:
         return None
     kept = [v for v in work.state.values() if isinstance(v, torch.Tensor) and v.shape == tensor.shape]
     return least_seconds(update), tensor.nbytes * len(kept)
-
-
-def least_seconds(act: Callable[[], object], times: int = 2) -> float:
-    """Return the seconds of the fastest of several calls."""
-    best = float("inf")
-    for _ in range(times):
-        started = time.monotonic()
-        act()
-        best = min(best, time.monotonic() - started)
-    return best
