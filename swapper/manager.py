@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.device.device import Device
+from swapper.durability.beginning import begin_run
 from swapper.durability.directory import RESUME_CHOICES
 from swapper.durability.ranks import RANKS_CHOICES, Ranks
-from swapper.durability.recovery import begin_run
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.tuning import weigh
@@ -57,6 +57,7 @@ class SwapManager:
         host_memory: maximum host bytes of swapper in this process, in bytes or as "8GiB". "64GiB/node" is for all ranks of a
             machine, which share it equally (torchrun's LOCAL_WORLD_SIZE); so is "auto", half of the free memory.
         resume: "error" refuses a directory with a run; "auto" resumes from its last commit, or begins if there is none;
+            "reshard" does too, and continues the run of another number of ranks if that is newer (see docs/snapshots.md);
             "discard" deletes that run.
         ranks: "together": if torch.distributed is initialized, each of its ranks makes a manager; all resume from the
             newest step that each has committed, and take the same steps. "alone": each rank is a run of its own.
@@ -119,7 +120,8 @@ class SwapManager:
         self._counters = self._clock.counters
         self._ranks = Ranks.find(ranks)
         host_bytes = self._ranks.begin(check)
-        self._directory, self._resumed, fallback = begin_run(directory, resume, self._ranks, weigh)
+        beginning = begin_run(directory, resume, self._ranks, weigh)
+        self._directory, self._resumed, self._earlier = beginning.directory, beginning.resumed, beginning.earlier
         self._counters.step = self._resumed.step if self._resumed is not None else 0
         self._user = UserState(rng, self._resumed)
         self._options = ManagerOptions(
@@ -127,7 +129,7 @@ class SwapManager:
             drives=self._directory.drives, backend=backend, check_reads=check_reads, operates=cold == "read", stall_s=stall_s,
         )  # fmt: skip
         self.current = SessionSlot(self._directory, backend, self._clock, self._user)
-        self._factory = SessionFactory(self.current, self._resumed, fallback)
+        self._factory = SessionFactory(self.current, beginning)
         self._factory.remove_strays()
 
     def offload(
@@ -581,7 +583,7 @@ class SwapManager:
                     self.current.end()
                     atexit.unregister(self.close)
                     self._factory.forget()
-                    owned = (run, self._directory, self._ranks)
+                    owned = (run, self._earlier, self._directory, self._ranks)
                     close_all(owner.close for owner in owned if owner is not None)
         if run is not None:
             run.publisher.raise_failure()

@@ -19,6 +19,8 @@ from swapper.errors import CheckpointError
 
 STATE_CODEC = "state_codec"
 """In the entry "swapper" of a snapshot: the codec of each key that is encoded."""
+MARK = ".codec"
+"""With what the name ends of an entry of a DCP directory that names a codec."""
 RUN_ELEMENTS = 1 << 20
 """Elements that are decoded at once: a choice."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from swapper.checkpoint import zero
-from swapper.checkpoint.encoded_state import codecs_of
+from swapper.checkpoint.encoded_state import MARK, codecs_of
 from swapper.checkpoint.quantization import Loss, losses, metadata, quantised
 from swapper.checkpoint.replacing import new_directory, replacing
 from swapper.checkpoint.stream import StreamWriter
@@ -207,6 +207,11 @@ def _holds_tensor(value: Opaque) -> bool:
 
 def _select_from_dcp(path: Path, what: str) -> Selection:
     directory = read_directory(path)
+    if what == "all" and any(name.endswith(MARK) for name in directory.others):
+        raise CheckpointError(
+            f"{path} has encoded optimizer state, which an export of it does not decode: export the model alone, or load all by "
+            "swapper.checkpoint.dcp.StorageReader, which gives fp32, and save that"
+        )
     prefix = ""
     if what == "model":
         prefixes = (f"{key}." for key in MODEL_KEYS)

@@ -37,8 +37,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             for chunk in tensor.chunks
         ]
         first = source / "rank-0.pt"  # of a sharded model's snapshot
-        step = _step(read_torch_file(first)) if first.exists() else None
-        return _summary(source, "dcp", tensors, {}, step=step)
+        file = read_torch_file(first) if first.exists() else None
+        return _summary(source, "dcp", tensors, {} if file is None else _encoded(file), _step(file) if file else None)
     opened = open_source(source)
     tensors = [_describe(tensor) for tensor in opened.tensors.values()]
     if opened.kind != "torch":
@@ -48,9 +48,12 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     for tensor in tensors:
         record = file.record(views[tensor["name"]].storage)
         tensor["record"], tensor["crc32"] = record.name, f"{record.crc32:08x}"
+    return _summary(source, "torch", tensors, {**opened.metadata, **_encoded(file)}, _step(file))
+
+
+def _encoded(file: TorchFile) -> dict[str, str]:
     codecs = codecs_of(file.skeleton.tree)
-    encoded = {STATE_CODEC: ", ".join(f"{key}: {codec}" for key, codec in sorted(codecs.items()))} if codecs else {}
-    return _summary(source, "torch", tensors, {**opened.metadata, **encoded}, _step(file))
+    return {STATE_CODEC: ", ".join(f"{key}: {codec}" for key, codec in sorted(codecs.items()))} if codecs else {}
 
 
 def _describe(tensor: StoredTensor) -> dict[str, Any]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from swapper.errors import CheckpointError, IoError, remedy
 from swapper.formats.torch_zip.container import MAX_END_BYTES, ContainerLayout, PreparedTail, find_seal
 from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES
-from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.section import EXTERNAL
 from swapper.runtime import records
 
@@ -88,6 +85,7 @@ _SHAPE = records.fields(
         "members": records.nullable(records.listing(records.listing(records.text))),
         "edits": records.whole(),
         "job": records.text,
+        "shards": records.mapping(records.text, records.row(records.whole(), records.whole())),
     },
 )
 _NO_PAYLOAD = ContainerLayout.plan([])
@@ -134,6 +132,7 @@ class CommitRecord:
         edits: how often parameters were changed from outside since the step.
         job: of the run that all its ranks share; "" for one rank alone.
         members: names of the parameters of each of the optimizer's groups, in order; None if they are the script's own.
+        shards: of a sharded model, by parameter, the first row that this rank has, and the rows of the whole.
     """
 
     step: int
@@ -154,6 +153,7 @@ class CommitRecord:
     members: list[list[str]] | None = None
     edits: int = 0
     job: str = ""
+    shards: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def id(self) -> CommitId:
@@ -164,19 +164,6 @@ class CommitRecord:
 def files_of(record: CommitRecord) -> frozenset[int]:
     """Return the numbers of the swap files that the commit needs."""
     return frozenset(number for section in record.sections for number in section.files if number != EXTERNAL)
-
-
-def describe_plans(plans: Sequence[SectionPlan]) -> list[str]:
-    """Return one line for each tensor and section, such that equal lines mean an equal layout."""
-    lines = []
-    for plan in plans:
-        lines.append(f"{plan.name}: {plan.nbytes} bytes")
-        lines += [
-            f"{slot.spec.owner} {slot.spec.kind}: {str(slot.spec.dtype).removeprefix('torch.')} "
-            f"{list(slot.spec.shape)} at {slot.offset}"
-            for slot in plan.slots
-        ]
-    return lines
 
 
 def boot_id() -> str:
@@ -300,71 +287,3 @@ def _check_sections(record: CommitRecord) -> None:
             raise ValueError(f"section {number} lies in file {min(unknown)}, which has no name")
         if min(section.crc32s) < -1 or max(section.crc32s) >= 1 << 32:
             raise ValueError(f"section {number} has invalid checksums")
-
-
-def check_trained(record: CommitRecord, parameters: Collection[str], trained: Collection[str]) -> None:
-    """Raise CheckpointError if the record is of this model, but has optimizer state for parameters that are not trained
-    here.
-
-    Args:
-        parameters: names of all.
-        trained: names of those that are in the optimizer and require gradients.
-    """
-    lacking = [name for name in record.state_entries["of"] if name not in trained]
-    if lacking and all(name in parameters for name in lacking):
-        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
-        raise CheckpointError(
-            f"at step {record.step} the directory's run trains parameters that are frozen here, or in no group of the optimizer: "
-            f"{shown}. If they were added later (add_param_group, requires_grad_), add them before manager.offload when you "
-            "resume: `manager.trained` has the names of the parameters that the run trains"
-        )
-
-
-def check_group_count(record: CommitRecord, count: int) -> None:
-    """Raise CheckpointError unless the optimizer has as many groups as the record."""
-    if count != len(record.param_groups):
-        raise CheckpointError(
-            f"at step {record.step} the optimizer of the directory's run has {len(record.param_groups)} param_groups, and this one "
-            f"has {count}: add or remove groups before manager.offload, as the run did later"
-        )
-
-
-def _codecs_in(lines: Sequence[str]) -> dict[tuple[str, str], str]:
-    """Return how a description of plans stores each tensor, by parameter and key. See coded_kind, train/layout."""
-    found = {}
-    for line in lines:
-        tensor = re.match(r"(\S+) ([^\s:]+)(?::(\w+):\w+)?: ", line)
-        if tensor is not None:
-            found[tensor[1], tensor[2]] = tensor[3] or "exact"
-    return found
-
-
-def _check_same_codecs(theirs: Mapping[tuple[str, str], str], ours: Mapping[tuple[str, str], str]) -> None:
-    for (name, key), before in theirs.items():
-        now = ours.get((name, key), before)
-        if before != now:
-            raise CheckpointError(
-                f"the directory's run stores {key!r} of {name} by the codec {before!r}, and state_codec= asks for {now!r}: a run "
-                "keeps its codecs. Say the state_codec= that it began with, or pass resume='discard' to delete the run"
-            )
-
-
-def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
-    """Raise CheckpointError unless the record is of this model and optimizer; the message lists the differences."""
-    ours, theirs = describe_plans(plans), record.plans
-    _check_same_codecs(_codecs_in(theirs), _codecs_in(ours))
-    missing = [f"- only in the run:   {line}" for line in theirs if line not in set(ours)]
-    added = [f"- only in the model: {line}" for line in ours if line not in set(theirs)]
-    differences = [*missing, *added]
-    if optimizer != record.optimizer:
-        differences.insert(0, f"- optimizer {optimizer} instead of {record.optimizer}")
-    if not differences and ours != theirs:
-        differences.append("- the same tensors in another order")
-    if not differences and [plan.nbytes for plan in plans] != [section.nbytes for section in record.sections]:
-        differences.append("- sections of other sizes")
-    if differences:
-        shown = "\n".join(differences[:20]) + (f"\n- and {len(differences) - 20} more" if len(differences) > 20 else "")
-        raise CheckpointError(
-            f"the directory's run is of another model or optimizer:\n{shown}\n"
-            "Build the same model and optimizer, or pass resume='discard' to delete the run"
-        )

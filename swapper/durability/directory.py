@@ -34,7 +34,7 @@ from swapper.runtime.sizes import format_bytes
 
 log = logging.getLogger("swapper")
 
-RESUME_CHOICES = ("error", "auto", "discard")
+RESUME_CHOICES = ("error", "auto", "reshard", "discard")
 
 COMMIT_NAME = "commit.pt"
 FALLBACK_NAME = "commit-before.pt"
@@ -187,21 +187,28 @@ def _unwritable(directory: Path, error: OSError) -> DirectoryError:
     )
 
 
+def ranks_by_size(directory: Path) -> dict[int, list[int]]:
+    """Return the ranks that have a run in a user's directory, by the number of ranks of their job."""
+    found: dict[int, list[int]] = {}
+    for path in sorted(directory.glob("rank-*-of-*")):
+        name = re.fullmatch(r"rank-(\d{1,9})-of-(\d{1,9})", path.name)
+        if name is not None and any((path / record).exists() for record in (COMMIT_NAME, FALLBACK_NAME)):
+            found.setdefault(int(name[2]), []).append(int(name[1]))
+    return found
+
+
 def _refuse_other_sizes(directory: Path, size: int) -> None:
     """Raise DirectoryError if `directory` holds a run of another number of ranks, and none of this one."""
-    sizes: dict[int, int] = {}
-    for path in directory.glob("rank-*-of-*"):
-        found = re.fullmatch(r"rank-\d{1,9}-of-(\d{1,9})", path.name)
-        if found is not None and any((path / name).exists() for name in (COMMIT_NAME, FALLBACK_NAME)):
-            sizes[int(found[1])] = sizes.get(int(found[1]), 0) + 1
+    sizes = ranks_by_size(directory)
     if sizes and size not in sizes:
         held = " and ".join(
-            f"of {other} rank{'s' * (other > 1)} ({sizes[other]} of them here)" for other in sorted(sizes)
+            f"of {other} rank{'s' * (other > 1)} ({len(sizes[other])} of them here)" for other in sorted(sizes)
         )
         raise DirectoryError(
             f"{directory} holds a run {held}, and this job has {size}: a run resumes with the same number of ranks. Start "
-            f"that many (torchrun --nproc-per-node), or choose another directory, or pass resume='discard' to start over, for "
-            "example from a snapshot of that run; then rank-*-of-* of the other size stay, and you may remove them"
+            "that many (torchrun --nproc-per-node), or pass resume='reshard' to go on with this number, or choose another "
+            "directory, or pass resume='discard' to start over, for example from a snapshot of that run; then rank-*-of-* of the "
+            "other size stay, and you may remove them"
         )
 
 
@@ -210,7 +217,8 @@ class RunDirectory:
 
     Args:
         directories: the user's directory, or several, one a drive; a missing one is made if its parent exists.
-        resume: "error" refuses a directory that holds a run, "auto" resumes it, "discard" deletes it.
+        resume: "error" refuses a directory that holds a run, "auto" resumes it, "reshard" too or one of another number of
+            ranks, "discard" deletes it.
         ranks: this process's place in the job.
         weigh: returns each drive's share of the bytes, in proportion. Called for a new run.
 
@@ -245,7 +253,7 @@ class RunDirectory:
             )
         try:
             for directory in given:
-                if resume != "discard":
+                if resume not in ("reshard", "discard"):
                     _refuse_other_sizes(Path(directory), ranks.size)
                 self._locked.append(LockedDirectory(directory, f"rank-{ranks.rank}-of-{ranks.size}"))
             self.drives = self._settle(resume)

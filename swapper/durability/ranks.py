@@ -25,12 +25,15 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from swapper.errors import ConfigError, DirectoryError, StateError, SwapperError
+
+if TYPE_CHECKING:  # which knows what a commit is called
+    from swapper.durability.commit import CommitRecord
 
 log = logging.getLogger("swapper")
 
@@ -63,6 +66,10 @@ class Held:
     job: str
     commits: tuple[CommitId, ...]
 
+    @classmethod
+    def of(cls, place: str, resume: str, commits: Sequence[CommitRecord]) -> Held:
+        return cls(place, resume, commits[0].job if commits else "", tuple(commit.id for commit in commits))
+
     def describe(self) -> str:
         if not self.commits:
             return f"no commit ({self.place})"
@@ -82,7 +89,7 @@ def choose(held: Sequence[Held]) -> CommitId | None:
     """
     if len({each.resume for each in held}) > 1:
         raise DirectoryError(
-            _mismatch("resume= differs from rank to rank", [each.resume for each in held], "pass the same on all")
+            mismatch("resume= differs from rank to rank", [each.resume for each in held], "pass the same on all")
         )
     common = set.intersection(*(set(each.commits) for each in held))
     has_begun = any(step > 0 for each in held for step, _ in each.commits)
@@ -90,21 +97,22 @@ def choose(held: Sequence[Held]) -> CommitId | None:
     if not has_begun and (not common or len(jobs) > 1):
         return None  # killed before all ranks had their first commit
     remedy = (
-        "put the missing directories back (each rank resumes from its own), or load a snapshot with resume='discard', which throws "
-        "all of them away"
+        "put the missing directories back (each rank resumes from its own), or pass resume='reshard' if they went on from another "
+        "number of ranks, whose directories are still here, or load a snapshot with resume='discard', which throws all of them away"
     )
     descriptions = [each.describe() for each in held]
     if any(not each.commits for each in held):
-        raise DirectoryError(_mismatch("some ranks have no run to resume, and others have one", descriptions, remedy))
+        raise DirectoryError(mismatch("some ranks have no run to resume, and others have one", descriptions, remedy))
     if len(jobs) > 1:
         runs = [f"run {each.job or 'of one rank alone'}, {each.describe()}" for each in held]
-        raise DirectoryError(_mismatch("the ranks' directories are of different runs", runs, remedy))
+        raise DirectoryError(mismatch("the ranks' directories are of different runs", runs, remedy))
     if not common:
-        raise DirectoryError(_mismatch("there is no step that all ranks can resume from", descriptions, remedy))
+        raise DirectoryError(mismatch("there is no step that all ranks can resume from", descriptions, remedy))
     return max(common)
 
 
-def _mismatch(what: str, by_rank: Sequence[str], remedy: str) -> str:
+def mismatch(what: str, by_rank: Sequence[str], remedy: str) -> str:
+    """Return an error's text with a line for each rank."""
     lines = "\n".join(f"- rank {rank}: {text}" for rank, text in enumerate(by_rank))
     return f"{what}:\n{lines}\n{remedy[0].upper()}{remedy[1:]}"
 
@@ -163,7 +171,7 @@ class Ranks:
             checked, versions = self.settle("make a SwapManager", check, lambda _: versions_here())
             if len(set(versions)) > 1:
                 raise ConfigError(
-                    _mismatch("ranks run different versions", versions, "install the same on all machines")
+                    mismatch("ranks run different versions", versions, "install the same on all machines")
                 )
             return checked
         except BaseException:

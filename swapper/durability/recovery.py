@@ -1,4 +1,4 @@
-"""Resumes a run: finds the commit to resume from, the same on all ranks that run together, and restores its content.
+"""Keeps the commits that a run can resume from, and restores the content of one.
 
 Nothing is copied: paged sections only learn their locations, resident ones are read. After a restart of the system, the
 drive's content is compared with the checksums first, since a crash may have lost writes.
@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +28,10 @@ from swapper.durability.commit import (
     publish_commit,
     read_commit,
 )
-from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, RunDirectory
-from swapper.durability.ranks import CommitId, Held, Ranks, choose, describe, host_name
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
+from swapper.durability.ranks import CommitId, Ranks, describe
 from swapper.durability.verify import Fault, find_damage
-from swapper.errors import CheckpointError, ChecksumError, DirectoryError, StateError, SwapperError
+from swapper.errors import CheckpointError, ChecksumError, StateError
 from swapper.io import beneath
 from swapper.paging.host_memory import Pool
 from swapper.paging.section import Page, Section, pieces_of
@@ -275,81 +272,6 @@ def _say(faults: Sequence[Fault]) -> str:
         f"{faults[0].path}, the same file as a snapshot, was changed from outside ({faults[0].what}), which lost "
         f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
     )
-
-
-# --- beginning a run
-
-
-def begin_run(
-    directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    resume: str,
-    ranks: Ranks,
-    weigh: Callable[[Sequence[Path]], Sequence[float]],
-) -> tuple[RunDirectory, CommitRecord | None, Commit | None]:
-    """Return the open directory, the commit to resume from (None: a new run), and the previous one, if still usable.
-
-    Args: as of RunDirectory.
-
-    Raises:
-        DirectoryError: as RunDirectory; or the ranks' directories do not match.
-        CheckpointError: the last commit cannot be read.
-        StateError: another rank could not open its own.
-    """
-    opened: list[RunDirectory] = []
-
-    def open_mine() -> tuple[RunDirectory, list[CommitRecord]]:
-        with _usable(opened):
-            opened.append(RunDirectory(directories, resume, ranks, weigh))
-            return opened[0], _commits_of(opened[0])
-
-    def tell(found: tuple[RunDirectory, list[CommitRecord]]) -> tuple[Held, str]:
-        directory, commits = found
-        job = commits[0].job if commits else ""
-        held = Held(f"{host_name()}:{directory.path}", resume, job, tuple(commit.id for commit in commits))
-        return held, secrets.token_hex(8)
-
-    try:
-        (directory, commits), answers = ranks.settle("open its directory", open_mine, tell)
-        if not ranks.are_together:
-            directory.job = commits[0].job if commits else ""
-            with _usable(opened):
-                chosen = commits[0].id if commits else None
-                return directory, *resume_from(directory.path, commits, chosen, keep_before=True)
-        held, starts = zip(*answers, strict=True)
-        ranks.start = starts[0]
-        chosen = choose(held)
-        with _usable(opened):
-            if chosen is None:
-                directory.start_over()
-            directory.job = ranks.start if chosen is None else held[0].job
-            return directory, *resume_from(directory.path, commits, chosen, keep_before=False)
-    except BaseException:
-        for directory in opened:
-            directory.close()
-        ranks.close()
-        raise
-
-
-@contextmanager
-def _usable(opened: Sequence[RunDirectory]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, SwapperError):
-            raise
-        where = f"{opened[0].path} has what cannot be used" if opened else "the directory cannot be used"
-        raise DirectoryError(f"{where} ({error}): inspect it, and remove what swapper did not make") from error
-
-
-def _commits_of(directory: RunDirectory) -> list[CommitRecord]:
-    commits = find_commits(directory.path)
-    for commit in commits:
-        if (commit.rank, commit.world_size) != (directory.ranks.rank, directory.ranks.size):
-            raise DirectoryError(
-                f"{directory.path} holds the run of rank {commit.rank} of {commit.world_size}: somebody renamed it. Give "
-                f"it its own, rank-{commit.rank}-of-{commit.world_size}, back"
-            )
-    return commits
 
 
 # --- restoring what the commit names

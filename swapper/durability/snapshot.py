@@ -29,12 +29,13 @@ from typing import Any
 
 import torch
 
+from swapper.durability.described_layout import tensors_of
 from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
 from swapper.durability.snapshot_directory import DirectoryTicket, SnapshotDirectory, check_free
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail, TensorPlace
+from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
@@ -234,7 +235,7 @@ class Publisher:
             content = SnapshotContents(
                 snapshot.tail,
                 self._layout,
-                {r.key: _tensors(s) for r, s in zip(self._layout.records, self._sections, strict=True)},
+                {r.key: tensors_of(s) for r, s in zip(self._layout.records, self._sections, strict=True)},
                 everything,
                 frozenset(self._layout.records[index].key for index in snapshot.left_out),
                 holes,
@@ -283,17 +284,6 @@ def _behind_the_end(piece: Page) -> list[tuple[int, int]]:
     """Return the (offset, nbytes) of a piece that lie behind the end of its file. See [Note: external content]."""
     nbytes = piece.nbytes - piece.stored_bytes
     return [(piece.file_offset + piece.stored_bytes, nbytes)] if nbytes else []
-
-
-def _tensors(section: Section) -> list[TensorPlace]:
-    return [
-        TensorPlace(
-            slot.spec.owner if slot.spec.kind == "param" else f"{slot.spec.owner} {slot.spec.kind}",
-            section.file_offset + slot.offset,
-            slot.spec.nbytes,
-        )
-        for slot in section.plan.slots
-    ]
 
 
 def _device(directory: Path) -> int:

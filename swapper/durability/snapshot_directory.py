@@ -60,7 +60,7 @@ class SnapshotDirectory:
         self._items = ContainerItems()
         self._planner = DefaultSavePlanner()
         try:
-            self._planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
+            self._planner.set_up_planner(_with_values(state), is_coordinator=ranks.rank == 0)
         except ValueError as error:
             raise CheckpointError(f"the snapshot {path} cannot be written: {error}") from error
         plan = self._planner.create_local_plan()
@@ -208,6 +208,15 @@ def local_parts(state: Any) -> Any:
     if type(state) in (list, tuple):
         return type(state)(local_parts(value) for value in state)
     return local_part(state)
+
+
+def _with_values(state: Any) -> Any:
+    """Return nested dicts with the tensor in place of a code that is a tensor of values: torch's reader converts its dtype."""
+    if type(state) not in (dict, OrderedDict):
+        return state
+    if state.keys() == {"codec", "value"}:
+        return state["value"]
+    return type(state)((key, _with_values(value)) for key, value in state.items())
 
 
 def _is_empty_part(item: Any) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import math
 import os
 import re
 import zipfile
@@ -22,10 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from swapper import _C
 from swapper.durability.commit import CommitRecord, files_of, read_commit
+from swapper.durability.described_layout import sections_of, tensors_of
 from swapper.durability.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.dcp_directory import MAX_METADATA_BYTES, METADATA_NAME, metadata_is_whole, read_directory
@@ -46,13 +44,11 @@ from swapper.formats.torch_zip.zip_reader import ZipRecord, read_index, unpacked
 from swapper.formats.torch_zip.zip_writer import LOCAL_HEADER
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, stream
-from swapper.io.drives import read_drives
 from swapper.io.engines import open_engine
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.page_files import is_frozen
 
 MAX_TAIL_BYTES = 1 << 30  # of a sane tail; it is read whole
-_SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")
 
 Progress = Callable[[int, int], None]
 """Called with the bytes checked and the total bytes."""
@@ -327,7 +323,7 @@ def _has_its_name(descriptor: int, path: Path, record: ZipRecord) -> bool:
 
 
 def _verify_run(directory: Path, progress: Progress) -> Report:
-    with _at_rest(directory):
+    with at_rest(directory):
         report = Report(str(directory), "run")
         commit = directory / COMMIT_NAME
         nbytes = report.nbytes = report.checked_bytes = commit.stat().st_size
@@ -343,7 +339,7 @@ def _verify_run(directory: Path, progress: Progress) -> Report:
 
 
 @contextlib.contextmanager
-def _at_rest(directory: Path) -> Iterator[None]:
+def at_rest(directory: Path) -> Iterator[None]:
     """Prevent a run from beginning in `directory`, and refuse if one is active there."""
     try:
         descriptor = beneath.open_file(directory / "lock", os.O_RDONLY | os.O_NONBLOCK)
@@ -359,10 +355,11 @@ def _at_rest(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             raise CheckpointError(
-                f"{directory} is in use by a run: verify it after the run, or one of its snapshots now"
+                f"{directory} is in use by a run: wait for its end, or take one of its snapshots"
             ) from None
         yield
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have it too
         os.close(descriptor)
 
 
@@ -389,44 +386,18 @@ def _changed_external(record: CommitRecord) -> list[Fault]:
 
 
 def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
-    try:
-        return _parts_by_file(directory, record)
-    except (LookupError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{directory}: its commit record contradicts itself ({error!r}): take another copy"
-        ) from error
-
-
-def _parts_by_file(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
+    sections, paths = sections_of(directory, record)
     layout = ContainerLayout.plan([section.nbytes for section in record.sections])
     headers = [_Part(ChecksumChunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
-    drives = read_drives(directory)
-    assigned = iter(drives.assign_to_drives([nbytes for section in record.sections for nbytes in section.sizes]))
-    parts = {(number, 0): list(headers) for number in files_of(record)}
-    for place, section, (name, slots) in zip(layout.records, record.sections, _sections_of(record.plans), strict=True):
-        tensors = [TensorPlace(slot.name, place.offset + slot.offset, slot.nbytes) for slot in slots]
-        offset = place.offset
-        for number, crc32, nbytes in zip(section.files, section.crc32s, section.sizes, strict=True):
-            drive = next(assigned)
-            if number != EXTERNAL:  # external content has no checksums: see _changed_external
-                parts.setdefault((number, drive), []).append(_Part(ChecksumChunk(offset, nbytes, crc32), name, tensors))
-            offset += nbytes
-    return {drives.directories[drive] / record.files[number]: found for (number, drive), found in parts.items()}
-
-
-def _sections_of(plans: Sequence[str]) -> list[tuple[str, list[TensorPlace]]]:
-    """Return (name, its tensors with offsets from its start) of each section, from the lines of `describe_plans`."""
-    sections: list[tuple[str, list[TensorPlace]]] = []
-    for line in plans:
-        match = _SLOT.fullmatch(line)
-        if match is None:
-            sections.append((line.rpartition(":")[0], []))
-            continue
-        owner, kind, dtype, shape, offset = match.groups()
-        numel = math.prod(int(size) for size in shape.split(", ") if size)
-        name = owner if kind == "param" else f"{owner} {kind}"
-        sections[-1][1].append(TensorPlace(name, int(offset), numel * getattr(torch, dtype).itemsize))
-    return sections
+    parts = {paths[number][0]: list(headers) for number in files_of(record)}
+    for section in sections:
+        tensors = tensors_of(section)
+        for page in section.pages:
+            if page.location != EXTERNAL:  # external content has no checksums: see _changed_external
+                chunk = ChecksumChunk(page.file_offset, page.nbytes, -1 if page.crc32 is None else page.crc32)
+                where = paths[page.location or 0][page.drive]
+                parts.setdefault(where, []).append(_Part(chunk, section.plan.name, tensors))
+    return parts
 
 
 def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fault]:
@@ -437,7 +408,7 @@ def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fa
     """
     needed, past = [], []
     for section in sections:
-        tensors = [TensorPlace(s.spec.owner, section.file_offset + s.offset, s.spec.nbytes) for s in section.plan.slots]
+        tensors = tensors_of(section)
 
         def part(
             piece: Page, crc32: int, section: Section = section, tensors: Sequence[TensorPlace] = tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,12 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {  # orders, the error on e
     ),
     "a bad option on one": (["memory=1:many"], "Error", ["host_memory='many' is not a size"]),
     "no part of a machine": (["memory=1:1GiB/node"], "Error", ["LOCAL_WORLD_SIZE", "torchrun"]),
+    "a rank without a drive": (
+        ["sharded", "drive=1:/none/here"],
+        "Error",
+        ["directory /none/here does not exist", "mkdir -p"],
+    ),
+    "a file for a drive": (["sharded", "drive=1:/etc/passwd"], "Error", ["/etc/passwd is not a directory"]),
     "budget": (["sharded", "memory=1:64KiB"], "Error", ["host_memory=64.0 KiB is too small"]),
 }
 
@@ -103,6 +110,24 @@ def test_a_network_file_system_is_told_of(
     with swapper.SwapManager(tmp_path, host_memory="16MiB"):
         pass
     assert "network" not in caplog.text
+
+
+@pytest.mark.slow
+def test_each_rank_tells_of_a_network_file_system_before_anything_begins(tmp_path: Path) -> None:
+    """And of all that may be meant to be there: with a budget that is too small nothing is begun either."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as there:
+        done = run_python(Path(ranks_run.__file__), there, 2, "sharded", "network", "memory=64KiB")
+        assert sorted(path.name for path in Path(there).glob("*/*")) == ["lock", "lock"]
+    for rank in range(2):
+        assert f"{there}/rank-{rank}-of-2 is on a network file system, and every step reads" in done.stderr
+    assert done.stdout.count("BudgetError") == 2
+
+
+@pytest.mark.slow
+def test_a_number_of_ranks_that_divides_nothing_is_taken(tmp_path: Path) -> None:
+    """Three ranks have 171, 171 and 170 of 512 rows; what the plan names is what each needs."""
+    done = run_python(Path(ranks_run.__file__), tmp_path, 3, "sharded", "memory=16MiB", "steps=1")
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: began at 0, ended at 1" for rank in range(3)]
 
 
 def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

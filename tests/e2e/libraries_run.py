@@ -5,6 +5,7 @@ Usage: libraries_run.py DIRECTORY CASE ...
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable
@@ -154,7 +155,7 @@ def sharded_by_accelerate(directory: Path, swapped: bool) -> list[torch.Tensor]:
 # --- the Trainer of transformers ----------------------------------------------------------------------------------------
 
 
-def trainer(directory: Path, swapped: bool) -> list[torch.Tensor]:
+def trainer(directory: Path, swapped: bool, sharded: bool = False) -> list[torch.Tensor]:
     from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainingArguments
 
@@ -162,7 +163,7 @@ def trainer(directory: Path, swapped: bool) -> list[torch.Tensor]:
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    model = llama(lora=False)
+    model = sharded_at_load(directory) if sharded else llama(lora=False)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     manager = swapper.SwapManager(directory / "run", "8MiB") if swapped else None
     if manager is not None:
@@ -174,11 +175,27 @@ def trainer(directory: Path, swapped: bool) -> list[torch.Tensor]:
     )  # fmt: skip
     loop = Trainer(model=model, args=arguments, train_dataset=Lines(), optimizers=(optimizer, schedule))
     loop.train()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()) == sharded
     log = [entry[key] for entry in loop.state.log_history for key in ("loss", "grad_norm") if key in entry]
     result = [torch.tensor(log), *whole(model.state_dict())]
     if manager is not None:
+        assert manager.step == 3
         manager.close()
     return result
+
+
+def sharded_at_load(directory: Path) -> Any:
+    """A model that transformers shards by fully_shard as it is loaded: then the Trainer leaves it as it is."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from e2e.test_libraries import llama
+
+    path = directory / "published"
+    if dist.get_rank() == 0 and not path.exists():
+        llama(lora=False).save_pretrained(path)
+    dist.barrier()
+    return LlamaForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()))
 
 
 # --- Lightning ----------------------------------------------------------------------------------------------------------
@@ -230,6 +247,48 @@ def sharded_by_lightning(directory: Path, swapped: bool) -> list[torch.Tensor]:
     return result
 
 
+# --- torchtitan ---------------------------------------------------------------------------------------------------------
+
+
+def sharded_by_torchtitan(directory: Path, swapped: bool) -> list[torch.Tensor]:
+    """Its loop: containers of optimizers and of schedules, whose state dicts are taken in the middle and gone back to."""
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    model = layers()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    groups = [("bias", {"lr": 1e-2, "weight_decay": 0.0}), (".*", {"lr": 1e-2})]
+    config = OptimizersContainer.Config(
+        param_groups=[ParamGroupConfig(pattern=p, optimizer_name="AdamW", optimizer_kwargs=o) for p, o in groups]
+    )
+    optimizers = OptimizersContainer(config, model_parts=[model])
+    manager = manager_of(directory) if swapped else None
+    if manager is not None:
+        assert manager.offload(model, optimizers, **NVME) == (model, optimizers)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+    losses, state = [], {}
+    for number in range(6):
+        optimizers.zero_grad()
+        loss = model(batch(number)).square().mean()
+        loss.backward()
+        losses += [loss.detach(), clip_grad_norm_(model.parameters(), 0.05)]
+        optimizers.step()
+        for schedule in schedules:
+            schedule.step()
+        if number == 2:
+            state = copy.deepcopy(optimizers.state_dict())
+        if number == 4:
+            optimizers.load_state_dict(state)
+    losses = whole(dict(enumerate(losses))) + whole(model.state_dict())
+    losses += whole({key: value for key, value in optimizers.state_dict().items() if key.startswith("state.")})
+    if manager is not None:
+        assert manager.step == 6
+        manager.close()
+    return losses
+
+
 CASES: dict[str, Case] = {
     "wrapped later": wrapped_later,
     "masters follow": masters_follow,
@@ -238,11 +297,13 @@ CASES: dict[str, Case] = {
     "accelerate, prepare first": lambda directory, swapped: accelerated(directory, swapped, "prepare first"),
     "accelerate, FSDP2": sharded_by_accelerate,
     "trainer": trainer,
+    "trainer, FSDP2": lambda directory, swapped: trainer(directory, swapped, sharded=True),
     "lightning": sharded_by_lightning,
+    "torchtitan": sharded_by_torchtitan,
 }
 
 LIBRARIES = {
-    name: name.partition(",")[0] if name.startswith(("accelerate", "trainer", "lightning")) else "torch"
+    name: name.partition(",")[0] if name.startswith(("accelerate", "trainer", "lightning", "torchtitan")) else "torch"
     for name in CASES
 }
 """By case, whose it is."""

@@ -9,7 +9,8 @@ DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the man
 "full=RANK:N": in its Nth update the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With
 "retries" who gets an error says so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
 "uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to swapper, for
-bad input: depth (of the model), lr, optimizer (its class), update, version (of swapper). "absent=RANK": it makes no manager.
+bad input: depth (of the model), lr, optimizer (its class), update, version (of swapper), drive (a directory). "absent=RANK": it
+makes no manager. "network": file systems in memory pass for those of a network.
 """
 
 from __future__ import annotations
@@ -203,8 +204,12 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
         importlib.metadata.version = lambda name: orders.one("version")
     if orders.is_said("absent"):
         return
+    if orders.is_said("network"):
+        from swapper.durability import directory as directories
+
+        directories.OVER_NETWORK = {"tmpfs"}
     try:
-        manager = swapper.SwapManager(directory, host_memory=memory, **for_manager(options))
+        manager = swapper.SwapManager(orders.one("drive", directory), host_memory=memory, **for_manager(options))
         begun = manager.step
         if orders.is_said("late"):
             dist.init_process_group("gloo", **join)

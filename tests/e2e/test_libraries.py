@@ -168,10 +168,13 @@ def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["torch", "accelerate", "trainer", "lightning"])
+@pytest.mark.parametrize("library", ["torch", "accelerate", "trainer", "lightning", "torchtitan"])
 def test_two_ranks_go_the_way_of_plain_torch(tmp_path: Path, library: str) -> None:
     if library == "lightning":
         pytest.importorskip("lightning", reason="lightning is not installed, and in no extra: pip install lightning")
+    if library == "torchtitan":
+        missing = "torchtitan is not installed: pip install --no-deps torchtitan tyro docstring_parser spmd_types"
+        pytest.importorskip("torchtitan.components.optimizer", reason=missing, exc_type=ImportError)
     cases = [name for name, of in libraries_run.LIBRARIES.items() if of == library]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     done = run_python(*torchrun, Path(libraries_run.__file__), tmp_path, *cases)

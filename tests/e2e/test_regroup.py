@@ -22,7 +22,7 @@ from swapper.paging.host_memory import HostMemory
 from swapper.paging.planning.layout import Slot, TensorSpec
 from swapper.paging.store.swap_files import Store
 from swapper.train.gradients.grads import GradientStash
-from swapper.train.layout.content import CarriedSource
+from swapper.train.layout.content import CommittedFiles
 from swapper.train.layout.slices import TensorLocation
 
 MakeTwins = Callable[..., Twins]
@@ -319,7 +319,7 @@ def test_what_fails_half_way_leaves_the_run_as_it_was(
 
     target = {
         "open": (Committer, "__init__"),
-        "fill": (CarriedSource, "_file"),
+        "fill": (CommittedFiles, "_file"),
         "gradients": (GradientStash, "empty_into"),
         "commit": (Store, "commit"),
     }[failing]
@@ -350,7 +350,7 @@ def test_reads_under_way_are_waited_for_where_the_next_one_cannot_be_asked_for(t
     run = pair.manager.current.run
     run.pager.flush()
     section = next(section for section in run.sections if len(section.pages) > 1)
-    content = run.carried(pair.original)
+    content = run.carried(pair.original)._files
     asked: list[Any] = []
 
     class Noting:
@@ -368,7 +368,7 @@ def test_reads_under_way_are_waited_for_where_the_next_one_cannot_be_asked_for(t
     target = torch.empty(section.plan.nbytes, dtype=torch.uint8)
     whole = TensorLocation(section, Slot(TensorSpec("all", "param", torch.uint8, (section.plan.nbytes,)), 0))
     with pytest.raises(KeyError):
-        content._read(whole, 0, section.plan.nbytes, target)
+        content.read(whole, 0, section.plan.nbytes, target)
     assert asked and all(ticket.done for ticket in asked)
     content.close()
 

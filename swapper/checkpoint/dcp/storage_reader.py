@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from swapper import _C
+from swapper.checkpoint.dcp.encoded_items import EncodedTensor, find_encoded, read_encoded
 from swapper.errors import CheckpointError
 from swapper.formats.dcp_directory import MAX_METADATA_BYTES
 from swapper.formats.sources import is_plain_name, opened, read_whole
@@ -50,7 +51,7 @@ class _Read:
 
 
 class StorageReader(FileSystemReader):
-    """Reads checkpoints of torch's FileSystemWriter or `StorageWriter`.
+    """Reads checkpoints of torch's FileSystemWriter or `StorageWriter`, and snapshots of sharded models: encoded state in fp32.
 
     Args:
         path: the checkpoint's directory.
@@ -58,6 +59,8 @@ class StorageReader(FileSystemReader):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
+        self._encoded: dict[str, EncodedTensor] = {}
+        self._metadata: Metadata
 
     def read_metadata(self, *args: Any, **named: Any) -> Metadata:
         """Read the metadata.
@@ -80,6 +83,7 @@ class StorageReader(FileSystemReader):
         stored = getattr(metadata, "storage_meta", None)
         if stored is not None:
             stored.load_id = self.load_id
+        self._encoded, self._metadata = find_encoded(metadata), metadata
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -89,8 +93,17 @@ class StorageReader(FileSystemReader):
             CheckpointError: a file does not match the metadata.
             IoError: a file cannot be read.
         """
+        self._read([item for item in plan.items if item.storage_index.fqn not in self._encoded], planner)
+        for item in plan.items:
+            if item.storage_index.fqn in self._encoded:
+                read_encoded(item, self._encoded[item.storage_index.fqn], self._metadata, planner, self._read)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         per_file: dict[str, list[ReadItem]] = {}
-        for request in plan.items:
+        for request in items:
             per_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
         for name, requests in per_file.items():
             if not isinstance(name, str) or not is_plain_name(name):
@@ -99,9 +112,6 @@ class StorageReader(FileSystemReader):
             with _OpenFile(Path(self.path) / name) as file:
                 for request in requests:
                     file.read(request, self.storage_data[request.storage_index], planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
 
 class _OpenFile:

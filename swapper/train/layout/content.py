@@ -80,19 +80,19 @@ class GivenSource:
         return self._values.get(name)
 
 
-class CarriedSource:
-    """Takes content from the files of an earlier layout, and the rest from the optimizers.
+class CommittedFiles:
+    """Reads tensors from the swap files of an earlier layout, or of another rank. Owns what it opens until `close`.
 
     Args:
         sections: of parameters and optimizer state; only their locations in files are used.
-        files: of that layout, by number: the parts of each, by drive.
+        files: by number: the parts of each, by drive.
+
+    Attributes:
+        places: of all tensors, by name of the parameter and kind.
     """
 
-    def __init__(
-        self, optimizers: OptimizerSet, sections: Sequence[Section], files: Mapping[int, Sequence[Path]]
-    ) -> None:
-        self._given = GivenSource(optimizers)
-        self._places = find_places(sections)
+    def __init__(self, sections: Sequence[Section], files: Mapping[int, Sequence[Path]]) -> None:
+        self.places = find_places(sections)
         self._paths = files
         self._files: dict[Path, _C.File] = {}
         self._compared: set[Page] = set()
@@ -102,35 +102,12 @@ class CarriedSource:
         if self._engine is not None:
             close_all([self._engine.close, *(file.close for file in self._files.values())])
 
-    def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self._given.begin([(name, p) for name, p in parameters])
+    def read(self, place: TensorLocation, begin: int, end: int, target: torch.Tensor) -> None:
+        """Read elements [begin, end) at `place` into `target`, each piece from the file with its newest content.
 
-    def state(self, name: str) -> Mapping[str, Any]:
-        return self._given.state(name)
-
-    def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
-        place = self._places.get((spec.owner, spec.kind))
-        if place is not None:
-            self._read(place, begin, end, view)
-        elif spec.kind == MASTER:
-            rounded = self._places[spec.owner, "param"]
-            value = torch.empty(end - begin, dtype=rounded.slot.spec.dtype)
-            self._read(rounded, begin, end, value)
-            view.copy_(value)
-        else:
-            self._given.fill(spec, begin, end, view)
-
-    def is_external(self, plan: SectionPlan) -> bool:
-        """Return True unless something of it was changed since."""
-        places = [self._places[slot.spec.owner, "param"] for slot in plan.slots]
-        pieces = [p for at in places for p in at.section.pages_of(at.slot.offset, at.slot.end) or [at.section.piece]]
-        return all(piece.location == EXTERNAL for piece in pieces)
-
-    def value(self, name: str) -> None:
-        """Return None: the earlier layout has the same external content."""
-
-    def _read(self, place: TensorLocation, begin: int, end: int, target: torch.Tensor) -> None:
-        """Read elements [begin, end) at `place` into `target`, each piece from the file with its newest content."""
+        Raises:
+            IoError: they cannot be read, or are not what was written.
+        """
         section, slot = place.section, place.slot
         first, last = (slot.offset + n * slot.spec.dtype.itemsize for n in (begin, end))
         if self._engine is None:  # not the session's: its staging buffer is freed with it
@@ -160,6 +137,45 @@ class CarriedSource:
         if path not in self._files:
             self._files[path] = beneath.open_for_transfers(path, read_only=True)
         return self._files[path]
+
+
+class CarriedSource:
+    """Takes content from the files of an earlier layout, and the rest from the optimizers."""
+
+    def __init__(self, optimizers: OptimizerSet, files: CommittedFiles) -> None:
+        self._given = GivenSource(optimizers)
+        self._files = files
+        self._places = files.places
+
+    def close(self) -> None:
+        self._files.close()
+
+    def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._given.begin([(name, p) for name, p in parameters])
+
+    def state(self, name: str) -> Mapping[str, Any]:
+        return self._given.state(name)
+
+    def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
+        place = self._places.get((spec.owner, spec.kind))
+        if place is not None:
+            self._files.read(place, begin, end, view)
+        elif spec.kind == MASTER:
+            rounded = self._places[spec.owner, "param"]
+            value = torch.empty(end - begin, dtype=rounded.slot.spec.dtype)
+            self._files.read(rounded, begin, end, value)
+            view.copy_(value)
+        else:
+            self._given.fill(spec, begin, end, view)
+
+    def is_external(self, plan: SectionPlan) -> bool:
+        """Return True unless something of it was changed since."""
+        places = [self._places[slot.spec.owner, "param"] for slot in plan.slots]
+        pieces = [p for at in places for p in at.section.pages_of(at.slot.offset, at.slot.end) or [at.section.piece]]
+        return all(piece.location == EXTERNAL for piece in pieces)
+
+    def value(self, name: str) -> None:
+        """Return None: the earlier layout has the same external content."""
 
 
 def iter_section_pages(

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from swapper.durability.commit import (
-    CommitRecord,
-    boot_id,
-    check_group_count,
-    check_same,
-    check_trained,
-    describe_plans,
-)
-from swapper.durability.recovery import Commit, follow_placement, page_bytes_of
+from swapper.durability.beginning import Beginning, EarlierRanks
+from swapper.durability.commit import CommitRecord, boot_id
+from swapper.durability.described_layout import check_group_count, check_same, check_trained, describe_plans
+from swapper.durability.directory import FALLBACK_NAME
+from swapper.durability.recovery import follow_placement, page_bytes_of
 from swapper.errors import ConfigError, StateError, UnsupportedError
+from swapper.io import beneath
 from swapper.io.engines import Engine
 from swapper.io.tuning import find_tuning_of
+from swapper.paging.store.swap_files import first_free_number
 from swapper.train.layout.content import GivenSource
 from swapper.train.layout.frozen import check_external
 from swapper.train.layout.initial import Values, check_buffers
 from swapper.train.layout.inventory import Inventory
+from swapper.train.layout.resharded import ReshardedSource
 from swapper.train.optimizer.conditions import names_by_group
 from swapper.train.optimizer.member_state import MemberState
 from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
@@ -44,8 +44,7 @@ class SessionFactory:
     """Puts sessions into a manager's slot, and binds the user's optimizer to them.
 
     Args:
-        record: the commit to resume from, or None.
-        fallback: the one before it, if the run can still return to that.
+        beginning: what the run begins with.
     """
 
     _given_members: list[list[str]]
@@ -54,13 +53,13 @@ class SessionFactory:
     def __init__(
         self,
         current: SessionSlot,
-        record: CommitRecord | None,
-        fallback: Commit | None,
+        beginning: Beginning,
     ) -> None:
         self._current = current
         self._directory, self._clock, self._user = current.directory, current.clock, current.user
-        self._record = record
-        self._fallback = fallback
+        self._record, self._fallback = beginning.record, beginning.fallback
+        self._earlier = beginning.earlier
+        self._kept = beginning.kept if self._record is None else frozenset(self._record.files.values())
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
@@ -76,21 +75,32 @@ class SessionFactory:
             StateError: the model or the optimizer has changed since `made`.
         """
         record, frozen = self._record, request.frozen
-        inventory = request.inventory(may_be_meta or record is not None)
+        inventory = request.inventory(may_be_meta or record is not None or self._earlier is not None)
         if made is not None:
             _check_same_inventory(made.inventory, inventory)
             return made
         tuning = find_tuning_of(self._directory.drives)
         if record is None:
+            if self._earlier is not None:
+                self._check_same_optimizer(self._earlier.first, request, inventory)
+                self._resharded(request, inventory).close()  # which compares
             return plan_run(request, inventory, tuning=tuning)
-        check_trained(record, set(inventory.names.values()), inventory.forms.keys())
+        self._check_same_optimizer(record, request, inventory)
         check_external(record.external, {} if frozen is None else frozen.stamps(inventory.plans))
         check_same(record, inventory.plans, request.optimizers.kind)
-        check_group_count(record, len(request.optimizers.param_groups))
         options = request.options
         wishes = ("auto" if wish == "device" else wish for wish in (options.params, options.optimizer_state))
         places, page_bytes = follow_placement(record, *wishes), page_bytes_of(record)
         return plan_run(request, inventory, places, tuning=tuning, page_bytes=page_bytes, existing_files=record.files)
+
+    def _check_same_optimizer(self, record: CommitRecord, request: Request, inventory: Inventory) -> None:
+        check_trained(record, set(inventory.names.values()), inventory.forms.keys())
+        check_group_count(record, len(request.optimizers.param_groups))
+
+    def _resharded(self, request: Request, inventory: Inventory) -> ReshardedSource:
+        """Return the content of the earlier run's files, which belongs to this rank."""
+        assert self._earlier is not None
+        return ReshardedSource(self._earlier.ranks, inventory.plans, rows_of(request))
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
@@ -109,12 +119,18 @@ class SessionFactory:
             raise ConfigError(
                 "a model that fully_shard has sharded needs ranks that resume from the same step: leave out ranks='alone'"
             )
-        return ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]
+        optimizers = ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]
+        if self._earlier is not None:  # not before all ranks have what they need: offload may be tried again
+            self._earlier.close()
+            self._earlier = None
+        return optimizers
 
     def _open(self, plan: Plan, init: Any) -> Sequence[PagedOptimizer]:
         request, record = plan.request, self._record
         self._given_members = names_by_group(request.optimizers.param_groups, plan.inventory.names)
         self._current.training_step = TrainingStep(request.optimizers)
+        if self._earlier is not None:
+            return self._open_resharded(plan, self._earlier)
         run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = None
         if init is not None and record is None:
@@ -123,8 +139,7 @@ class SessionFactory:
         if record is not None:
             self._clock.counters.step = record.step
         run.adopt(GivenSource(request.optimizers) if record is None else None)
-        self._optimizers = [self._paged(request, member) for member in range(len(request.given_optimizers))]
-        self._bind(run)
+        self._bind_new(run, request)
         self._user.begin_rng()
         if record is None:
             run.committer.step_done(0)
@@ -132,6 +147,29 @@ class SessionFactory:
         self._user.restore_rng()
         self._clock.start(None if plan.tuning is None else plan.tuning.seconds_for, plan.found.step)
         return self._optimizers
+
+    def _open_resharded(self, plan: Plan, earlier: EarlierRanks) -> Sequence[PagedOptimizer]:
+        """Begin with the content of other numbers of ranks, and commit that. Until then the directory has what it had."""
+        directory = self._directory
+        first = first_free_number(directory.path)
+        run = self._current.run = self._open_run(plan, Origin(first_file=first, edits=earlier.first.edits))
+        with closing(self._resharded(plan.request, plan.inventory)) as content:
+            run.adopt(content)
+        run.restore_settings(earlier.first)
+        self._bind_new(run, plan.request)
+        self._user.begin_rng()
+        run.begin(None)
+        self._kept |= run.file_names
+        run.committer.write_all(earlier.first.step)
+        beneath.unlink(directory.path / FALLBACK_NAME)  # of an earlier step of this directory
+        directory.remove_strays(run.file_names)
+        self._kept = frozenset(run.file_names)
+        self._clock.start(None if plan.tuning is None else plan.tuning.seconds_for, plan.found.step)
+        return self._optimizers
+
+    def _bind_new(self, run: TrainingSession, request: Request) -> None:
+        self._optimizers = [self._paged(request, member) for member in range(len(request.given_optimizers))]
+        self._bind(run)
 
     def give_up(self) -> None:
         """Close the session, and leave the directory as it was."""
@@ -148,11 +186,11 @@ class SessionFactory:
 
     def remove_strays(self) -> None:
         """Remove files in the directory that its commit does not name. Requires that no session is open."""
-        self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
+        self._directory.remove_strays(self._kept)
 
     def _with_buffers(self, plan: Plan, has_init: bool) -> Plan:
         """Return `plan`. Raise UnsupportedError if buffers of the model have no values, and there is no source of them."""
-        if self._record is not None:
+        if self._record is not None or self._earlier is not None:
             check_buffers(_whole(plan.request.model), "a resumed run")
         elif plan.request.frozen is not None and not has_init:
             check_buffers(_whole(plan.request.model), "external")
@@ -187,6 +225,7 @@ class SessionFactory:
         request, frozen, directory = plan.request, plan.request.frozen, self._directory
         described, names = describe_plans(plan.inventory.plans), plan.inventory.names
         external = {} if frozen is None else frozen.stamps(plan.inventory.plans)
+        shards = rows_of(request)
 
         def describe(step: int) -> CommitRecord:
             members = names_by_group(request.optimizers.param_groups, names)
@@ -205,6 +244,7 @@ class SessionFactory:
                 external=external,
                 members=None if members == self._given_members else members,  # as in `offload`
                 job=directory.job,
+                shards=shards,
                 **self._user.in_commit(),
             )
 
@@ -246,6 +286,11 @@ class SessionFactory:
         """Give the optimizers their state in `run`."""
         for member, optimizer in enumerate(self._optimizers):
             optimizer.bind(None if run is None else state_for(run, member))
+
+
+def rows_of(request: Request) -> dict[str, tuple[int, int]]:
+    """Return the rows of a sharded model that this rank has; nothing of another model."""
+    return request.model.rows if isinstance(request.model, Shards) else {}
 
 
 def _whole(model: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
 from swapper.durability.snapshot_directory import SnapshotDirectory, local_parts
 from swapper.durability.ticket import SnapshotTicket
-from swapper.errors import CheckpointError, StateError, SwapperError, UnsupportedError
+from swapper.errors import CheckpointError, StateError, SwapperError
 from swapper.io.engines import Engine
 from swapper.modules.resources import Resources
 from swapper.paging.planning.schedule import Schedule
@@ -38,7 +38,7 @@ from swapper.runtime.process import is_off
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.device.train_device import TrainingDevice
-from swapper.train.layout.content import CarriedSource, SectionSource
+from swapper.train.layout.content import CarriedSource, CommittedFiles, SectionSource
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
@@ -203,6 +203,14 @@ class TrainingSession:
         """Restore sections and the optimizer's settings from a commit."""
         restore(record, self.sections, self._store, self._resources.pool)
         self.pager.back_cold_pages()
+        self.restore_settings(record)
+
+    def restore_settings(self, record: CommitRecord) -> None:
+        """Restore the optimizer's settings, and what of its state is not in sections.
+
+        Raises:
+            CheckpointError: the record is of another optimizer.
+        """
         try:
             self.model.restore_groups(record.param_groups, record.members)
             self.model.optimizer_state.entries.unpack(record.state_entries)
@@ -241,7 +249,7 @@ class TrainingSession:
 
     def carried(self, optimizers: OptimizerSet) -> CarriedSource:
         """Return the content of all sections, read from the files. Requires that everything is written."""
-        return CarriedSource(optimizers, self.sections, self._store.paths)
+        return CarriedSource(optimizers, CommittedFiles(self.sections, self._store.paths))
 
     @property
     def file_names(self) -> set[str]:
@@ -318,11 +326,6 @@ class TrainingSession:
     ) -> SnapshotTicket:
         """As `snapshot`, of a sharded model: all ranks call it with the same directory. See snapshot_directory.py."""
         step, ranks = self._counters.step, self._directory.ranks
-        if self.plan.request.options.state_codecs.of_key:
-            raise UnsupportedError(
-                f"snapshots of a sharded model with {self.plan.request.options.state_codecs.said} are not supported so far: use "
-                "get_state_dict and swapper.checkpoint.dcp.save, which have fp32, or state_codec='exact'"
-            )
         made: list[SnapshotDirectory] = []
 
         def begin() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.optimizer.state_view import StateView
-from swapper.train.sharded.shards import Shards, local_state, sharded_like
+from swapper.train.sharded.shards import Shards, local_state, sharded_like, sharded_rows
 
 
 class ShardedState:
@@ -80,11 +80,20 @@ def checkpoint_of(shards: Shards, optimizer: Optimizer, state: Mapping[int, Mapp
         "model": get_model_state_dict(shards.model),
         "optimizer": {
             "state": {
-                names[number]: {key: sharded_like(value, in_order[number].parameter) for key, value in values.items()}
+                names[number]: {key: _like(value, in_order[number].parameter) for key, value in values.items()}
                 for number, values in state.items()
             },
             "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in settings],
         },
+    }
+
+
+def _like(value: Any, parameter: Any) -> Any:
+    """As `sharded_like`; of an encoded tensor the same for each of its parts, which have the parameter's rows."""
+    if not isinstance(value, dict):
+        return sharded_like(value, parameter)
+    return {
+        key: sharded_rows(part, parameter) if isinstance(part, torch.Tensor) else part for key, part in value.items()
     }
 
 

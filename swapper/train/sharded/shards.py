@@ -143,6 +143,11 @@ class Shards(nn.Module):
         return {id(shard.local): shard.padded_numel for shard in self.all}
 
     @property
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """The first row of each shard, and the rows of the whole parameter, by name."""
+        return {shard.name: (shard.rows.start, shard.parameter.shape[0]) for shard in self.all}
+
+    @property
     def whole_shapes(self) -> dict[int, torch.Size]:
         """The shape of each whole parameter, by the id of its `local`."""
         return {id(shard.local): shard.parameter.shape for shard in self.all}
@@ -275,12 +280,18 @@ def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def sharded_like(value: Any, parameter: Any) -> Any:
     """Return a tensor of a shard's shape as the DTensor that plain torch would keep for `parameter`; anything else as it is."""
     if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape and value.dim():
-        return type(parameter.data).from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return sharded_rows(value, parameter)
     return value
+
+
+def sharded_rows(value: torch.Tensor, parameter: Any) -> Any:
+    """Return a tensor with the rows of a shard, however long, as a DTensor with those of `parameter`."""
+    shape = (parameter.shape[0], *value.shape[1:])
+    return type(parameter.data).from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
