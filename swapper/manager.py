@@ -9,7 +9,7 @@ import atexit
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -398,7 +398,8 @@ class SwapManager:
         left, losses = list(batches), []
         while left:
             some, left = left[:at_once], left[len(left[:at_once]) :]
-            losses += run.model.passes.accumulate(loss_fn, some)
+            with run.model.updates.accumulating() if left else nullcontext():
+                losses += run.model.passes.accumulate(loss_fn, some)
         return losses
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Checks an installed wheel: the README's training block runs, resumes, and plain torch reads its snapshot. cibuildwheel calls it."""
+"""Checks an installed wheel: the README's training block runs and resumes, and torch reads its snapshot. cibuildwheel calls it."""
 
 import os
 import re

@@ -76,6 +76,7 @@ class VirtualDrive:
     Attributes:
         rates: bytes a second.
         now_s: the time, in seconds.
+        finished: how many transfers have finished.
     """
 
     def __init__(self, rates: DriveRates | None = None) -> None:
@@ -84,6 +85,7 @@ class VirtualDrive:
         self._reads: list[VirtualTransfer] = []
         self._writes: list[VirtualTransfer] = []
         self.now_s = 0.0
+        self.finished = 0
         self._moved_bytes = 0.0
 
     def read(self, nbytes: int, after: Transfer | None) -> VirtualTransfer:
@@ -96,6 +98,8 @@ class VirtualDrive:
         transfer = VirtualTransfer(self, nbytes if self._takes_time else 0, after)
         if self._takes_time:
             queue.append(transfer)
+        else:
+            self.finished += 1
         return transfer
 
     def compute(self, seconds: float) -> None:
@@ -130,6 +134,7 @@ class VirtualDrive:
             self._moved_bytes += seconds * rate
             if one.left <= 1e-3:  # of a byte: rounding
                 one.left = 0.0
+                self.finished += 1
                 (self._reads if one is read else self._writes).remove(one)
         return True
 

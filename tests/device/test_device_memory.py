@@ -20,6 +20,7 @@ from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage,
 from swapper.errors import BudgetError, IoError
 from swapper.infer.planning.infer_placement import Demand, place
 from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.handle import deepnvme
 from swapper.io.registered import SLAB_BYTES, CudaRegistrar, Registration, slabs
 from swapper.io.staging import SLOT_BYTES, SLOTS, Staging
 
@@ -275,6 +276,21 @@ def test_a_handles_slots_are_registered_once_and_forgotten_when_it_closes(tmp_pa
     assert (tmp_path / "x").read_bytes() == bytes(matrix.t().flatten().tolist())
 
 
+def test_a_locked_tensor_of_deepnvme_is_registered_as_a_whole_until_its_last_view_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Cuda()
+    monkeypatch.setattr(deepnvme, "registrar_in_use", lambda: CudaRegistrar(DEVICE, runtime))
+    tensor = deepnvme.new_locked_tensor(SLAB_BYTES // 4 + 1, torch.float32, must_lock=False)
+    view, address = tensor[5:], tensor.data_ptr()
+    assert runtime.registered == {address: SLAB_BYTES + 4}
+    deepnvme.free_locked_tensor(tensor)
+    del tensor
+    assert runtime.registered and view.sum() == 0
+    del view
+    assert runtime.registered == {}
+
+
 class Copying(Device):
     """Notes the pieces of copies, as addresses of their ends on both sides."""
 
@@ -288,10 +304,10 @@ class Copying(Device):
 
 
 @given(
-    st.lists(st.tuples(st.integers(-50, 400), st.integers(1, 300)), max_size=4), st.integers(0, 99), st.integers(1, 200)
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 400)), max_size=4), st.integers(0, 99), st.integers(1, 200)
 )
 def test_no_copy_crosses_the_border_of_registered_memory(registered, begin, nbytes):
-    device, host, there = Copying(), torch.arange(400).to(torch.uint8), torch.zeros(400, dtype=torch.uint8)
+    device, host, there = Copying(), torch.arange(800).to(torch.uint8), torch.zeros(200, dtype=torch.uint8)
     for offset, size in registered:
         device.expect(host.data_ptr() + offset, size)
     borders = {host.data_ptr() + at for offset, size in registered for at in (offset, offset + size)}

@@ -1,8 +1,8 @@
-"""Every Python block of the README and of the guides runs as it is written, and every command that a page names exists.
+"""Every Python block of the README and of the guides runs as it is written, and the commands that pages name exist.
 
 The blocks of a page run in order, in one namespace, in an empty directory. `<!-- python` to `-->` is a block that readers do not
-see: what the page takes as given. `<!-- needs: MODULE -->` before a block skips it without that module, `<!-- gpu -->` without a GPU.
-Pages of docs/reference show fragments, which must parse (tests/unit/test_docs.py).
+see: what the page takes as given. `<!-- needs: MODULE -->` before a block skips it without that module. Pages of docs/reference
+show fragments, which must parse (tests/unit/test_docs.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.main import get_command
 
 from swapper.cli import app
@@ -27,7 +26,7 @@ INTERNAL = ("architecture.md", "internals.md", "decisions/", "benchmarks/", "ref
 GUIDES = [page for page in sorted(DOCS.rglob("*.md")) if not str(page.relative_to(DOCS)).startswith(INTERNAL)]
 RUN = [ROOT / "README.md", *GUIDES]
 BLOCK = re.compile(
-    r"(?:^<!-- (?P<condition>needs: \w+|gpu) -->\n+)?(?:^```python\n(?P<shown>.*?)^```|^<!-- python\n(?P<hidden>.*?)^-->)",
+    r"(?:^<!-- (?P<condition>needs: \w+) -->\n+)?(?:^```python\n(?P<shown>.*?)^```|^<!-- python\n(?P<hidden>.*?)^-->)",
     re.MULTILINE | re.DOTALL,
 )
 MOST_WORDS = 1200
@@ -48,8 +47,6 @@ def blocks(page: Path) -> list[tuple[str, str | None]]:
 
 
 def missing(condition: str | None) -> str | None:
-    if condition == "gpu":
-        return None if torch.cuda.is_available() else "needs a GPU"
     if condition is not None and importlib.util.find_spec(condition.removeprefix("needs: ")) is None:
         return condition
     return None
