@@ -323,8 +323,13 @@ class Plan:
         """Return how a step goes on a drive with these rates, with this computing. See `predict`.
 
         Args:
+            drive: its rates, or the drive itself.
+            compute: seconds of computing.
             passes: forwards and backwards in a step, whose gradients accumulate; `compute` is of one.
             noting: wraps the function that returns a task's seconds, to see the tasks.
+
+        Raises:
+            InvariantError: the plan cannot be carried out.
         """
         virtual = drive if isinstance(drive, VirtualDrive) else VirtualDrive(drive)
         return self._dry_run(virtual, noting(compute.of), passes).time()
