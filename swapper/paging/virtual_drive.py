@@ -34,7 +34,7 @@ class DriveRates:
     cpu_s_a_byte: float = 0.0
 
     def faster(self, times: float) -> DriveRates:
-        """Return the rates of a drive that is so many times as fast."""
+        """Return the rates of a drive that is `times` as fast."""
         return DriveRates(self.read * times, self.write * times, self.both * times, self.cpu_s_a_byte)
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:

@@ -62,7 +62,9 @@ class ExpertUse:
 class LoadPrediction:
     """A pass over a prompt, the first one, and a later pass of one token, in the words of a training step. Print it.
 
-    `activation_bytes` is the peak of the first pass's results, in addition to `LoadPlan.memory`.
+    Attributes:
+        first, token: the passes.
+        activation_bytes: the peak of the first pass's results, in addition to `LoadPlan.memory`.
     """
 
     first: StepStats
@@ -140,7 +142,15 @@ class LoadPlan:
         example: Sequence[Any] | None = None,
         experts: ExpertUse | None = None,
     ) -> LoadPrediction:
-        """Predict as `predict`, on a drive with these rates."""
+        """Predict as `predict`, on a drive with these rates.
+
+        Args:
+            drive: bytes a second.
+            tokens, batch, example, experts: see `predict`.
+
+        Raises:
+            ConfigError: see `predict`.
+        """
         for name, value in (("tokens", tokens), ("batch", batch)):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"predict({name}={value!r}): give a positive number")
@@ -291,9 +301,11 @@ def plan_load(
 ) -> LoadPlan:
     """Return the plan of `swapper.load` with these arguments, for kernels on the CPU. Reads headers only, and changes nothing.
 
-    Args: as of `swapper.load`.
+    Args:
+        model, source, host_memory, strict, dtype, rename: as of `swapper.load`.
 
-    Raises: as `swapper.load`, except errors that only transfers can cause.
+    Raises:
+        As swapper.load, except errors that only transfers can cause.
     """
     opened = source if isinstance(source, Source) else open_source(source)
     host_bytes = parse_host_memory(host_memory)

@@ -59,7 +59,7 @@ class ComputeTimes:
         return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
 
     def faster(self, times: float) -> ComputeTimes:
-        """Return the seconds on a processor that is so many times as fast."""
+        """Return the seconds on a processor that is `times` as fast."""
         forward, backward, update = (
             {group: seconds / times for group, seconds in of.items()}
             for of in (self.forward_s, self.backward_s, self.group_update_s)

@@ -323,8 +323,13 @@ class Plan:
         """Return how a step goes on a drive with these rates, with this computing. See `predict`.
 
         Args:
+            drive: its rates, or the drive itself.
+            compute: seconds of computing.
             passes: forwards and backwards in a step, whose gradients accumulate; `compute` is of one.
             noting: wraps the function that returns a task's seconds, to see the tasks.
+
+        Raises:
+            InvariantError: the plan cannot be carried out.
         """
         virtual = drive if isinstance(drive, VirtualDrive) else VirtualDrive(drive)
         return self._dry_run(virtual, noting(compute.of), passes).time()
@@ -382,19 +387,19 @@ class Plan:
     def memory(self) -> dict[str, int]:
         """The peak of host memory by part, in bytes, beyond the imported libraries.
 
-        Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. Gradients
-        that stay autograd's own are with them: when they have come, activations have gone. The allocator's part is what swapper
-        lets the heap keep free (runtime/free_memory.py).
+        Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. If all
+        gradients stay autograd's own, they are with them: when they have come, activations have gone. The allocator's part is
+        what swapper lets the heap keep free (runtime/free_memory.py).
         """
         budget, compute = self.budget, self.found.compute
         gradients = sum(plan.nbytes for plan in self._grad_plans if is_resident(plan, self.places))
-        placed = sum(plan.nbytes for plan in self._placed_grad_plans if is_resident(plan, self.places))
         activations = None if compute is None else compute.activation_bytes
-        if compute is not None and not placed and gradients:
+        is_apart = compute is None or activations is None or bool(self._placed_grad_plans)
+        if compute is not None and not is_apart:
             activations = compute.with_gradients_bytes
         parts = {
             "what stays": budget.resident_bytes - gradients,
-            "gradients": placed if activations is not None else gradients,
+            "gradients": gradients if is_apart else 0,
             "pool": budget.pool_bytes,
             "activations": activations or 0,
             "FSDP2's buffers": self.buffer_bytes or 0,

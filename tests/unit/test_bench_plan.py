@@ -1,0 +1,42 @@
+"""tools/bench_plan has the combinations that it must, runs one, and goes on where a file of figures ends."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_plan"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    return runpy.run_path(str(TOOL))
+
+
+def test_the_rows_cover_sizes_caps_placements_updates_codecs_and_inference(tool: dict[str, Any]) -> None:
+    rows = tool["ROWS"]
+    assert len(rows) >= 24 and len({row.name for row in rows}) == len(rows)
+    assert {row.size for row in rows} == {"20M", "60M", "168M"} and {row.cap for row in rows} == {200, 500, None}
+    assert {row.update for row in rows} == {"step", "deferred", "backward"}
+    assert {row.placement for row in rows} == {"state", "all", "infer"}
+    assert {"exact", "8bit", "bf16", "int8", "int4"} <= {row.codec for row in rows}
+
+
+def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any], tmp_path: Path) -> None:
+    figures = tmp_path / "rows.json"
+    name = next(row.name for row in tool["ROWS"] if row.size == "20M" and row.cap is None)
+    command = [sys.executable, TOOL, "--rows", name, "--directory", tmp_path, "--json", figures]
+    for _ in range(2):
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+        assert ran.returncode == 0, ran.stderr
+        assert name in ran.stdout and "bytes: median error" in ran.stdout
+    (row,) = json.loads(figures.read_text())
+    assert "1 of 1" not in ran.stderr and row["row"] == name
+    assert tool["error"](row, "bytes") == pytest.approx(0, abs=0.15)  # the pool keeps what it can: which, depends on the time
