@@ -184,9 +184,10 @@ class OwnAdamW(torch.optim.AdamW):
     """Is not updated in one pass, as it may do anything."""
 
 
-def test_one_pass_is_near_the_codecs_around_the_optimizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", LOSSY)
+def test_one_pass_is_near_the_codecs_around_the_optimizer(tmp_path: Path, codec: str) -> None:
     fused, around = (
-        run_of(tmp_path / name, "8bit", make_optimizer=partial(make, lr=1e-3), steps=2)
+        run_of(tmp_path / name, codec, make_optimizer=partial(make, lr=1e-3), steps=2)
         for name, make in (("fused", torch.optim.AdamW), ("around", OwnAdamW))
     )
     assert fused[0] == pytest.approx(around[0], rel=1e-4)
