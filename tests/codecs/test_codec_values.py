@@ -204,3 +204,33 @@ def test_what_does_not_fit_is_refused() -> None:
     for parameter in (None, torch.zeros(63).bfloat16(), torch.zeros(128).bfloat16()[::2]):
         with pytest.raises(ConfigError, match="parameter"):
             split.encode(value, parts_for(split, 64), parameter)
+
+
+STALLS = pytest.mark.xfail(
+    strict=True, reason="the root stays where it is: docs/codecs.md, second moments that change slowly"
+)
+
+
+@pytest.mark.parametrize(
+    "name, beta2",
+    [
+        ("fp32", 0.999),
+        ("bf16", 0.95),
+        ("bf16", 0.99),
+        ("variance8", 0.99),
+        pytest.param("bf16", 0.999, marks=STALLS),
+        pytest.param("variance8", 0.999, marks=STALLS),
+    ],
+)
+def test_second_moments_follow_gradients_that_shrink(name: str, beta2: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    exact, kept = torch.zeros(2048), torch.zeros(2048)
+    codec = CODECS[name]
+    parts = [torch.empty(size, dtype=dtype) for _, dtype, size in codec.parts(kept.numel())]
+    for step in range(1000):
+        gradient = torch.randn(2048, generator=generator) * max(0.1, 1 - step / 500)
+        for value in (exact, kept):
+            value.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        assert codec.encode(kept, parts) == 0
+        codec.decode(parts, kept)
+    assert 0.95 < (kept / exact).sqrt().median().item() < 1.05
