@@ -138,7 +138,7 @@ class DryRun:
         sections: Sequence[Section],
         frame_count: int,
         tasks: Sequence[Task],
-        window_pages: int,
+        window_pages: int | None,
         lazy: bool,
         max_deferred_writes: int,
         slot_groups: Mapping[int, int],

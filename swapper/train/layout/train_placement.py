@@ -11,7 +11,6 @@ from typing import Any
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
 from swapper.device.device_placement import DeviceBudget, DevicePlacement, place_on_device
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
-from swapper.device.registered_memory import STAGING_BYTES
 from swapper.errors import BudgetError, ConfigError
 from swapper.io.alignment import round_up
 from swapper.modules.groups import largest_working_set, working_sets
@@ -22,7 +21,7 @@ from swapper.paging.planning.layout import SectionPlan, Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.runtime.sizes import format_bytes
-from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING
+from swapper.train.device.train_device import EARLIER_SHARE, PAGES_ON_THEIR_WAY, RING
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.slices import TensorLocation, largest_slice_pages
 from swapper.train.updates.sweep import Trainable, decoded_bytes
@@ -112,8 +111,6 @@ def _divide(
     kept = [p for p in inventory.plans if resident(p)]
     kept_grads = [p for p in inventory.grad_plans if resident(p)]
     kept_bytes = resident_bytes([p.nbytes for p in kept]) + resident_bytes([p.nbytes for p in kept_grads])
-    if step.on_device:
-        kept_bytes += STAGING_BYTES
     kept_bytes += _decoded_bytes(inventory)
     explain = ", ".join(
         f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *kept_grads) if p.family == family))}"
@@ -162,7 +159,7 @@ def place_on_accelerator(
     down_bytes = 0 if gradients == "device" else _down_bytes(inventory, budget)
     kept = [frozenset(sizes) if wish == "device" else frozenset[int]() for wish, sizes in wishes]
     kept_bytes = sum(sizes[group] for (_, sizes), groups in zip(wishes, kept, strict=True) for group in groups)
-    other_bytes = buffer_bytes + down_bytes + kept_bytes
+    other_bytes = buffer_bytes + down_bytes + down_bytes // EARLIER_SHARE + kept_bytes
     fixed = "buffers, slices of an update, gradients and state"
     placement = place_on_device(budget.nbytes, other_bytes, images, units, where, budget.device, fixed)
     if params == "device" and len(placement.resident_set) < len(images):
