@@ -34,6 +34,7 @@ from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.state_codecs import PRESETS
 
 DAY_S = 86400
+PLACES = ("auto", "host", "nvme")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -76,6 +77,7 @@ def plan(
         str, typer.Option(help="Of the parameters: bfloat16 and float16 have fp32 masters; float32.")
     ] = "bfloat16",
     update: Annotated[str, typer.Option(help=f"{', '.join(UPDATES)}.")] = "step",
+    gradients: Annotated[str, typer.Option(help=f"{', '.join(PLACES)}: auto is host.")] = "auto",
     accumulate: Annotated[int, typer.Option(min=1, help="Forwards and backwards of a step, each of a part of it.")] = 1,
     ranks: Annotated[int, typer.Option(min=1, help="Processes that share the model by fully_shard, of all nodes.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Machines, with equally many ranks.")] = 1,
@@ -96,7 +98,7 @@ def plan(
     began_s = time.monotonic()
     console = Console(stderr=as_json)
     with reported(console):
-        _check(optimizer, dtype, codec, update, tokens, accumulate, ranks, nodes, flops, updates)
+        _check(optimizer, dtype, codec, update, gradients, tokens, accumulate, ranks, nodes, flops, updates)
         if device is None and link is not None:
             raise ConfigError("--link is to an accelerator: give --device, its memory, as 24GiB")
         if device is not None and flops is None:
@@ -120,7 +122,7 @@ def plan(
             check_picture(picture)
         with console.status("planning"):
             forecaster = Forecaster(make_model(config, getattr(torch, dtype)), tokens)
-            setting = Setting(optimizer, codec, update, passes=accumulate)
+            setting = Setting(optimizer, codec, update, gradients=gradients, passes=accumulate)
             found = forecaster.forecast(machine, setting)
             figures = figures_of(forecaster, machine, setting, found, wishes)
             upgrades = find_upgrades(forecaster, machine, setting)
@@ -140,6 +142,7 @@ def _check(
     dtype: str,
     codec: str,
     update: str,
+    gradients: str,
     tokens: int,
     accumulate: int,
     ranks: int,
@@ -153,6 +156,7 @@ def _check(
         "--dtype": (dtype, DTYPES),
         "--codec": (codec, PRESETS),
         "--update": (update, UPDATES),
+        "--gradients": (gradients, PLACES),
     }
     for option, (given, choices) in known.items():
         if given not in choices:

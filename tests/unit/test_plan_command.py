@@ -123,6 +123,8 @@ def test_ranks_share_a_model_and_their_nodes_drives() -> None:
     four = figures(SOURCE, "--host", "32MB", *common, "--ranks", "4", "--nodes", "4")
     assert four["written_bytes"] < 0.3 * one["written_bytes"]
     assert any("network takes no time" in said for said in four["assumed"])
+    refused = run("plan", SOURCE, "--host", "8MB", *common, "--ranks", "4")
+    assert refused.exit_code == 1 and "of each of the 4 ranks of a node" in refused.output
     slow = figures(SOURCE, "--host", "32MB", *common, "--ranks", "4", "--nodes", "4", "--network", "1MB/s")
     gathered_s = 3 * SMALL.parameters / 4 * 2 / 1e6  # by a rank, from three others, in a forward; a backward takes two
     assert slow["step_s"] >= 3 * gathered_s
@@ -219,6 +221,7 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
         ([SOURCE, "--optimizer", "shampoo"], "--optimizer shampoo is not known"),
         ([SOURCE, "--codec", "4bit"], "--codec 4bit is not known: use one of exact, split, bf16, 8bit"),
         ([SOURCE, "--update", "never"], "--update never is not known"),
+        ([SOURCE, "--gradients", "device"], "--gradients device is not known: use one of auto, host, nvme"),
         ([SOURCE, "--flops", "0"], "--flops"),
         ([SOURCE, "--host", "much"], "--host='much' is not a size"),
         ([SOURCE, "--host", "64Gb"], "say 64GB for bytes of 1000, 64GiB for those of 1024"),

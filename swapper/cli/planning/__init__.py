@@ -1,1 +1,1 @@
-"""What `swapper plan` consists of: units, models without weights, forecasts of a step, searches over them, pictures."""
+"""Holds the parts of `swapper plan`: units, models without weights, forecasts of a step, searches over them, pictures."""

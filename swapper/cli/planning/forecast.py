@@ -20,11 +20,12 @@ from torch import nn
 
 from swapper.cli.planning.model_source import shard_of
 from swapper.device.device import Device
-from swapper.errors import ConfigError
+from swapper.errors import BudgetError, ConfigError
 from swapper.manager import SwapManager
 from swapper.options import Accelerator
 from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.stats import StepStats
+from swapper.train.layout.train_placement import StepKind, frames_needed, is_resident
 from swapper.train.session.compute_times import ComputeTimes, find_compute
 from swapper.train.session.plan import Plan
 
@@ -32,6 +33,10 @@ EXACT_PAGES = 8192
 """A plan with more pages than this is simulated with coarser ones: some seconds."""
 ROUGH_PAGES = 400
 """Pages of a simulation that is only compared with others."""
+COARSE_PAGES = 2000
+"""Pages that it gets then."""
+COARSER = 1.25
+"""Coarser pages may have a pool larger by this: one of few large frames needs more. A choice."""
 GATHERED_BYTES = 2  # of an element: bf16 or fp16
 NEWTON_SCHULZ = 5
 """Iterations of torch.optim.Muon, of three products each."""
@@ -142,7 +147,7 @@ class Forecaster:
     _measured: dict[Any, ComputeTimes] = field(default_factory=dict)
 
     def of_rank(self, ranks: int) -> nn.Module:
-        """Return the model whose parameters one of so many ranks pages."""
+        """Return the model whose parameters one of the ranks pages."""
         if ranks not in self._shards:
             self._shards[ranks] = self.model if ranks == 1 else shard_of(self.model, ranks)
         return self._shards[ranks]
@@ -166,24 +171,32 @@ class Forecaster:
                 "accelerator": Accelerator(update_on="cpu"),
             }
         host_bytes = machine.host_bytes // machine.of_node
-        with _manager(host_bytes) as manager:
-            return manager.plan(
-                model, made, params=setting.params, optimizer_state=setting.optimizer_state, gradients=setting.gradients,
-                master_weights=masters, update=setting.update, state_codec=setting.codec, **options,
-            )  # fmt: skip
+        try:
+            with _manager(host_bytes) as manager:
+                return manager.plan(
+                    model, made, params=setting.params, optimizer_state=setting.optimizer_state, gradients=setting.gradients,
+                    master_weights=masters, update=setting.update, state_codec=setting.codec, **options,
+                )  # fmt: skip
+        except BudgetError as error:
+            if machine.of_node == 1:
+                raise
+            count = machine.of_node
+            raise BudgetError(
+                f"{error}. This is of each of the {count} ranks of a node, which share its memory"
+            ) from error
 
     def forecast(self, machine: Machine, setting: Setting, pages: int = EXACT_PAGES) -> Forecast:
         """Return the plan and the predicted step of one rank.
 
         Args:
-            pages: simulate with at most about so many; the plan has them too.
+            pages: simulate a plan of more pages than this with coarser ones, about this number.
         """
         of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
         if (of, 0) not in self._plans:  # the same for other drives
             self._plans[of, 0] = self.plan(machine, setting)
         exact = self._plans[of, 0]
         if (of, pages) not in self._plans:
-            self._plans[of, pages] = exact.coarser(pages)
+            self._plans[of, pages] = coarser(exact, pages)
         plan = self._plans[of, pages]
         compute = self.compute(plan, machine, setting)
         step = plan.simulate(machine.rank_drive, compute, setting.passes)
@@ -215,6 +228,27 @@ class Forecaster:
             forward_s={group: max(seconds, forward[group]) for group, seconds in found.forward_s.items()},
             backward_s={group: max(seconds, backward[group]) for group, seconds in found.backward_s.items()},
         )
+
+
+def coarser(plan: Plan, pages: int) -> Plan:
+    """Return a plan of more pages than `pages` with pages of several: its bytes are those of the plan but for a few pages.
+
+    A pool with few frames stays finer.
+    """
+    grad_sections = plan.make_grad_sections(0)
+    count = sum(section.page_count for section in (*plan.make_sections(), *grad_sections))
+    if count <= pages:
+        return plan
+    step = StepKind(plan.request.options.update, plan.request.device is not None, plan.request.updates_there)
+    budget, times = plan.budget, -(-count // min(pages, COARSE_PAGES))
+    while times > 1 and budget.frame_count:
+        size = budget.page_bytes * times
+        needed = frames_needed(plan.inventory, lambda section: is_resident(section, plan.places), size, step)
+        if needed * times <= budget.frame_count * COARSER:
+            frames = max(budget.frame_count // times, needed)
+            return replace(plan, budget=replace(budget, page_bytes=size, frame_count=frames))
+        times = times * 3 // 4
+    return plan
 
 
 def _orthogonalizing_s(model: nn.Module, machine: Machine) -> float:

@@ -246,7 +246,7 @@ def layers_of(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
 
 
 def with_layers(model: nn.Module, count: int) -> nn.Module:
-    """Return a copy of a model that has so many layers: its own, the middle one repeated or others left out."""
+    """Return a copy of a model that has `count` layers: its own, the middle one repeated or others left out."""
     owner, name, layers = layers_of(model)
     middle = layers[len(layers) // 2]
     ends = [*layers][: (count + 1) // 2], [*layers][len(layers) - count // 2 :] if count > 1 else []
@@ -278,7 +278,7 @@ def _rebuilt(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
 
 
 def shard_of(model: nn.Module, ranks: int) -> nn.Module:
-    """Return what the first of so many ranks has of a model under `fully_shard`: a part of the rows of each parameter, in fp32."""
+    """Return what the first rank has of a model under `fully_shard`: a part of the rows of each parameter, in fp32."""
     shards: dict[int, nn.Parameter] = {}
     clone = copy.deepcopy(model)
     for module in clone.modules():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from swapper.cli.planning.search import FAMILIES
 from swapper.errors import ConfigError
 from swapper.paging.dry_run import Task
 from swapper.paging.virtual_drive import DriveRates, VirtualDrive
+from swapper.train.session.compute_times import ComputeTimes
 
 SUFFIXES = (".svg", ".png", ".html")
 COLORS = {"forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b", "read": "#72b7b2", "write": "#e45756"}
@@ -31,15 +32,6 @@ class RecordingDrive(VirtualDrive):
         self.spans: list[tuple[str, float, float]] = []
         self.phase = "forward"
         self._last: dict[str, int] = {}
-
-    def noting(self, seconds: Callable[[Task], float]) -> Callable[[Task], float]:
-        """Return the same function, which also notes the task's phase."""
-
-        def noted(task: Task) -> float:
-            self.phase = task.phase if not task.updated else "step"
-            return seconds(task)
-
-        return noted
 
     def compute(self, seconds: float) -> None:
         began_s = self.now_s
@@ -62,6 +54,17 @@ class RecordingDrive(VirtualDrive):
         elif self.now_s > began_s:
             self._last[kind] = len(self.spans)
             self.spans.append((kind, began_s, self.now_s))
+
+
+@dataclass(frozen=True)
+class NotedTimes(ComputeTimes):
+    """Times of computing that tell a drive the phase of each task."""
+
+    drive: RecordingDrive = field(kw_only=True)
+
+    def of(self, task: Task) -> float:
+        self.drive.phase = "step" if task.updated else task.phase
+        return super().of(task)
 
 
 def check_picture(path: Path) -> None:
@@ -118,7 +121,8 @@ def draw(path: Path, machine: Machine, setting: Setting, forecast: Forecast) -> 
 def timeline(machine: Machine, setting: Setting, forecast: Forecast) -> list[tuple[str, float, float]]:
     """Return (kind, begin, end) of what happens in the last simulated step, in seconds from its begin."""
     drive = RecordingDrive(machine.rank_drive)
-    step = forecast.plan.simulate(drive, forecast.compute, setting.passes, drive.noting)
+    times = {of.name: getattr(forecast.compute, of.name) for of in fields(forecast.compute)}
+    step = forecast.plan.simulate(drive, NotedTimes(**times, drive=drive), setting.passes)
     began_s = drive.now_s - step.wall_s
     return [(kind, max(begin - began_s, 0.0), end - began_s) for kind, begin, end in drive.spans if end > began_s]
 

@@ -36,7 +36,6 @@ from swapper.train.layout.train_placement import (
     StepKind,
     choose_placement,
     expected_tasks,
-    frames_needed,
     groups_in_memory,
     is_resident,
     place_on_accelerator,
@@ -48,9 +47,6 @@ from swapper.train.session.request import Request
 from swapper.train.sharded.buffers import buffer_bytes
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import Trainable
-
-COARSER = 1.1
-"""A coarser plan may have a pool larger by this: one of few large frames needs more. A choice."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +220,7 @@ class Plan:
         return self.traffic_of(1)
 
     def traffic_of(self, passes: int) -> Traffic:
-        """Return the bytes of a step of so many forwards and backwards."""
+        """Return the bytes of a step of several forwards and backwards, whose gradients accumulate."""
         return Traffic(*self._dry_run(passes=passes).traffic())
 
     def predict(
@@ -313,26 +309,19 @@ class Plan:
             )
         return rate
 
-    def simulate(
-        self,
-        drive: DriveRates | VirtualDrive,
-        compute: ComputeTimes,
-        passes: int = 1,
-        noting: Callable[[Callable[[Task], float]], Callable[[Task], float]] = lambda seconds: seconds,
-    ) -> StepStats:
-        """Return how a step goes on a drive with these rates, with this computing. See `predict`.
+    def simulate(self, drive: DriveRates | VirtualDrive, compute: ComputeTimes, passes: int = 1) -> StepStats:
+        """Return how a step goes. See `predict`.
 
         Args:
-            drive: its rates, or the drive itself.
-            compute: seconds of computing.
-            passes: forwards and backwards in a step, whose gradients accumulate; `compute` is of one.
-            noting: wraps the function that returns a task's seconds, to see the tasks.
+            drive: its rates, or a virtual drive of the caller's.
+            compute: the seconds of one forward and backward, and of updates.
+            passes: forwards and backwards in a step, whose gradients accumulate.
 
         Raises:
-            InvariantError: the plan cannot be carried out.
+            BudgetError: the pool has too few frames for the step.
         """
         virtual = drive if isinstance(drive, VirtualDrive) else VirtualDrive(drive)
-        return self._dry_run(virtual, noting(compute.of), passes).time()
+        return self._dry_run(virtual, compute.of, passes).time()
 
     def _dry_run(
         self, drive: VirtualDrive | None = None, seconds: Callable[[Task], float] = lambda task: 0.0, passes: int = 1
@@ -346,26 +335,6 @@ class Plan:
         return DryRun(
             sections, self.budget.frame_count, tasks, self.window_pages, self.lazy, self.max_deferred_writes, rooms, drive, seconds
         )  # fmt: skip
-
-    def coarser(self, most_pages: int) -> Plan:
-        """Return this plan with pages of several: it is simulated sooner, and its bytes are those of this one but for a few pages.
-
-        Args:
-            most_pages: aim for so many. A pool that is small for its pages stays finer.
-        """
-        grad_sections = self.make_grad_sections(0)
-        pages = sum(section.page_count for section in (*self.make_sections(), *grad_sections))
-        step = StepKind(self.request.options.update, self.request.device is not None, self.request.updates_there)
-        budget, times = self.budget, -(-pages // most_pages)
-        kept = without_gradients(self.inventory, self.on_device.gradients if self.on_device is not None else ())
-        while times > 1 and budget.frame_count:
-            size = budget.page_bytes * times
-            needed = frames_needed(kept, lambda plan: is_resident(plan, self.places), size, step)
-            if needed * times <= budget.frame_count * COARSER:
-                frames = max(budget.frame_count // times, needed)
-                return replace(self, budget=replace(budget, page_bytes=size, frame_count=frames))
-            times = times * 3 // 4
-        return self
 
     @property
     def commit_bytes(self) -> int:
