@@ -305,6 +305,23 @@ class SwapManager:
         with run.model.gathering.gather(run.model.paged(parameters), write):
             yield target
 
+    def parked(self) -> AbstractContextManager[None]:
+        """Return a context without the model's host and device memory, for another phase: generation, evaluation elsewhere.
+
+        What only memory has is written first, and committed if the run commits. In the context parameters keep identity,
+        shape and dtype, and every use of their data, of the optimizer or of the manager's verbs is refused. The memory is
+        taken again at its end, also after an exception: pages are read when they are needed. Training continues bit for bit.
+        With ranks together, all of them call it after the same step.
+
+        Raises:
+            StateError: no model is offloaded; in the middle of a forward, backward, gather or training step; a snapshot is
+                being written; a parameter has a gradient; or within another such context.
+            UnsupportedError: fully_shard has sharded the model.
+            IoError: changes could not be written; at the end: the system has no memory, or the files cannot be read. The
+                manager can then only be closed.
+        """
+        return self._factory.parking.parked()
+
     def one_step(self) -> AbstractContextManager[None]:
         """Return a context whose optimizer steps are one training step: counted, committed and resumed from as one.
 

@@ -12,24 +12,20 @@ one is opened again from its files, which are unchanged.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from swapper.durability.commit import read_commit
-from swapper.errors import BudgetError, StateError
-from swapper.paging.section import Section
+from swapper.errors import BudgetError
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CarriedSource
+from swapper.train.session.detached_session import DetachedSession, OpenRun, check_between_steps, detach
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.session_slot import SessionSlot
-from swapper.train.session.training_session import Origin, TrainingSession
+from swapper.train.session.training_session import Origin
 
+VERB = "add_param_group"
 DETACHED = (
     "this graph was made before the optimizer got more to train (add_param_group), which moved what it refers to: run the forward "
     "again, and add groups where no backward is still to come"
@@ -46,7 +42,7 @@ class Relayout:
     def __init__(
         self,
         current: SessionSlot,
-        open_run: Callable[[Plan, Origin], TrainingSession],
+        open_run: OpenRun,
     ) -> None:
         self._current = current
         self._directory = current.directory
@@ -66,10 +62,10 @@ class Relayout:
             DirectoryError: the drive has no space for the new files.
             IoError: a transfer failed.
         """
-        run = self._current.running("add_param_group")
-        _check_between_steps(run)
+        run = self._current.running(VERB)
+        check_between_steps(run, VERB, "add the group between two steps")
         run.committer.write_all(step)
-        run.committer.before_change_of_layout()
+        run.committer.before_change_of_layout("add trained parameters")
         run.publisher.raise_failure()
         before, members = run.plan, run.plan.request.optimizers.members
         del run  # or a traceback would keep it
@@ -90,27 +86,29 @@ class Relayout:
             raise
 
     def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:
-        run = self._current.running("add_param_group")
-        old = _OldSession.of(run)
+        run = self._current.running(VERB)
+        old = DetachedSession.of(run)
         with (
             closing(GradientStash(self._directory.path)) as stash,
             closing(run.carried(plan.request.optimizers)) as content,
         ):
             stash.fill(run.model.gradients)
             del run
-            self._detach()
+            detach(self._current, VERB, DETACHED)
             try:
                 self._open_new(plan, old, content, stash, step)
             except BaseException:
                 undo()
                 if self._current.run is not None:
-                    self._detach()
+                    detach(self._current, VERB, DETACHED)
                 self._reopen(old, stash, step)
                 raise
             finally:
                 self._remove_old_files()
 
-    def _open_new(self, plan: Plan, old: _OldSession, content: CarriedSource, stash: GradientStash, step: int) -> None:
+    def _open_new(
+        self, plan: Plan, old: DetachedSession, content: CarriedSource, stash: GradientStash, step: int
+    ) -> None:
         first = first_free_number(self._directory.path)
         self._current.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits))
         new.adopt(content)
@@ -119,11 +117,9 @@ class Relayout:
         stash.empty_into(new.model.gradients)
         new.committer.write_all(step)
 
-    def _reopen(self, old: _OldSession, stash: GradientStash, step: int) -> None:
-        run = self._open_run(old.plan, old.origin)
+    def _reopen(self, old: DetachedSession, stash: GradientStash, step: int) -> None:
+        run = old.reopen(self._open_run)
         try:
-            run.take_over(old.sections, old.entries)
-            run.begin(None)
             stash.empty_into(run.model.gradients)
             if self._committed_files() - run.file_names:
                 run.committer.write_all(step)  # the new session was committed, and failed after that
@@ -131,12 +127,6 @@ class Relayout:
             run.close()
             raise
         self._current.run = run
-
-    def _detach(self) -> None:
-        """Close the session, and release its memory."""
-        self._current.running("add_param_group").detach(DETACHED)
-        self._current.run = None
-        gc.collect()
 
     def _remove_old_files(self) -> None:
         """Remove files that neither the session nor the commit names. [Note: before or after]"""
@@ -146,15 +136,6 @@ class Relayout:
     def _committed_files(self) -> set[str]:
         record = read_commit(self._directory.path)
         return set() if record is None else set(record.files.values())
-
-
-def _check_between_steps(run: TrainingSession) -> None:
-    """Raise StateError in the middle of a forward, a backward or a gather."""
-    doing = "manager.gather" if run.model.gathering.is_open else ""
-    if torch._C._current_graph_task_id() != -1 or run.model.passes.is_open:
-        doing = "a forward or backward"
-    if doing:
-        raise StateError(f"add_param_group in the middle of {doing}: add the group between two steps")
 
 
 def _plan_more(before: Plan) -> Plan | None:
@@ -174,17 +155,3 @@ def _plan_more(before: Plan) -> Plan | None:
         if before.commit_every is not None and found.commit_every is None:
             raise  # a run that is committed must not become one that is not
         return found
-
-
-@dataclass(frozen=True)
-class _OldSession:
-    """The remains of a session, for reopening it."""
-
-    plan: Plan
-    origin: Origin
-    sections: list[Section]
-    entries: dict[str, Any]
-
-    @classmethod
-    def of(cls, run: TrainingSession) -> _OldSession:
-        return cls(run.plan, run.origin, run.sections, run.model.optimizer_state.packed_entries)

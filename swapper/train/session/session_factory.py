@@ -26,6 +26,7 @@ from swapper.train.optimizer.conditions import names_by_group
 from swapper.train.optimizer.member_state import MemberState
 from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
 from swapper.train.session.alike import check_alike, digests
+from swapper.train.session.parking import Parking
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
@@ -42,6 +43,9 @@ class SessionFactory:
     Args:
         record: the commit to resume from, or None.
         fallback: the one before it, if the run can still return to that.
+
+    Attributes:
+        parking: returns the session's memory for a while.
     """
 
     _given_members: list[list[str]]
@@ -57,6 +61,7 @@ class SessionFactory:
         self._directory, self._clock, self._user = current.directory, current.clock, current.user
         self._record = record
         self._fallback = fallback
+        self.parking = Parking(current, self._open_run, self._bind, self._lend)
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +145,7 @@ class SessionFactory:
 
     def forget(self) -> None:
         """Drop the user's optimizers: the manager closes."""
+        self.parking.end()
         self._optimizers = ()
 
     def remove_strays(self) -> None:
@@ -237,6 +243,11 @@ class SessionFactory:
         """Give the optimizers their state in `run`."""
         for member, optimizer in enumerate(self._optimizers):
             optimizer.bind(None if run is None else state_for(run, member))
+
+    def _lend(self, state: StateOwner) -> None:
+        """Give the optimizers `state` to show while there is no session."""
+        for optimizer in self._optimizers:
+            optimizer.bind(state)
 
 
 def state_for(run: TrainingSession, member: int) -> StateOwner:

@@ -62,12 +62,14 @@ class SessionSlot:
     Attributes:
         run: the session; None before `offload` and after `close`.
         training_step: the present one; there is one from `offload` on.
+        away: a sentence that refuses every use while there is no session for a while; None: there is one.
         turns: of the threads that use the model: a forward, a backward or a step each.
     """
 
     def __init__(self, directory: RunDirectory, backend: str, clock: StepClock, user: UserState) -> None:
         self.run: TrainingSession | None = None
         self.training_step: TrainingStep
+        self.away: str | None = None
         self.turns = Turns()
         self.directory = directory
         self.backend = backend
@@ -109,6 +111,8 @@ class SessionSlot:
             )
         if self._is_closed:
             raise StateError("the manager is closed: make a new one")
+        if self.away is not None:
+            raise StateError(self.away)
         if self._left is not None:
             raise StateError(
                 f"a forward or backward ended while FSDP2 gathered shards ({self._left}), where the other ranks wait for this "
@@ -137,7 +141,9 @@ class SessionSlot:
         """Mark it closed, and drop the session."""
         self._is_closed = True
         self.run = None
-        self._failure = self._left = None  # its traceback may refer to a forward's tensors, and they to our hooks
+        self._failure = self._left = self.away = (
+            None  # its traceback may refer to a forward's tensors, and they to our hooks
+        )
 
     # --- steps of the optimizer ---------------------------------------------------------------------------------------
 

@@ -59,7 +59,8 @@ class Origin:
         files: names of its existing swap files, by number.
         committed: the committed step, or None.
         first_file: number of its first file, if none exists.
-        fallback: the commit before `record`, if the run can still return to that.
+        last: the commit before the start: of `record`, or the last one of a session that was detached.
+        fallback: the commit before `last`, if the run can still return to that.
         edits: number of changes of parameters from outside since the last step.
     """
 
@@ -67,6 +68,7 @@ class Origin:
     files: Mapping[int, str] = field(default_factory=dict)
     committed: int | None = None
     first_file: int = 0
+    last: Commit | None = None
     fallback: Commit | None = None
     edits: int = 0
 
@@ -74,7 +76,8 @@ class Origin:
     def of(cls, record: CommitRecord | None, fallback: Commit | None) -> Origin:
         if record is None:
             return cls()
-        return cls(record, record.files, record.step, fallback=fallback, edits=record.edits)
+        last = Commit.of(record, encode_commit(record))
+        return cls(record, record.files, record.step, last=last, fallback=fallback, edits=record.edits)
 
 
 class TrainingSession:
@@ -171,8 +174,9 @@ class TrainingSession:
         model = OffloadedModel(
             plan, self.sections, self._grad_sections, self.pager, self._current, self._open_on_device(plan)
         )
-        last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
-        way_back = WayBack(self._directory.path, fsync, self._store, self._directory.ranks, last, origin.fallback)
+        way_back = WayBack(
+            self._directory.path, fsync, self._store, self._directory.ranks, origin.last, origin.fallback
+        )
         self.committer = Committer(
             model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, plan.commit_every,
             origin.committed,
@@ -252,7 +256,9 @@ class TrainingSession:
     def origin(self) -> Origin:
         """The start of a session of the same plan that calls `take_over`."""
         names = {number: paths[0].name for number, paths in self._store.paths.items()}
-        return Origin(files=names, committed=self.committer.committed, edits=self.committer.edits)
+        last, fallback = self.committer.commits
+        committed, edits = self.committer.committed, self.committer.edits
+        return Origin(files=names, committed=committed, last=last, fallback=fallback, edits=edits)
 
     def take_over(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
         """Continue a detached session of the same plan, with its files.
