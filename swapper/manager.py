@@ -28,11 +28,13 @@ from swapper.io.tuning import weigh
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import close_all, defer_sigint
+from swapper.runtime.observers import LimitWatch
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.optimizer.accelerated import unwrapped, wrapped_as
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back
+from swapper.train.session.overview import overview
 from swapper.train.session.plan import Plan
 from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.session_factory import SessionFactory
@@ -112,6 +114,7 @@ class SwapManager:
         self._recording = ExitStack()  # of the trace that the environment requests
         self._clock = StepClock(Counters())
         self._counters = self._clock.counters
+        self._clock.observers.add(LimitWatch())
         self._ranks = Ranks.find(ranks)
         host_bytes = self._ranks.begin(check)
         self._directory, self._resumed, fallback = begin_run(directory, resume, self._ranks, weigh)
@@ -460,6 +463,18 @@ class SwapManager:
         During the first step: those since `offload`.
         """
         return self._clock.stats()
+
+    def on_step(self, function: Callable[[StepStats], object]) -> Callable[[], None]:
+        """Call `function` with the statistics of each step from now on. Return a function that ends this.
+
+        An exception of it does not fail the step: the log says so once. swapper.integrations.monitoring has functions for
+        TensorBoard, W&B, Prometheus, transformers and Lightning.
+        """
+        self._clock.observers.add(function)
+        return partial(self._clock.observers.remove, function)
+
+    def __str__(self) -> str:
+        return overview(self.current, self._clock.stats(), self._options.host_bytes)
 
     def dump(self) -> str:
         """Return a text about waits, leases, frames and transfers in flight, with ages and names.

@@ -42,7 +42,8 @@ class Observers:
             except Exception as error:
                 if function not in self._warned:
                     self._warned.append(function)
-                    log.warning("monitoring of step %d failed, and is tried after each step: %r", stats.step, error)
+                    text = repr(error)  # not the error: a handler may keep it, and its traceback everything
+                    log.warning("monitoring of step %d failed, and is tried after each step: %s", stats.step, text)
 
 
 class LimitWatch:

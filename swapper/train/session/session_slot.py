@@ -134,6 +134,15 @@ class SessionSlot:
         return self._is_closed or os.getpid() != self._pid
 
     @property
+    def condition(self) -> str:
+        """What can be done with it now, for people."""
+        try:
+            self.check_usable()
+        except StateError as error:
+            return str(error)
+        return "no model yet: call manager.offload" if self.run is None else "in use"
+
+    @property
     def has_failed(self) -> bool:
         return self._failure is not None
 

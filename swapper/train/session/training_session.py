@@ -35,7 +35,6 @@ from swapper.paging.store.swap_files import Store
 from swapper.runtime.free_memory import Watch, watch_free_memory
 from swapper.runtime.interrupts import close_all, defer_sigint
 from swapper.runtime.process import is_off
-from swapper.runtime.sizes import format_bytes
 from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.layout.content import CarriedSource, SectionSource
@@ -43,6 +42,7 @@ from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.session.overview import chosen
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.sharded.shards import Shards
@@ -122,6 +122,7 @@ class TrainingSession:
             self._open_resources(plan, origin)
             self._open_model(plan, origin)
             self._note_sizes(plan)
+            self._log_choices(plan, origin)
             if origin.record is not None:
                 self._restore(origin.record)
             if not is_off("watchdog"):
@@ -193,15 +194,17 @@ class TrainingSession:
         return self.on_device
 
     def _note_sizes(self, plan: Plan) -> None:
-        budget, places, inventory = plan.budget, plan.places, plan.inventory
+        budget, inventory = plan.budget, plan.inventory
         self._counters.pool_bytes = budget.page_bytes * budget.frame_count
         self._counters.frame_bytes = budget.page_bytes
         self._counters.resident_bytes = budget.resident_bytes
         self._counters.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
-        log.info(
-            "offload: parameters on %s, optimizer state on %s; %d frames of %s; %s",
-            places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes), self._resources.describe(),
-        )  # fmt: skip
+
+    def _log_choices(self, plan: Plan, origin: Origin) -> None:
+        """Log what was chosen and why, unless the session is opened again in this process."""
+        if origin.record is not None or not origin.files:
+            for name, text in chosen(plan, self._resources.describe()):
+                log.info("offload: %s: %s", name, text)
 
     def _restore(self, record: CommitRecord) -> None:
         """Restore sections and the optimizer's settings from a commit."""
