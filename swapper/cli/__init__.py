@@ -12,6 +12,7 @@ from swapper.cli.checkpoints import export, inspect, verify
 from swapper.cli.demo import demo
 from swapper.cli.doctor import doctor
 from swapper.cli.plan_config import plan
+from swapper.cli.runs import clean, runs
 from swapper.cli.trace_script import trace
 from swapper.cli.tune import tune
 
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, doctor, bench, tune, plan, verify, inspect, export):
+for command in (demo, doctor, bench, tune, plan, runs, clean, verify, inspect, export):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(trace)
 

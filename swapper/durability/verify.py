@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import math
 import os
 import re
 import zipfile
@@ -22,11 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from swapper import _C
 from swapper.durability.commit import CommitRecord, files_of, read_commit
 from swapper.durability.directory import COMMIT_NAME
+from swapper.durability.stored_sections import stored_sections
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.dcp_directory import MAX_METADATA_BYTES, METADATA_NAME, metadata_is_whole, read_directory
 from swapper.formats.safetensors import read as read_safetensors
@@ -48,11 +46,10 @@ from swapper.io import beneath
 from swapper.io.copying import CopyRange, stream
 from swapper.io.drives import read_drives
 from swapper.io.engines import open_engine
-from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
+from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.page_files import is_frozen
 
 MAX_TAIL_BYTES = 1 << 30  # of a sane tail; it is read whole
-_SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")
 
 Progress = Callable[[int, int], None]
 """Called with the bytes checked and the total bytes."""
@@ -327,7 +324,7 @@ def _has_its_name(descriptor: int, path: Path, record: ZipRecord) -> bool:
 
 
 def _verify_run(directory: Path, progress: Progress) -> Report:
-    with _at_rest(directory):
+    with at_rest(directory, "verify"):
         report = Report(str(directory), "run")
         commit = directory / COMMIT_NAME
         nbytes = report.nbytes = report.checked_bytes = commit.stat().st_size
@@ -343,8 +340,12 @@ def _verify_run(directory: Path, progress: Progress) -> Report:
 
 
 @contextlib.contextmanager
-def _at_rest(directory: Path) -> Iterator[None]:
-    """Prevent a run from beginning in `directory`, and refuse if one is active there."""
+def at_rest(directory: Path, verb: str) -> Iterator[None]:
+    """Prevent a run from beginning in `directory`, and refuse to `verb` it if one is active there.
+
+    Raises:
+        CheckpointError: a process has the run open.
+    """
     try:
         descriptor = beneath.open_file(directory / "lock", os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:  # of a copy
@@ -359,7 +360,7 @@ def _at_rest(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             raise CheckpointError(
-                f"{directory} is in use by a run: verify it after the run, or one of its snapshots now"
+                f"{directory} is in use by a run: {verb} it after the run, or one of its snapshots now"
             ) from None
         yield
     finally:
@@ -400,33 +401,17 @@ def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Par
 def _parts_by_file(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
     layout = ContainerLayout.plan([section.nbytes for section in record.sections])
     headers = [_Part(ChecksumChunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
-    drives = read_drives(directory)
-    assigned = iter(drives.assign_to_drives([nbytes for section in record.sections for nbytes in section.sizes]))
-    parts = {(number, 0): list(headers) for number in files_of(record)}
-    for place, section, (name, slots) in zip(layout.records, record.sections, _sections_of(record.plans), strict=True):
-        tensors = [TensorPlace(slot.name, place.offset + slot.offset, slot.nbytes) for slot in slots]
-        offset = place.offset
-        for number, crc32, nbytes in zip(section.files, section.crc32s, section.sizes, strict=True):
-            drive = next(assigned)
-            if number != EXTERNAL:  # external content has no checksums: see _changed_external
-                parts.setdefault((number, drive), []).append(_Part(ChecksumChunk(offset, nbytes, crc32), name, tensors))
-            offset += nbytes
-    return {drives.directories[drive] / record.files[number]: found for (number, drive), found in parts.items()}
-
-
-def _sections_of(plans: Sequence[str]) -> list[tuple[str, list[TensorPlace]]]:
-    """Return (name, its tensors with offsets from its start) of each section, from the lines of `describe_plans`."""
-    sections: list[tuple[str, list[TensorPlace]]] = []
-    for line in plans:
-        match = _SLOT.fullmatch(line)
-        if match is None:
-            sections.append((line.rpartition(":")[0], []))
-            continue
-        owner, kind, dtype, shape, offset = match.groups()
-        numel = math.prod(int(size) for size in shape.split(", ") if size)
-        name = owner if kind == "param" else f"{owner} {kind}"
-        sections[-1][1].append(TensorPlace(name, int(offset), numel * getattr(torch, dtype).itemsize))
-    return sections
+    first = read_drives(directory).directories[0]
+    parts = {first / record.files[number]: list(headers) for number in files_of(record)}
+    for section in stored_sections(directory, record):
+        tensors = [
+            TensorPlace(tensor.name, section.offset + tensor.offset, tensor.nbytes) for tensor in section.tensors
+        ]
+        for piece in section.pieces:
+            if piece.path is not None:  # external content has no checksums: see _changed_external
+                chunk = ChecksumChunk(piece.offset, piece.nbytes, piece.crc32)
+                parts.setdefault(piece.path, []).append(_Part(chunk, section.name, tensors))
+    return parts
 
 
 def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fault]:
