@@ -486,9 +486,9 @@ class SwapManager:
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str], most_spans: int = MAX_SPANS) -> Iterator[None]:
-        """Record what happens in the context, and write it to `path`: open it with https://ui.perfetto.dev or chrome://tracing.
+        """Record what happens in the context, and write it to `path`.
 
-        Open it with https://ui.perfetto.dev or chrome://tracing.
+        Open it with https://ui.perfetto.dev or chrome://tracing, or make a page of it with `swapper report`.
 
         Args:
             path: the JSON file; must not exist. It is written at the end, even after an exception.
@@ -502,10 +502,13 @@ class SwapManager:
             raise StateError("this manager is being traced already: one trace at a time")
         target = Path(path).absolute()
         check_target(target, overwrite=None)
-        recorded = self._counters.trace = Trace(most_spans)
+        about: dict[str, Any] = {"drive": self.current.drive_rates(), "steps": []}
+        recorded = self._counters.trace = Trace(most_spans, self.current.memory_by_kind, about)
+        end = self.on_step(lambda stats: about["steps"].append(stats.as_dict()))
         try:
             yield
         finally:
+            end()
             self._clock.enter_again()
             self._counters.trace = None
             with replacing(path, overwrite=None, durable=False) as temporary:

@@ -95,7 +95,7 @@ def _describe(run: RunOnDisk) -> dict[str, Any]:
     return {
         "path": str(run.path),
         "step": None if record is None else record.step,
-        "optimizer": None if record is None else record.optimizer,
+        "optimizer": None if record is None else record.optimizer.rpartition(".")[2],
         "parameters": None if record is None else sum(t.numel for t in tensors if t.kind == "param"),
         "bytes": run.nbytes,
         "in_use_by": run.process,

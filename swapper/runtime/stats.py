@@ -223,6 +223,7 @@ class StepClock:
         self._begin_step()
 
     def _begin_step(self) -> None:
+        self._number = self.counters.step + 1
         self._spent = {phase: [0.0] * len(self._before) for phase in PHASES}
         self._pages = self._page_counts()
 
@@ -232,7 +233,7 @@ class StepClock:
         columns = zip(self._spent[self._phase], now, before, strict=True)
         self._spent[self._phase] = [spent + (after - start) for spent, after, start in columns]
         if self.counters.trace is not None:
-            self.counters.trace.add("phases", self._phase, before[0], now[0], step=self.counters.step + 1)
+            self.counters.trace.add("phases", self._phase, before[0], now[0], step=self._number)
         self._phase, self._before = phase, now
 
     def enter_again(self) -> None:

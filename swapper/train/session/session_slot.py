@@ -14,6 +14,7 @@ from swapper.durability.directory import RunDirectory
 from swapper.errors import StateError, UnsupportedError
 from swapper.modules.turns import Turns
 from swapper.paging.section import Section
+from swapper.runtime.counters import FAMILIES
 from swapper.runtime.stats import StepClock
 from swapper.train.session.training_step import TrainingStep
 
@@ -132,6 +133,20 @@ class SessionSlot:
     def is_over(self) -> bool:
         """True if there is nothing to close: it is closed, or another process's."""
         return self._is_closed or os.getpid() != self._pid
+
+    def memory_by_kind(self) -> dict[str, int]:
+        """Return the bytes of host memory by kind: resident sections, frames by family, free frames. Takes no lock."""
+        run, counters = self.run, self._counters
+        if run is None:
+            return {"resident": 0, **dict.fromkeys(FAMILIES, 0), "free": 0}
+        frames = run.pager.bytes_by_family()
+        free = max(counters.pool_bytes - sum(frames.values()), 0)
+        return {"resident": counters.resident_bytes, **frames, "free": free}
+
+    def drive_rates(self) -> dict[str, float] | None:
+        """Return the bytes a second that `swapper tune` measured, by direction; None if it did not."""
+        tuning = None if self.run is None else self.run.plan.tuning
+        return None if tuning is None else {"read": tuning.read_bytes_per_s, "write": tuning.write_bytes_per_s}
 
     @property
     def condition(self) -> str:
