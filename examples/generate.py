@@ -1,6 +1,6 @@
 """Generates text with a model whose weights stay on the drive.
 
-    pip install swapper transformers
+    pip install torch-swapper transformers
     python examples/generate.py path/to/model "Once upon a time" --host-memory 4GiB
 
 `path/to/model` is a directory as on the Hugging Face Hub: config.json, tokenizer, and weights in safetensors or .bin

@@ -6,9 +6,11 @@ train/session/training_session.py opens a session, and states the order of closi
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,15 @@ from swapper.runtime.stats import StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.optimizer.accelerated import unwrapped, wrapped_as
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back
+from swapper.train.session.fastest import choose_fastest
 from swapper.train.session.overview import overview
 from swapper.train.session.plan import Plan
 from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.session_factory import SessionFactory
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.user_state import UserState
+
+log = logging.getLogger("swapper")
 
 Optimizers = Optimizer | Sequence[Optimizer] | HoldsOptimizers | None
 
@@ -171,7 +176,7 @@ class SwapManager:
             update: "step" updates all parameters in `optimizer.step()`. "deferred" only fixes the step there, and
                 updates each group when the next forward reaches it, which saves one read; the results are the same, and
                 an earlier access to parameters, state or gradients finishes the step. "backward" updates each group
-                when backward has finished with it; docs/training.md lists what that excludes.
+                when backward has finished with it; docs/reference/training.md lists what that excludes.
             device: of forwards and backwards: "cpu", "cuda", "cuda:1", ... Inputs must be there; the model may be.
                 `parameter.grad` has no data then, unless gradients stay there.
             device_memory: maximum bytes, or "8GiB", of parameters on the device; "auto" is half of the free memory.
@@ -184,7 +189,7 @@ class SwapManager:
                 parameters in 2.125 bytes instead of 4, without loss. "bf16": the same, and moments in bf16. "8bit": masters
                 in 1 byte in addition to the parameter, moments in 8 bits with a scale for each 32. Or a map from state key
                 ("exp_avg", "exp_avg_sq", "master", ...) to "exact", "split", "master24", "bf16", "moment8", "variance8".
-                docs/training.md says which tensors are encoded. Your optimizer sees fp32.
+                docs/reference/training.md says which tensors are encoded. Your optimizer sees fp32.
             init: the source of values for a model on the meta device: a function that fills the parameters and buffers
                 of the given module, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They
                 are filled group by group, so that the model is never whole in memory. A resumed run does not use it.
@@ -269,6 +274,45 @@ class SwapManager:
         )  # fmt: skip
         return self._factory.plan(Request.of(model, unwrapped(optimizer), options, self._options), may_be_meta=True)
 
+    def fastest(
+        self,
+        model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+        optimizer: Optimizers = None,
+        *,
+        tokens: int,
+        example: Sequence[Any] | Mapping[str, Any] | None = None,
+        drive_read: int | str | None = None,
+        drive_write: int | str | None = None,
+        state_codecs: Sequence[str | Mapping[str, str]] = ("exact",),
+        updates: Sequence[str] = ("step", "deferred"),
+        **options: Any,
+    ) -> Plan:
+        """Return the plan whose step is predicted to be the shortest within the budget. Print it, and pass it to `offload`.
+
+        It tries each placement of parameters and state, each time of the update, and each codec of `state_codecs`, by simulation;
+        settings within 1 % count as equal, and the simplest is chosen. The computing is measured once, in some seconds.
+
+        Args:
+            model, optimizer: as of `offload`, which gets the plan.
+            tokens, example, drive_read, drive_write: see `Plan.predict`.
+            state_codecs: that may be used; codecs other than "exact" and "split" change results.
+            updates: that may be used. "backward" excludes clipping and more (docs/training.md): it is not tried unasked.
+            options: of `offload`, which are not tried then: params="nvme", master_weights=torch.float32, ...
+
+        Raises: as `plan` and `Plan.predict`.
+        """
+
+        def plan_for(**chosen: Any) -> Plan:
+            return self.plan(model, optimizer, **chosen)
+
+        if unknown := options.keys() - {one.name for one in fields(OffloadOptions)}:
+            raise ConfigError(f"{', '.join(sorted(unknown))}: not an option of manager.offload")
+        codecs = [options["state_codec"]] if "state_codec" in options else state_codecs
+        updates = [options["update"]] if "update" in options else updates
+        plan = choose_fastest(plan_for, options, codecs, updates, tokens, example, (drive_read, drive_write))
+        log.info("fastest: %s", plan.found.why)
+        return plan
+
     def register(self, **objects: Any) -> None:
         """Register objects with `state_dict` and `load_state_dict` that belong to a step (a scheduler, a sampler).
 
@@ -352,7 +396,7 @@ class SwapManager:
 
         Losses, gradients and random numbers are those of `for batch in batches: loss_fn(batch).backward()`, bit for bit;
         but all micro-batches pass through a group of parameters before the next group is read, in forward and in
-        backward, so reading costs as much as for one. Their graphs are in memory together. See docs/training.md.
+        backward, so reading costs as much as for one. Their graphs are in memory together. See docs/reference/training.md.
 
         Args:
             loss_fn: returns the loss of a micro-batch, scaled as it is to count; called in threads, one of which runs.
@@ -361,7 +405,7 @@ class SwapManager:
 
         Raises:
             ConfigError: `at_once` is not positive.
-            UnsupportedError: they cannot run together exactly; see docs/training.md.
+            UnsupportedError: they cannot run together exactly; see docs/reference/training.md.
             StateError: the manager cannot be used, or `loss_fn` does what only its caller may.
             The first exception of a micro-batch, after all were stopped. In a forward: gradients are unchanged. In a
             backward: all gradients are None.
@@ -374,7 +418,8 @@ class SwapManager:
         left, losses = list(batches), []
         while left:
             some, left = left[:at_once], left[len(left[:at_once]) :]
-            losses += run.model.passes.accumulate(loss_fn, some)
+            with run.model.updates.accumulating() if left else nullcontext():
+                losses += run.model.passes.accumulate(loss_fn, some)
         return losses
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -415,7 +460,7 @@ class SwapManager:
         path that contains "rank-1", "rank_1" or "rank1" is used as it is. `ticket.path` has the name.
 
         Of a model that fully_shard has sharded the snapshot is a directory, which all ranks name: torch.distributed.checkpoint.load
-        reads it, on any number of ranks. All ranks must call this. See docs/snapshots.md.
+        reads it, on any number of ranks. All ranks must call this. See docs/reference/snapshots.md.
 
         Args:
             path: the file, or the directory of a sharded model; must not exist. Its parent directory must.
@@ -502,7 +547,7 @@ class SwapManager:
             raise StateError("this manager is being traced already: one trace at a time")
         target = Path(path).absolute()
         check_target(target, overwrite=None)
-        about: dict[str, Any] = {"drive": self.current.drive_rates(), "steps": []}
+        about = self.current.about_trace()
         recorded = self._counters.trace = Trace(most_spans, self.current.memory_by_kind, about)
         end = self.on_step(lambda stats: about["steps"].append(stats.as_dict()))
         try:

@@ -39,7 +39,7 @@ app.command(context_settings={"ignore_unknown_options": True})(trace)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"swapper {version('swapper')}")
+        typer.echo(f"swapper {version('torch-swapper')}")
         raise typer.Exit
 
 

@@ -166,7 +166,7 @@ def draw(rows: list[Row], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("a .png needs matplotlib (pip install 'swapper[chart]'); a .html does not", file=sys.stderr)
+        print("a .png needs matplotlib (pip install 'torch-swapper[chart]'); a .html does not", file=sys.stderr)
         raise typer.Exit(2) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot

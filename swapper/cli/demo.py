@@ -278,11 +278,12 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
             optimizer.zero_grad()
             return loss.item()
 
-        counters = manager.counters
         for number in range(task.steps):
+            counters = manager.counters  # the engine's bytes are counted when this is read
             read, written, began_s = counters.bytes_read, counters.bytes_written, time.perf_counter()
             record.losses.append(step(number))
             record.times_s.append(time.perf_counter() - began_s)
+            counters = manager.counters
             record.read_bytes.append(counters.bytes_read - read)
             record.written_bytes.append(counters.bytes_written - written)
             watch("training", record.losses)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from swapper.cli.command import reported
 from swapper.errors import CheckpointError, ConfigError
+from swapper.runtime.counters import FAMILIES
 
 PAGE = Path(__file__).with_name("report_page.html")
 TRACKS = ("phases", "waits", "updates", "leases", "reads", "writes")
@@ -77,7 +78,8 @@ def figures(path: Path) -> dict[str, Any]:
             bounds[number] = min(begin, span["begin"]), max(end, span["end"])
     if not bounds:
         raise CheckpointError(f"{path} has no phase of a step: trace a script that trains")
-    steps = [_step(number, *bounds[number], spans, memory, stats.get(number)) for number in sorted(bounds)]
+    groups = about.get("groups") or {}
+    steps = [_step(number, *bounds[number], spans, memory, groups, stats.get(number)) for number in sorted(bounds)]
     return {"name": path.name, "drive": about.get("drive"), "steps": steps}
 
 
@@ -95,6 +97,7 @@ def _step(
     end: float,
     spans: Iterable[dict[str, Any]],
     memory: Sequence[tuple[float, dict[str, int]]],
+    groups: dict[str, str],
     stats: dict[str, Any] | None,
 ) -> dict[str, Any]:
     inside = [span for span in spans if span["end"] > begin and span["begin"] < end]
@@ -109,7 +112,7 @@ def _step(
         "drive": {
             kind: _bytes_by_bin(begin, end, [s for s in inside if s["track"] == kind]) for kind in ("reads", "writes")
         },
-        "waits": _waits_by_module(begin, end, [s for s in inside if s["track"] == "waits"]),
+        "waits": _waits_by_module(begin, end, [s for s in inside if s["track"] == "waits"], groups),
         "memory": _memory(begin, end, memory),
         "stats": stats,
     }
@@ -141,13 +144,16 @@ def _bytes_by_bin(begin: float, end: float, transfers: Iterable[dict[str, Any]])
     return bins
 
 
-def _waits_by_module(begin: float, end: float, waits: Iterable[dict[str, Any]]) -> list[list[Any]]:
+def _waits_by_module(
+    begin: float, end: float, waits: Iterable[dict[str, Any]], groups: dict[str, str]
+) -> list[list[Any]]:
     """Return [module, kind of wait, seconds], the longest first."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for span in waits:
         what = _what(span)
-        found = re.match(r"page \d+ \((.+?) at ", what)
+        found = re.match(r"page \d+ \(group (\d+) (\w+) ", what)
         kind = span["name"].removeprefix("wait for a ")
-        seconds[found[1] if found else what, kind] += min(span["end"], end) - max(span["begin"], begin)
+        module = f"{groups.get(found[1], found[1])}, {FAMILIES.get(found[2], found[2])}" if found else what
+        seconds[module, kind] += min(span["end"], end) - max(span["begin"], begin)
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
-    return [[module, kind, value] for (module, kind), value in ordered[:MAX_WAITS]]
+    return [[module, kind, value] for (module, kind), value in ordered[:MAX_WAITS] if value > 0]

@@ -1,4 +1,4 @@
-"""Codes optimizer state in fewer bytes: pure arithmetic on tensors, which knows no pages. See docs/codecs.md."""
+"""Codes optimizer state in fewer bytes: pure arithmetic on tensors, which knows no pages. See docs/reference/codecs.md."""
 
 from swapper.codecs.codec import CODECS, StateCodec
 from swapper.codecs.coded_adamw import CodedState, adamw_

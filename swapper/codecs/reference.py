@@ -1,4 +1,6 @@
-"""Defines the result of each codec in plain torch. The kernels in csrc/codecs/ give the same bits; docs/codecs.md has the formulas.
+"""Defines the result of each codec in plain torch. The kernels in csrc/codecs/ give the same bits.
+
+docs/reference/codecs.md has the formulas.
 
 Each `encode_*` takes the values as fp32 of one dimension, writes the parts of the code, and returns how many elements the code
 cannot hold. Each `decode_*` is its reverse. Bits are handled as int32: torch's own conversion to bf16 gives NaNs of several kinds.

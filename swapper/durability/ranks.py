@@ -312,7 +312,7 @@ class Ranks:
 def versions_here() -> str:
     """Return what runs on this rank."""
     metadata = importlib.import_module("importlib.metadata")  # takes a while
-    return f"swapper {metadata.version('swapper')}, torch {torch.__version__}"
+    return f"swapper {metadata.version('torch-swapper')}, torch {torch.__version__}"
 
 
 def describe_failure(failure: BaseException) -> str:

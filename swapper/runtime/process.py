@@ -1,7 +1,7 @@
 """Names the changes that swapper makes in its process, beyond its own memory and the user's model, and turns them off.
 
 The environment's SWAPPER_OFF names those to leave out. It is read when swapper is imported (csrc/base/process.h reads it too).
-docs/process.md says what each is for, and what is lost without it.
+docs/reference/environment.md says what each is for, and what is lost without it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What swapper changes in the process is what docs/process.md says, can be left out by SWAPPER_OFF, and what is lost then too."""
+"""Changes of the process are those that docs/reference/environment.md lists; SWAPPER_OFF leaves each out, at the cost it says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from e2e.processes import LONG_S, environment
 from swapper.runtime.process import CHANGES
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "process.md"
+PAGE = ROOT / "docs" / "reference" / "environment.md"
 PROBES = Path(__file__).with_name("process_probes.py")
 
 WAYS = {

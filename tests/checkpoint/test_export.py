@@ -222,7 +222,7 @@ def test_the_commands(tmp_path: Path) -> None:
     save({"model": model_state(), "step": 4}, tmp_path / "x.pt")
     shown_as = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     arguments = ["export", tmp_path / "x.pt", tmp_path / "y.safetensors", "--to", "safetensors"]
-    done = run_python("-m", "swapper.cli.__main__", *arguments, **shown_as)
+    done = run_python("-m", "swapper.__main__", *arguments, **shown_as)
     assert done.returncode == 0 and "16 tensors" in done.stderr and "left out: 1 (step)" in done.stderr
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["inspect", str(tmp_path / "x.pt")])
     assert shown.exit_code == 0 and "step 4" in shown.stdout and "model.layers.0.weight" in shown.stdout

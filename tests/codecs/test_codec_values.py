@@ -24,7 +24,7 @@ from swapper.codecs import CODECS, GROUP
 
 
 def within_bound(name: str, value: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return where `found` is as near to finite values as docs/codecs.md says."""
+    """Return where `found` is as near to finite values as docs/reference/codecs.md says."""
     value, found = value.double(), found.double()
     if name in ("fp32", "split"):
         return value == found

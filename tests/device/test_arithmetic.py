@@ -106,7 +106,7 @@ def test_without_triton_the_error_says_how_to_get_it(
         except swapper.UnsupportedError as error:
             print(error)
     """)
-    assert "swapper[triton]" in ran.stdout, ran.stderr
+    assert "torch-swapper[triton]" in ran.stdout, ran.stderr
 
 
 def test_another_missing_module_is_not_called_triton() -> None:

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 def findings_of(program: str, *arguments: str, interpreted: bool) -> dict[str, Any]:
-    pytest.importorskip("triton", reason="Triton is not installed: pip install 'swapper[triton]'")
+    pytest.importorskip("triton", reason="Triton is not installed: pip install 'torch-swapper[triton]'")
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     environment.pop("TRITON_INTERPRET", None)
     if interpreted:

@@ -28,7 +28,7 @@ def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) 
 def restarted(directory: Path, killed_at: int) -> dict[str, set[str]]:
     """Return what ranks of restarted_run.py said, by its subject.
 
-    Restarted ranks must not find the addresses of those before in torchrun's store: pytorch #135712, docs/snapshots.md.
+    Restarted ranks must not find the addresses of those before in torchrun's store: pytorch #135712, docs/reference/snapshots.md.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     once = ["--max-restarts", 1, "--monitor-interval", 0.1]
@@ -113,6 +113,21 @@ def test_a_deferred_update_that_fails_on_one_rank_ends_all_and_they_go_on_from_o
     assert (first, second) == tuple(f"rank {rank}: began at {begun}, ended at {begun + 1}" for rank in range(2))
     launch(well, f"steps={begun}", *orders)
     launch(well, "steps=1", *orders, f"snapshot={well / 'end'}")
+    for rank in range(2):
+        one, other = (torch.load(path / "end" / f"rank-{rank}.pt", weights_only=True) for path in (failing, well))
+        assert_same(one, other)
+
+
+@pytest.mark.slow
+def test_an_update_in_backward_that_fails_on_one_rank_is_undone_on_all_at_the_step(tmp_path: Path) -> None:
+    """The failing rank goes on with that backward, in which the others wait for its gradients, and both repeat the step."""
+    failing, well = tmp_path / "failing", tmp_path / "well"
+    failing.mkdir(), well.mkdir()
+    orders = ["steps=4", "sharded", BUDGET, "update=backward"]
+    said = launch(failing, *orders, "breaks=1:3", "retries", f"snapshot={failing / 'end'}")
+    assert any("rank 0: StateError at 2: step 3 failed on another rank" in line for line in said), said
+    assert any("rank 1: IoError at 2: write of" in line for line in said), said
+    launch(well, *orders, f"snapshot={well / 'end'}")
     for rank in range(2):
         one, other = (torch.load(path / "end" / f"rank-{rank}.pt", weights_only=True) for path in (failing, well))
         assert_same(one, other)

@@ -149,7 +149,7 @@ def test_the_command_runs_a_script_and_leaves_a_trace_of_each_manager(tmp_path: 
         directory.mkdir()
     output = tmp_path / "out.json"
     arguments = ["trace", "-o", str(output), str(script), *map(str, runs), "--code", "3"]
-    done = run_python("-m", "swapper.cli.__main__", *arguments)
+    done = run_python("-m", "swapper.__main__", *arguments)
     assert done.returncode == 3, done.stderr
     assert "out-2.json, out.json" in done.stderr
     for name in ("out.json", "out-2.json"):

@@ -36,7 +36,7 @@ SMALL += ["--drive-seconds", "0.05"]
 
 
 def run(*arguments):
-    return run_python("-m", "swapper.cli.__main__", *arguments, COLUMNS="200", NO_COLOR="1", TERM="dumb")
+    return run_python("-m", "swapper.__main__", *arguments, COLUMNS="200", NO_COLOR="1", TERM="dumb")
 
 
 def run_here(*arguments):
@@ -100,6 +100,8 @@ def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision
     plain = re.search(r"Next losses, plain torch\W+([\d. ]+)", done.stdout).group(1).split()
     assert len(swapped) == 2
     assert swapped == plain
+    read, written = re.search(r"Moved in a step\W+read ([\d,]+) MB, written ([\d,]+) MB", done.stdout).groups()
+    assert (read, written) != ("0", "0")
     assert list(tmp_path.iterdir()) == ([kept] if keeps else [])
     if keeps:
         assert set(torch.load(kept, mmap=True, weights_only=True)) >= {"model", "optimizer", "master"}
@@ -137,7 +139,7 @@ def processes_with(text):
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number, ranks):
     arguments = ["demo", *SMALL, "--steps", "100000", "--directory", tmp_path, "--ranks", ranks]
-    with started_python("-m", "swapper.cli.__main__", *arguments) as process:
+    with started_python("-m", "swapper.__main__", *arguments) as process:
         while not list(tmp_path.glob("*/run/*/commit.pt")):  # a step is done, and the next ones are under way
             assert process.is_running(), process.stdout.read() + process.stderr.read()
             time.sleep(0.05)

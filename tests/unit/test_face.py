@@ -106,7 +106,7 @@ def test_all_that_is_promised_can_be_imported_and_is_typed() -> None:
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
         assert set(module.__all__) <= set(dir(module))
     assert (Path(swapper.__file__).parent / "py.typed").exists()
-    assert swapper.__version__ == version("swapper")
+    assert swapper.__version__ == version("torch-swapper")
 
 
 def test_importing_swapper_imports_no_torch() -> None:

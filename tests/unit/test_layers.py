@@ -28,7 +28,7 @@ PYTHON_LAYERS = [
     {"train", "infer"},
     {"manager", "swapper"},
     {"bench", "integrations"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 CPP_LAYERS = [{"base"}, {"codecs"}, {"cuda"}, {"memory"}, {"io"}, {"bindings"}, {"tests"}]
 STRANGERS = {("train", "infer"), ("infer", "train")}

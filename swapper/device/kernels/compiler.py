@@ -46,5 +46,5 @@ def kernel(name: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
         raise UnsupportedError(
-            f"swapper's kernels need Triton 3.3 or newer, which is not to be had ({error}): pip install 'swapper[triton]'"
+            f"swapper's kernels need Triton 3.3 or newer, which is not to be had ({error}): pip install 'torch-swapper[triton]'"
         ) from error

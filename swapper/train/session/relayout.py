@@ -14,18 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 
 from swapper.durability.commit import read_commit
+from swapper.durability.ranks import Ranks
 from swapper.errors import BudgetError
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CarriedSource
+from swapper.train.session.alike import check_alike, digests
 from swapper.train.session.detached_session import DetachedSession, OpenRun, check_between_steps, detach
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.session_slot import SessionSlot
-from swapper.train.session.training_session import Origin
+from swapper.train.session.training_session import Origin, TrainingSession
+from swapper.train.sharded.shards import Shards
 
-VERB = "add_param_group"
+VERB = "train more parameters"
 DETACHED = (
     "this graph was made before the optimizer got more to train (add_param_group), which moved what it refers to: run the forward "
     "again, and add groups where no backward is still to come"
@@ -63,8 +67,7 @@ class Relayout:
             IoError: a transfer failed.
         """
         run = self._current.running(VERB)
-        check_between_steps(run, VERB, "add the group between two steps")
-        run.committer.write_all(step)
+        self._ranks_of(run.plan).settle(VERB, partial(_write_all, run, step), lambda _: None)
         run.committer.before_change_of_layout("add trained parameters")
         run.publisher.raise_failure()
         before, members = run.plan, run.plan.request.optimizers.members
@@ -75,15 +78,26 @@ class Relayout:
             for member, count in zip(members, counts, strict=True):
                 del member.param_groups[count:]
 
-        try:
+        def prepare() -> Plan | None:
             add()
             plan = _plan_more(before)
             if plan is not None:
                 self._directory.require_space(plan.space_by_drive())
+            return plan
+
+        try:
+            plan, told = self._ranks_of(before).settle(VERB, prepare, lambda _: digests(before.request))
+            check_alike(before.request, self._ranks_of(before), told, "add_param_group")
+            if plan is not None:
                 self._change(plan, step, undo)
         except BaseException:
             undo()
             raise
+
+    def _ranks_of(self, plan: Plan) -> Ranks:
+        """Return those that change their layouts together. Others may do so alone."""
+        are_together = isinstance(plan.request.model, Shards) or plan.commit_every is not None
+        return self._directory.ranks if are_together else Ranks()
 
     def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:
         run = self._current.running(VERB)
@@ -96,7 +110,8 @@ class Relayout:
             del run
             detach(self._current, VERB, DETACHED)
             try:
-                self._open_new(plan, old, content, stash, step)
+                open_new = partial(self._open_new, plan, old, content, stash, step)
+                self._ranks_of(plan).settle(VERB, open_new, lambda _: None)
             except BaseException:
                 undo()
                 if self._current.run is not None:
@@ -136,6 +151,11 @@ class Relayout:
     def _committed_files(self) -> set[str]:
         record = read_commit(self._directory.path)
         return set() if record is None else set(record.files.values())
+
+
+def _write_all(run: TrainingSession, step: int) -> None:
+    check_between_steps(run, "add_param_group", "add the group between two steps")
+    run.committer.write_all(step)
 
 
 def _plan_more(before: Plan) -> Plan | None:

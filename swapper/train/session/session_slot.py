@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swapper.durability.directory import RunDirectory
 from swapper.errors import StateError, UnsupportedError
@@ -143,10 +143,13 @@ class SessionSlot:
         free = max(counters.pool_bytes - sum(frames.values()), 0)
         return {"resident": counters.resident_bytes, **frames, "free": free}
 
-    def drive_rates(self) -> dict[str, float] | None:
-        """Return the bytes a second that `swapper tune` measured, by direction; None if it did not."""
-        tuning = None if self.run is None else self.run.plan.tuning
-        return None if tuning is None else {"read": tuning.read_bytes_per_s, "write": tuning.write_bytes_per_s}
+    def about_trace(self) -> dict[str, Any]:
+        """Return what a trace says beside its spans: the drive's bytes a second, if it was tuned, and names of groups."""
+        plan = None if self.run is None else self.run.plan
+        tuning = None if plan is None else plan.tuning
+        rates = None if tuning is None else {"read": tuning.read_bytes_per_s, "write": tuning.write_bytes_per_s}
+        groups = {} if plan is None else {group.index: group.name for group in plan.inventory.groups}
+        return {"drive": rates, "groups": groups, "steps": []}
 
     @property
     def condition(self) -> str:

@@ -1,0 +1,103 @@
+"""Every Python block of the README and of the guides runs as it is written, and the commands that pages name exist.
+
+The blocks of a page run in order, in one namespace, in an empty directory. `<!-- python` to `-->` is a block that readers do not
+see: what the page takes as given. `<!-- needs: MODULE -->` before a block skips it without that module. Pages of docs/reference
+show fragments, which must parse (tests/unit/test_docs.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from swapper.cli import app
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+INTERNAL = ("architecture.md", "internals.md", "decisions/", "benchmarks/", "reference/")
+GUIDES = [page for page in sorted(DOCS.rglob("*.md")) if not str(page.relative_to(DOCS)).startswith(INTERNAL)]
+RUN = [ROOT / "README.md", *GUIDES]
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<condition>needs: \w+) -->\n+)?(?:^```python\n(?P<shown>.*?)^```|^<!-- python\n(?P<hidden>.*?)^-->)",
+    re.MULTILINE | re.DOTALL,
+)
+MOST_WORDS = 1200
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> list[tuple[str, str | None]]:
+    """Return the blocks, each behind as many empty lines as stand before it, so that a traceback names the page's line."""
+    text = page.read_text()
+    found = []
+    for match in BLOCK.finditer(text):
+        kind = "shown" if match["shown"] is not None else "hidden"
+        found.append(("\n" * text.count("\n", 0, match.start(kind)) + match[kind], match["condition"]))
+    return found
+
+
+def missing(condition: str | None) -> str | None:
+    if condition is not None and importlib.util.find_spec(condition.removeprefix("needs: ")) is None:
+        return condition
+    return None
+
+
+@pytest.mark.parametrize("page", [page for page in RUN if blocks(page)], ids=page_name)
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = dict(os.environ)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    left_out = []
+    try:
+        for code, condition in blocks(page):
+            if reason := missing(condition):
+                left_out.append(reason)
+            else:
+                exec(compile(code, str(page), "exec"), namespace)
+    finally:
+        if manager := namespace.get("manager"):
+            manager.close()
+        namespace.clear()  # loaded models end with their last reference
+        gc.collect()
+        os.environ.clear()
+        os.environ.update(environment)
+    if left_out and len(left_out) == len([code for code, condition in blocks(page) if condition]) == len(blocks(page)):
+        pytest.skip("; ".join(left_out))
+
+
+def commands(page: Path) -> list[str]:
+    fences = re.findall(r"^```(?:sh|console)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = "".join(fences).replace("\\\n", " ").splitlines()
+    return [line.split(" #")[0].strip() for line in lines if line.startswith("swapper ")]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in [ROOT / "README.md", *DOCS.rglob("*.md")] if commands(page)], ids=page_name
+)
+def test_commands_that_a_page_shows_have_their_options(page: Path) -> None:
+    """Placeholders in capitals, [optional] parts and alternatives a|b are as in a manual page."""
+    group: Any = get_command(app)
+    wrong = []
+    for line in commands(page):
+        words = shlex.split(re.sub(r"[\[\]]", " ", line))[1:]
+        command = group.commands.get(words[0])
+        known = {option for one in command.params for option in one.opts} | {"--help"} if command else set()
+        unknown = [word for word in words[1:] if word.startswith("--") and word.split("=")[0] not in known]
+        if command is None or (unknown and words[0] != "trace"):
+            wrong.append(line)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", RUN, ids=page_name)
+def test_a_guide_can_be_read_in_five_minutes(page: Path) -> None:
+    assert len(page.read_text().split()) <= MOST_WORDS

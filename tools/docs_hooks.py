@@ -1,0 +1,37 @@
+"""Fills a page of the documentation site with the command line's own help. mkdocs calls it (tools/mkdocs.yml)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.main import get_command
+
+from swapper.cli import app
+
+MARKER = "<!-- every command: tools/docs_hooks.py -->"
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    return markdown.replace(MARKER, commands()) if MARKER in markdown else markdown
+
+
+def commands() -> str:
+    """Return a section for each command of `swapper`, in Markdown."""
+    group: Any = get_command(app)
+    return "\n".join(_section(name, command) for name, command in group.commands.items())
+
+
+def _section(name: str, command: Any) -> str:
+    arguments = " ".join(one.name.upper() for one in command.params if one.param_type_name == "argument")
+    rows = [_row(one) for one in command.params if not getattr(one, "hidden", False)]
+    table = ["", "| option | default | meaning |", "|---|---|---|", *rows, ""] if rows else [""]
+    usage = f"swapper {name} [OPTIONS] {arguments}".rstrip()
+    return "\n".join([f"### swapper {name}", "", "```", usage, "```", "", (command.help or "").strip(), *table])
+
+
+def _row(parameter: Any) -> str:
+    names = [parameter.name.upper()] if parameter.param_type_name == "argument" else parameter.opts
+    default = parameter.default
+    shown = "" if default in (None, False, (), "") or callable(default) or default is ... else f"`{default}`"
+    meaning = " ".join((getattr(parameter, "help", None) or "").split()).replace("|", "\\|")
+    return f"| {', '.join(f'`{one}`' for one in names)} | {shown} | {meaning} |"
