@@ -1,7 +1,7 @@
 """Parks a manager: returns the memory of its session for a while, and opens the session again from its files.
 
 What memory has and the files do not is written first, and committed if the run commits. Then the session closes as in a
-relayout (detached_session.py): pool, windows, page-locked memory, device memory and engines are released. Parameters
+relayout (relayout.py): pool, windows, page-locked memory, device memory and engines are released. Parameters
 stay the same objects, with shape and dtype and without data, and refuse every access. Afterwards the session is opened
 on the same files: resident sections are read at once, pages at their next use. The directory, its lock and its last
 commit are untouched meanwhile, so a process that is killed while it is parked resumes from the last step.
@@ -22,7 +22,7 @@ from swapper.modules.guarded import guard
 from swapper.runtime.free_memory import return_free_memory
 from swapper.runtime.interrupts import defer_sigint
 from swapper.train.optimizer.optim import StateOwner
-from swapper.train.session.detached_session import DetachedSession, OpenRun, check_between_steps, detach
+from swapper.train.session.relayout import DetachedSession, OpenRun, check_between_steps, detach
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
 

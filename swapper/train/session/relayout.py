@@ -12,22 +12,29 @@ one is opened again from its files, which are unchanged.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import torch
 
 from swapper.durability.commit import read_commit
 from swapper.durability.ranks import Ranks
-from swapper.errors import BudgetError
+from swapper.errors import BudgetError, StateError
+from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CarriedSource
 from swapper.train.session.alike import check_alike, digests
-from swapper.train.session.detached_session import DetachedSession, OpenRun, check_between_steps, detach
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.sharded.shards import Shards
+
+OpenRun = Callable[[Plan, Origin], TrainingSession]
 
 VERB = "train more parameters"
 DETACHED = (
@@ -175,3 +182,52 @@ def _plan_more(before: Plan) -> Plan | None:
         if before.commit_every is not None and found.commit_every is None:
             raise  # a run that is committed must not become one that is not
         return found
+
+
+def check_between_steps(run: TrainingSession, verb: str, remedy: str) -> None:
+    """Raise StateError, with both texts, in the middle of a forward, a backward or a gather."""
+    doing = "manager.gather" if run.model.gathering.is_open else ""
+    if torch._C._current_graph_task_id() != -1 or run.model.passes.is_open:
+        doing = "a forward or backward"
+    if doing:
+        raise StateError(f"{verb} in the middle of {doing}: {remedy}")
+
+
+def detach(current: SessionSlot, verb: str, why: str) -> None:
+    """Close the slot's session, all of whose content is written, and release its memory.
+
+    Args:
+        why: a sentence for accesses by graphs that were made before.
+    """
+    current.running(verb).detach(why)
+    current.run = None
+    gc.collect()
+
+
+@dataclass(frozen=True)
+class DetachedSession:
+    """The remains of a session, for opening it again."""
+
+    plan: Plan
+    origin: Origin
+    sections: list[Section]
+    entries: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: TrainingSession) -> DetachedSession:
+        return cls(run.plan, run.origin, run.sections, run.model.optimizer_state.packed_entries)
+
+    def reopen(self, open_run: OpenRun) -> TrainingSession:
+        """Return the session, opened again: resident sections are read now, pages when they are needed.
+
+        Raises:
+            IoError: its files cannot be read, or the system has no memory for it.
+        """
+        run = open_run(self.plan, self.origin)
+        try:
+            run.take_over(self.sections, self.entries)
+            run.begin(None)
+        except BaseException:
+            run.close()
+            raise
+        return run
