@@ -30,12 +30,14 @@ from swapper.io.tuning import weigh
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import close_all, defer_sigint
+from swapper.runtime.observers import LimitWatch
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.optimizer.accelerated import unwrapped, wrapped_as
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back
 from swapper.train.session.fastest import choose_fastest
+from swapper.train.session.overview import overview
 from swapper.train.session.plan import Plan
 from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.session_factory import SessionFactory
@@ -118,6 +120,7 @@ class SwapManager:
         self._recording = ExitStack()  # of the trace that the environment requests
         self._clock = StepClock(Counters())
         self._counters = self._clock.counters
+        self._clock.observers.add(LimitWatch())
         self._ranks = Ranks.find(ranks)
         host_bytes = self._ranks.begin(check)
         beginning = begin_run(directory, resume, self._ranks, weigh)
@@ -351,6 +354,23 @@ class SwapManager:
         with run.model.gathering.gather(run.model.paged(parameters), write):
             yield target
 
+    def parked(self) -> AbstractContextManager[None]:
+        """Return a context without the model's host and device memory, for another phase: generation, evaluation elsewhere.
+
+        What only memory has is written first, and committed if the run commits. In the context parameters keep identity,
+        shape and dtype, and every use of their data, of the optimizer or of the manager's verbs is refused. The memory is
+        taken again at its end, also after an exception: pages are read when they are needed. Training continues bit for bit.
+        With ranks together, all of them call it after the same step.
+
+        Raises:
+            StateError: no model is offloaded; in the middle of a forward, backward, gather or training step; a snapshot is
+                being written; a parameter has a gradient; or within another such context.
+            UnsupportedError: fully_shard has sharded the model.
+            IoError: changes could not be written; at the end: the system has no memory, or the files cannot be read. The
+                manager can then only be closed.
+        """
+        return self._factory.parking.parked()
+
     def one_step(self) -> AbstractContextManager[None]:
         """Return a context whose optimizer steps are one training step: counted, committed and resumed from as one.
 
@@ -491,6 +511,18 @@ class SwapManager:
         """
         return self._clock.stats()
 
+    def on_step(self, function: Callable[[StepStats], object]) -> Callable[[], None]:
+        """Call `function` with the statistics of each step from now on. Return a function that ends this.
+
+        An exception of it does not fail the step: the log says so once. swapper.integrations.monitoring has functions for
+        TensorBoard, W&B, Prometheus, transformers and Lightning.
+        """
+        self._clock.observers.add(function)
+        return partial(self._clock.observers.remove, function)
+
+    def __str__(self) -> str:
+        return overview(self.current, self._clock.stats(), self._options.host_bytes)
+
     def dump(self) -> str:
         """Return a text about waits, leases, frames and transfers in flight, with ages and names.
 
@@ -501,9 +533,9 @@ class SwapManager:
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str], most_spans: int = MAX_SPANS) -> Iterator[None]:
-        """Record what happens in the context, and write it to `path`: open it with https://ui.perfetto.dev or chrome://tracing.
+        """Record what happens in the context, and write it to `path`.
 
-        Open it with https://ui.perfetto.dev or chrome://tracing.
+        Open it with https://ui.perfetto.dev or chrome://tracing, or make a page of it with `swapper report`.
 
         Args:
             path: the JSON file; must not exist. It is written at the end, even after an exception.
@@ -517,10 +549,13 @@ class SwapManager:
             raise StateError("this manager is being traced already: one trace at a time")
         target = Path(path).absolute()
         check_target(target, overwrite=None)
-        recorded = self._counters.trace = Trace(most_spans)
+        about = self.current.about_trace()
+        recorded = self._counters.trace = Trace(most_spans, self.current.memory_by_kind, about)
+        end = self.on_step(lambda stats: about["steps"].append(stats.as_dict()))
         try:
             yield
         finally:
+            end()
             self._clock.enter_again()
             self._counters.trace = None
             with replacing(path, overwrite=None, durable=False) as temporary:

@@ -21,6 +21,7 @@ from swapper.checkpoint import zero
 from swapper.checkpoint.encoded_state import MARK, codecs_of
 from swapper.checkpoint.quantization import Loss, losses, metadata, quantised
 from swapper.checkpoint.replacing import new_directory, replacing
+from swapper.checkpoint.run_directory import find_run, parameters_of
 from swapper.checkpoint.stream import StreamWriter
 from swapper.checkpoint.torch_load import load
 from swapper.checkpoint.torch_save import save
@@ -85,6 +86,13 @@ def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
     source = Path(path).absolute()
     if (source / METADATA_NAME).exists():
         return _select_from_dcp(source, what)
+    if (run := find_run(source)) is not None:
+        if what == "all":
+            raise CheckpointError(
+                f"{run} is a run's own directory, whose parameters can be exported: leave the rest to resume='auto', or take a "
+                "snapshot (manager.snapshot), which has all"
+            )
+        return Selection(*parameters_of(run))
     ranks = zero.find(source) if source.is_dir() else None
     if ranks is not None:
         tensors, stamps = zero.read(ranks)
@@ -112,7 +120,8 @@ def export(
 
     Args:
         source: a snapshot of swapper or any file of torch.save, a safetensors file, a Hugging Face directory, a
-            directory of torch.distributed.checkpoint, or DeepSpeed's ZeRO (its fp32 weights).
+            directory of torch.distributed.checkpoint, DeepSpeed's ZeRO (its fp32 weights), or a run's own directory (its
+            parameters as of its last commit).
         target: a file ("torch", "safetensors") or a directory ("huggingface", "dcp") to be made.
         to: one of FORMATS. The result is one flat state dict, {name: tensor}; only from torch to torch, "all" keeps the
             nesting.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swapper.checkpoint.encoded_state import STATE_CODEC, codecs_of
+from swapper.checkpoint.run_directory import find_run, read_run
 from swapper.formats.dcp_directory import METADATA_NAME, read_directory
 from swapper.formats.sources import open_source
 from swapper.formats.stored import StoredTensor
@@ -21,7 +22,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     "tensors" is a list in file order; each has "name", "dtype", "shape", "stride" (null if contiguous), "file",
     "offset" and "bytes", "alignment" (the largest power of two that divides the offset, up to 2 MiB), and in torch
-    checkpoints "record" and "crc32" (of the whole record, as 8 hex digits). "metadata" has the codecs of encoded optimizer
+    checkpoints "record" and "crc32" (of the whole record, as 8 hex digits). Of a run's directory "file" and "offset" are those
+    of the first of "pieces" many pieces; null for a tensor in a file of the user. "metadata" has the codecs of encoded optimizer
     state as "state_codec".
 
     Raises:
@@ -39,6 +41,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         first = source / "rank-0.pt"  # of a sharded model's snapshot
         file = read_torch_file(first) if first.exists() else None
         return _summary(source, "dcp", tensors, {} if file is None else _encoded(file), _step(file) if file else None)
+    if (run := find_run(source)) is not None:
+        return _inspect_run(run)
     opened = open_source(source)
     tensors = [_describe(tensor) for tensor in opened.tensors.values()]
     if opened.kind != "torch":
@@ -56,6 +60,44 @@ def _encoded(file: TorchFile) -> dict[str, str]:
     return {STATE_CODEC: ", ".join(f"{key}: {codec}" for key, codec in sorted(codecs.items()))} if codecs else {}
 
 
+def _inspect_run(directory: Path) -> dict[str, Any]:
+    record, tensors = read_run(directory)
+    described = []
+    for tensor, parts in tensors:
+        first = parts[0] if parts else None
+        described.append(
+            {
+                "name": tensor.name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "stride": None,
+                "file": None if first is None else first.path.name,
+                "offset": None if first is None else first.offset,
+                "bytes": tensor.nbytes,
+                "alignment": None if first is None else _alignment(first.offset),
+                "pieces": 0 if parts is None else len(parts),
+            }
+        )
+    metadata = {
+        "optimizer": record.optimizer,
+        "rank": f"{record.rank} of {record.world_size}",
+        **{f"{family} on": place for family, place in record.placement.items()},
+        **{f"frozen parameters {number}": name for number, name in enumerate(record.external, 1)},
+    }
+    return {
+        "path": str(directory),
+        "kind": "run",
+        "step": record.step,
+        "metadata": metadata,
+        "tensor_bytes": sum(tensor.nbytes for tensor, _ in tensors),
+        "tensors": described,
+    }
+
+
+def _alignment(offset: int) -> int:
+    return min(offset & -offset, _MAX_ALIGNMENT) if offset else _MAX_ALIGNMENT
+
+
 def _describe(tensor: StoredTensor) -> dict[str, Any]:
     return {
         "name": tensor.name,
@@ -65,7 +107,7 @@ def _describe(tensor: StoredTensor) -> dict[str, Any]:
         "file": tensor.path.name,
         "offset": tensor.offset,
         "bytes": tensor.nbytes,
-        "alignment": min(tensor.offset & -tensor.offset, _MAX_ALIGNMENT) if tensor.offset else _MAX_ALIGNMENT,
+        "alignment": _alignment(tensor.offset),
     }
 
 

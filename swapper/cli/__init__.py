@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.metadata import version
 from typing import Annotated
 
@@ -12,16 +13,26 @@ from swapper.cli.checkpoints import export, inspect, verify
 from swapper.cli.demo import demo
 from swapper.cli.doctor import doctor
 from swapper.cli.plan_config import plan
+from swapper.cli.report import report
+from swapper.cli.runs import clean, runs
 from swapper.cli.trace_script import trace
 from swapper.cli.tune import tune
+
+WIDE = 72
+"""Columns of a terminal from which on help is a table; in fewer the table cuts off names of options."""
+_columns = shutil.get_terminal_size().columns
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich" if _columns >= WIDE else None,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        **({} if _columns >= WIDE else {"terminal_width": max(_columns, 40)}),
+    },
 )
-for command in (demo, doctor, bench, tune, plan, verify, inspect, export):
+for command in (demo, doctor, bench, tune, plan, runs, clean, verify, inspect, export, report):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(trace)
 

@@ -27,7 +27,7 @@ from swapper.bench.measure import (
     measure_engine,
     measure_fio,
 )
-from swapper.cli.command import reported
+from swapper.cli.command import ARGUMENT, reported
 from swapper.errors import ConfigError
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
@@ -71,7 +71,7 @@ def bench(
 ) -> None:
     """Measure the drive under a directory with swapper's engine."""
     console = Console(stderr=str(json_file) == "-")
-    with reported(console):
+    with reported(console, words=ARGUMENT):
         if chart is not None and chart.suffix not in (".png", ".html"):
             raise ConfigError(f"--chart {chart}: name a .png or .html file")
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 8) << 20

@@ -20,7 +20,7 @@ from swapper.checkpoint.exporting import FORMATS, WHAT, select
 from swapper.checkpoint.exporting import export as run
 from swapper.checkpoint.inspecting import inspect as look
 from swapper.checkpoint.quantization import SCHEMES, Loss
-from swapper.cli.command import reported
+from swapper.cli.command import print_table, reported
 from swapper.durability.verify import Fault, Report
 from swapper.durability.verify import verify as verify_path
 from swapper.options import parse_choice
@@ -29,14 +29,14 @@ from swapper.runtime.sizes import format_bytes, parse_bytes
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(help="A file, or a directory of Hugging Face or torch.distributed.checkpoint.")
+        Path, typer.Argument(help="A file; or a directory of Hugging Face, torch.distributed.checkpoint, or a run.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the tensors of a checkpoint: shapes, dtypes, locations, alignment, step, checksums.
 
-    Reads any file of torch.save (swapper's snapshots too), safetensors, Hugging Face directories and directories of
-    torch.distributed.checkpoint. Runs no code of a file.
+    Reads any file of torch.save (swapper's snapshots too), safetensors, Hugging Face directories, directories of
+    torch.distributed.checkpoint, and a run's own directory (its last commit). Runs no code of a file.
     """
     with reported(Console(stderr=True)):
         found = look(path)
@@ -47,37 +47,25 @@ def inspect(
 
 
 def _show_tensors(found: dict[str, Any]) -> None:
-    console = Console()
-    checksums = any("crc32" in tensor for tensor in found["tensors"])
-    columns = (
-        "tensor",
-        "dtype",
-        "shape",
-        "bytes",
-        "offset",
-        "aligned to",
-        *(("record's CRC-32",) if checksums else ()),
-    )
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("tensor", "dtype", "shape") else "right", overflow="fold")
+    columns = ["tensor", "dtype", "shape", "bytes", "offset", "aligned to"]
     files = {tensor["file"] for tensor in found["tensors"]}
+    extra = [key for key in ("crc32", "pieces") if any(key in tensor for tensor in found["tensors"])]
+    columns += [{"crc32": "record's CRC-32", "pieces": "pieces"}[key] for key in extra]
+    rows = []
     for tensor in found["tensors"]:
-        shape = " x ".join(map(str, tensor["shape"])) or "scalar"
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
         shape += f" strides {tuple(tensor['stride'])}" if tensor["stride"] else ""
-        place = f"{tensor['offset']:,}" + (f" of {tensor['file']}" if len(files) > 1 else "")
-        row = [tensor["name"], tensor["dtype"], shape, f"{tensor['bytes']:,}", place, str(tensor["alignment"])]
-        table.add_row(*(escape(cell) for cell in row), *([tensor["crc32"]] if checksums else []))
-    console.print(table)
+        place = "in your file" if tensor["offset"] is None else f"{tensor['offset']:,}"
+        place += f" of {tensor['file']}" if len(files) > 1 and tensor["file"] else ""
+        row = [tensor["name"], tensor["dtype"], shape, f"{tensor['bytes']:,}", place, str(tensor["alignment"] or "")]
+        rows.append([*row, *(str(tensor.get(key, "")) for key in extra)])
+    print_table(columns, rows, left=("tensor", "dtype", "shape"))
     step = f", step {found['step']}" if found["step"] is not None else ""
     size = format_bytes(found["tensor_bytes"])
-    console.print(
-        f"{escape(found['path'])}: {found['kind']}, {len(found['tensors'])} tensors in {len(files)} files, {size}{step}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    count = f"{len(found['tensors'])} tensors in {len(files)} files"
+    typer.echo(f"{found['path']}: {found['kind']}, {count}, {size}{step}")
     for name, value in found["metadata"].items():
-        console.print(escape(f"{name}: {value}"), highlight=False, soft_wrap=True)
+        typer.echo(f"{name}: {value}")
 
 
 SHOWN_TENSORS = 3  # of a fault
@@ -147,10 +135,11 @@ def export(
     torch.
 
     From and to: torch (swapper's snapshots, any file of torch.save), safetensors, Hugging Face directories, and
-    directories of torch.distributed.checkpoint. The result appears when it is complete, or not at all.
+    directories of torch.distributed.checkpoint. From a run's own directory: its parameters as of the last commit. The
+    result appears when it is complete, or not at all.
     """
     console = Console(stderr=True, quiet=quiet)
-    with reported(Console(stderr=True)):
+    with reported(Console(stderr=True), words={"pass overwrite=True": "say --overwrite"}):
         parse_choice(to, "--to", FORMATS)
         parse_choice(what, "--what", WHAT)
         shard_bytes = parse_bytes(shard, "--shard")

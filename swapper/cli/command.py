@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import typer
@@ -13,12 +13,34 @@ from rich.markup import escape
 from swapper.errors import ConfigError, SwapperError
 
 INTERRUPTED = 130  # exit code, 128 + SIGINT
+ARGUMENT = {" with --directory": "", "--parameters": "--file-size"}
+"""The words of a command that takes the directory as its argument, for `reported`."""
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> None:
+    """Print rows below their headings: a line each, whatever the terminal's width, without colors or borders.
+
+    Args:
+        left: columns that are aligned left; others are numbers.
+    """
+    everything = [columns, *rows]
+    widths = [max(len(row[number]) for row in everything) for number in range(len(columns))]
+    for row in everything:
+        cells = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, cell, width in zip(columns, row, widths, strict=True)
+        ]
+        typer.echo("  ".join(cells).rstrip())
 
 
 @contextmanager
-def reported(console: Console, failure_code: int = 1) -> Iterator[None]:
+def reported(console: Console, failure_code: int = 1, words: Mapping[str, str] | None = None) -> Iterator[None]:
     """End the command with 2 for a wrong argument, `failure_code` for another error of ours, and 130 for Ctrl-C, SIGTERM
-    and SIGHUP."""
+    and SIGHUP.
+
+    Args:
+        words: what errors say of Python's interface, and what they say of this command's: {"host_memory": "--budget"}.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -33,7 +55,10 @@ def reported(console: Console, failure_code: int = 1) -> Iterator[None]:
         console.print("Interrupted. Nothing is left behind.")
         raise typer.Exit(INTERRUPTED) from None
     except (SwapperError, OSError) as error:
-        text = escape(str(error) or type(error).__name__)
+        text = str(error) or type(error).__name__
+        for python, ours in (words or {}).items():
+            text = text.replace(python, ours)
+        text = escape(text)
         console.print(f"[red]Error:[/red] {text}", soft_wrap=True, highlight=False)
         raise typer.Exit(2 if isinstance(error, ConfigError) else failure_code) from None
     finally:

@@ -72,7 +72,7 @@ def demo(
     continues training: its losses must equal the swapped run's, bit for bit. With --ranks, plain FSDP2 trains the same.
     """
     console = Console()
-    with reported(console):
+    with reported(console, words={"host_memory=": "--budget ", "host_memory": "--budget"}):
         masters = _has_masters(precision)
         config = GptConfig.for_parameters(_count(parameters), vocabulary=256, context=context)
         budget_bytes = parse_bytes(budget, "--budget") if budget else None

@@ -13,7 +13,7 @@ from rich.console import Console
 from swapper import _C
 from swapper.bench.drive import check_directory
 from swapper.bench.measure import Pattern, files_for, measure_engine
-from swapper.cli.command import reported
+from swapper.cli.command import ARGUMENT, reported
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
@@ -34,7 +34,7 @@ def tune(
 ) -> None:
     """Find and store the settings that suit a drive; print them as a DeepSpeed configuration."""
     console = Console(stderr=as_json)
-    with reported(console):
+    with reported(console, words=ARGUMENT):
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 32) << 20
         check_directory(directory, 2 * file_bytes)
         with console.status("measuring"):

@@ -80,7 +80,7 @@ class EarlierRanks:
         path = self._path(size, rank)
         beneath.hold(path)
         self._stack.callback(beneath.release, path)
-        self._stack.enter_context(at_rest(path))
+        self._stack.enter_context(at_rest(path, "reshard"))
         commits = find_commits(path)
         self._commits.setdefault(size, {})[rank] = commits
         self.held.setdefault(size, {})[rank] = Held.of(f"{host_name()}:{path}", "reshard", commits)

@@ -159,15 +159,15 @@ class Committer:
             self._record = self._due = None
         self.finish()
 
-    def before_change_of_layout(self) -> None:
-        """Check that the previous commit's files may be removed.
+    def before_change_of_layout(self, verb: str) -> None:
+        """Check that the previous commit's files may be removed, before `verb` ("add trained parameters").
 
         Raises:
             StateError: a rank may still need them.
         """
         if self._every is not None and not self.meet_ranks():
             raise StateError(
-                "ranks have committed different steps: add trained parameters on all ranks at the same place, right after a step"
+                f"ranks have committed different steps: {verb} on all ranks at the same place, right after a step"
             )
 
     def meet_ranks(self, failure: BaseException | None = None) -> bool:
@@ -216,6 +216,11 @@ class Committer:
     def committed(self) -> int | None:
         """The committed step."""
         return self._committed
+
+    @property
+    def commits(self) -> tuple[Commit | None, Commit | None]:
+        """See WayBack.commits."""
+        return self._way_back.commits
 
     def add_snapshot(self, step: int, snapshot: Snapshot) -> None:
         """Commit the step of `snapshot`, if the run commits at all, and then publish the snapshot.

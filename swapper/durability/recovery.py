@@ -107,6 +107,11 @@ class WayBack:
         return self._before.step if self._before is not None and is_there else None
 
     @property
+    def commits(self) -> tuple[Commit | None, Commit | None]:
+        """The last commit, and the previous one if its record is on disk as well."""
+        return self._last, None if self.step is None else self._before
+
+    @property
     def is_of_all_ranks(self) -> bool:
         """True if other ranks must agree."""
         return self._ranks is not None

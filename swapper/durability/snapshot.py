@@ -176,6 +176,11 @@ class Publisher:
         """Return True if a publication still reads from an alternating file."""
         return any(not publication.sources_read.is_set() for publication in self._publications)
 
+    @property
+    def is_publishing(self) -> bool:
+        """Return True if a snapshot is being written in the background."""
+        return any(not ticket.done for ticket in self._tickets)
+
     def wait_for_sources(self) -> None:
         """Wait until no publication reads from an alternating file."""
         for publication in self._publications:

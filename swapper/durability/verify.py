@@ -323,7 +323,7 @@ def _has_its_name(descriptor: int, path: Path, record: ZipRecord) -> bool:
 
 
 def _verify_run(directory: Path, progress: Progress) -> Report:
-    with at_rest(directory):
+    with at_rest(directory, "verify"):
         report = Report(str(directory), "run")
         commit = directory / COMMIT_NAME
         nbytes = report.nbytes = report.checked_bytes = commit.stat().st_size
@@ -339,8 +339,12 @@ def _verify_run(directory: Path, progress: Progress) -> Report:
 
 
 @contextlib.contextmanager
-def at_rest(directory: Path) -> Iterator[None]:
-    """Prevent a run from beginning in `directory`, and refuse if one is active there."""
+def at_rest(directory: Path, verb: str) -> Iterator[None]:
+    """Prevent a run from beginning in `directory`, and refuse to `verb` it if one is active there.
+
+    Raises:
+        CheckpointError: a process has the run open.
+    """
     try:
         descriptor = beneath.open_file(directory / "lock", os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:  # of a copy
@@ -355,7 +359,7 @@ def at_rest(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             raise CheckpointError(
-                f"{directory} is in use by a run: wait for its end, or take one of its snapshots"
+                f"{directory} is in use by a run: {verb} it after the run, or one of its snapshots now"
             ) from None
         yield
     finally:

@@ -28,7 +28,7 @@ from swapper.paging.residency import Residency
 from swapper.paging.section import Page
 from swapper.paging.store.page_store import PageStore
 from swapper.paging.writeback import WriteBack
-from swapper.runtime.counters import Counters
+from swapper.runtime.counters import FAMILIES, Counters
 from swapper.runtime.interrupts import SteadyLock
 
 log = logging.getLogger("swapper")
@@ -349,6 +349,14 @@ class Pager:
                     self._frames.evict(page)
                 elif page.residency is Residency.READING:
                     self._frames.give_up_claim(page)
+
+    def bytes_by_family(self) -> dict[str, int]:
+        """Return the bytes of pages that have a frame, by family. Takes no lock: a page more or less may be on its way."""
+        found = dict.fromkeys(FAMILIES, 0)
+        for page in self._pages:
+            if page.frame is not None:
+                found[page.section.plan.family] += page.nbytes
+        return found
 
     def describe(self) -> str:
         """Return a dump of leases, frames and tickets, for a person."""

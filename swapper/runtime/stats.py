@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from swapper.runtime.counters import FAMILIES, Counters
+from swapper.runtime.observers import Observers
 from swapper.runtime.sizes import format_bytes
 
 PHASES = ("forward", "backward", "step", "between")
@@ -116,6 +117,11 @@ class StepStats:
         return None if self.drive_s is None else max(self.drive_s, self.total.computing_s)
 
     @property
+    def limit_ratio(self) -> float | None:
+        """The step's time as a multiple of `limit_s`; None if the drive is not known."""
+        return None if self.limit_s is None else self.wall_s / max(self.limit_s, 1e-9)
+
+    @property
     def bound(self) -> str:
         """What most of the step's time goes to, in words: computing, or waiting for reads or for writes."""
         total = self.total
@@ -140,11 +146,33 @@ class StepStats:
     def brief(self) -> str:
         """One line, for a progress bar."""
         total = self.total
-        limit = "" if self.limit_s is None else f" ({self.wall_s / max(self.limit_s, 1e-9):.2f} of the limit)"
+        limit = "" if self.limit_ratio is None else f" ({self.limit_ratio:.2f} of the limit)"
         return (
             f"{self.wall_s:.2f} s{limit}, {total.wait_s:.2f} s waiting, "
             f"{format_bytes(self.read_bytes)} read, {format_bytes(self.written_bytes)} written"
         )
+
+    def as_dict(self) -> dict[str, int | float | None]:
+        """Return all numbers by flat names that end in their unit (_s, _bytes, _ratio; else counts); None: not known.
+
+        "forward_wall_s" is of the phase "forward", "wall_s" of the whole step. The names stay; versions may add some.
+        """
+        total = self.total
+        found: dict[str, int | float | None] = {
+            "step": self.step, "drive_s": self.drive_s, "limit_s": self.limit_s, "limit_ratio": self.limit_ratio,
+            "pages_used": self.pages_used, "pages_missed": self.pages_missed, "pages_awaited": self.pages_awaited,
+            "prefetch_hit_ratio": self.prefetch_hit_rate, "in_time_ratio": self.in_time_rate,
+        }  # fmt: skip
+        for prefix, phase in (("", total), *((f"{name}_", phase) for name, phase in self.phases.items())):
+            times = {"computing_s": phase.computing_s, **{name: getattr(phase, name) for name in ("wall_s", *_TIMES)}}
+            moved = {"read_bytes": sum(phase.read_bytes.values()), "written_bytes": sum(phase.written_bytes.values())}
+            found |= {f"{prefix}{name}": value for name, value in (times | moved).items()}
+        for verb, nbytes in (("read", total.read_bytes), ("written", total.written_bytes)):
+            found |= {f"{family}_{verb}_bytes": nbytes.get(family, 0) for family in FAMILIES}
+        predicted = {} if self.predicted is None else self.predicted.phases
+        found["predicted_wall_s"] = None if self.predicted is None else self.predicted.wall_s
+        found |= {f"predicted_{n}_wall_s": predicted[n].wall_s if n in predicted else None for n in self.phases}
+        return found
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table, headings first: a row for each phase and one for all of them."""
@@ -170,7 +198,7 @@ class StepStats:
         if self.drive_s is None:
             lines.append("drive: its speed is not known: `swapper tune DIR` measures it")
         else:
-            ratio = self.wall_s / max(self.limit_s or 0.0, 1e-9)
+            ratio = self.limit_ratio or 0.0
             lines.append(
                 f"drive: {self.drive_s:.3f} s for these bytes at least; the step took {ratio:.3f} of the limit"
             )
@@ -206,11 +234,17 @@ def _cells(phase: PhaseStats) -> tuple[str, ...]:
 
 
 class StepClock:
-    """Divides the run's time into steps and phases, and what `counters` count in it. `clock` gives monotonic seconds."""
+    """Divides the run's time into steps and phases, and what `counters` count in it. `clock` gives monotonic seconds.
+
+    Attributes:
+        last: the last step; None: there was none.
+        observers: called after each step with its statistics. See `Observers`.
+    """
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self.counters = counters
         self._clock = clock
+        self.observers = Observers()
         self.last: StepStats | None = None
         self.start(None)
 
@@ -226,6 +260,7 @@ class StepClock:
         self._begin_step()
 
     def _begin_step(self) -> None:
+        self._number = self.counters.step + 1
         self._spent = {phase: [0.0] * len(self._before) for phase in PHASES}
         self._pages = self._page_counts()
 
@@ -235,7 +270,7 @@ class StepClock:
         columns = zip(self._spent[self._phase], now, before, strict=True)
         self._spent[self._phase] = [spent + (after - start) for spent, after, start in columns]
         if self.counters.trace is not None:
-            self.counters.trace.add("phases", self._phase, before[0], now[0], step=self.counters.step + 1)
+            self.counters.trace.add("phases", self._phase, before[0], now[0], step=self._number)
         self._phase, self._before = phase, now
 
     def enter_again(self) -> None:
@@ -255,11 +290,21 @@ class StepClock:
         finally:
             self.enter("between")
 
+    @contextmanager
+    def leave_out(self) -> Iterator[None]:
+        """Return a context whose time and bytes belong to no step."""
+        self.enter_again()
+        try:
+            yield
+        finally:
+            self._before = self._tally()
+
     def end_step(self) -> None:
         """End the step: `last` has its statistics."""
         self.enter_again()
         self.last = self._stats(self.counters.step)
         self._begin_step()
+        self.observers.tell(self.last)
 
     def stats(self) -> StepStats:
         """Return the last step; before there was one, what happened until now."""

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ ENVIRONMENT = "SWAPPER_TRACE"
 TRACKS = ("phases", "waits", "updates", "leases", "reads", "writes")
 LANES = 1000
 """Track n has the thread numbers from n * LANES on: spans of one track that overlap lie in lanes below each other."""
+
+SAMPLE_S = 0.02
+"""Least time between two samples of memory."""
+SAMPLE_COST = 50
+"""A sample is taken at most this many times as often as it takes time: the memory of a large model has many pages."""
 
 Span = tuple[str, str, float, float, dict[str, Any]]
 """(track, name, begin, end, arguments); times of time.monotonic(), in seconds."""
@@ -42,9 +47,23 @@ def asked_for(rank: int) -> Path | None:
 
 
 class Trace:
-    """Owns the spans, the latest `most_spans` of them."""
+    """Owns the spans, the latest `most_spans` of them.
 
-    def __init__(self, most_spans: int = MAX_SPANS) -> None:
+    Args:
+        sample: returns bytes of memory by kind; takes no lock.
+        about: what a reader must know beside the spans, in types that JSON knows.
+    """
+
+    def __init__(
+        self,
+        most_spans: int = MAX_SPANS,
+        sample: Callable[[], dict[str, int]] | None = None,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        self.about = about or {}
+        self._sample = sample
+        self._memory: deque[tuple[float, dict[str, int]]] = deque(maxlen=most_spans)
+        self._next_sample_s = 0.0
         self._spans: deque[Span] = deque(maxlen=most_spans)
         self._began_s = time.monotonic()
         self._count = 0
@@ -60,17 +79,20 @@ class Trace:
         with self._lock:
             self._count += 1
             self._spans.append((track, name, begin_s, end_s, arguments))
+            if self._sample is not None and end_s >= self._next_sample_s and track in ("leases", "phases"):
+                self._memory.append((end_s, self._sample()))
+                self._next_sample_s = end_s + max(SAMPLE_S, SAMPLE_COST * (time.monotonic() - end_s))
 
     def write(self, path: Path) -> None:
         """Write the spans to `path`, as JSON in Chrome's trace event format."""
         with self._lock:
-            spans = list(self._spans)
+            spans, memory = list(self._spans), list(self._memory)
         with path.open("w") as stream:
             stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            stream.write(",\n".join(json.dumps(event, default=str) for event in self._events(spans)))
-            stream.write("\n]}\n")
+            stream.write(",\n".join(json.dumps(event, default=str) for event in self._events(spans, memory)))
+            stream.write(f'\n], "otherData": {json.dumps(self.about, default=str)}}}\n')
 
-    def _events(self, spans: list[Span]) -> Iterator[dict[str, Any]]:
+    def _events(self, spans: list[Span], memory: list[tuple[float, dict[str, int]]]) -> Iterator[dict[str, Any]]:
         pid = os.getpid()
         about = {"name": f"swapper ({self.dropped} earlier spans were dropped)" if self.dropped else "swapper"}
         yield {"name": "process_name", "ph": "M", "pid": pid, "args": about}
@@ -87,3 +109,12 @@ class Trace:
                 begin_s = max(begin_s, self._began_s)
                 times = {"ts": (begin_s - self._began_s) * 1e6, "dur": max(end_s - begin_s, 0.0) * 1e6}
                 yield {"name": name, "cat": track, "ph": "X", **times, "pid": pid, "tid": tid, "args": arguments}
+        for at_s, kinds in memory:
+            yield {
+                "name": "memory",
+                "cat": "memory",
+                "ph": "C",
+                "ts": (at_s - self._began_s) * 1e6,
+                "pid": pid,
+                "args": kinds,
+            }

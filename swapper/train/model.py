@@ -277,6 +277,11 @@ class OffloadedModel:
         """Yield the parameters of the user's model; of a sharded model `self.model` has only the shards."""
         return self.model.model.parameters() if isinstance(self.model, Shards) else self.model.parameters()
 
+    def named_given_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the same with their names."""
+        names = self._names_of_given()
+        return ((names[id(parameter)], parameter) for parameter in self.given_parameters())
+
     def _names_of_given(self) -> dict[int, str]:
         """Return the names of the parameters of the user's model, by id."""
         return (

@@ -26,8 +26,8 @@ MakeTwins = Callable[..., Twins]
 def spans_of(path: Path) -> list[dict[str, Any]]:
     """Return the spans of a trace, its structure checked as the viewers need it."""
     content = json.loads(path.read_text())
-    assert set(content) == {"displayTimeUnit", "traceEvents"}
-    events = content["traceEvents"]
+    assert set(content) == {"displayTimeUnit", "traceEvents", "otherData"}
+    events = [event for event in content["traceEvents"] if event["ph"] != "C"]  # those of memory are samples
     named = {event["tid"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"}
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) + sum(event["ph"] == "M" for event in events) == len(events)

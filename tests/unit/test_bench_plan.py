@@ -39,4 +39,6 @@ def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any],
         assert name in ran.stdout and "bytes: median error" in ran.stdout
     (row,) = json.loads(figures.read_text())
     assert "1 of 1" not in ran.stderr and row["row"] == name
-    assert tool["error"](row, "bytes") == pytest.approx(0, abs=0.15)  # the pool keeps what it can: which, depends on the time
+    assert tool["error"](row, "bytes") == pytest.approx(
+        0, abs=0.15
+    )  # the pool keeps what it can: which, depends on the time

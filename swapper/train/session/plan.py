@@ -386,9 +386,10 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(f"{name:<18}{text}" for name, text in self._lines())
 
-    def _lines(self) -> list[tuple[str, str]]:
+    def placement_lines(self) -> list[tuple[str, str]]:
+        """Return (name, text) of what is where, for people."""
         size, resident_set, budget = self.inventory.family_bytes, self.inventory.staying_state, self.budget
-        lines = [
+        return [
             ("parameters", f"{format_bytes(size('param'))} on {self.places['param']}"),
             *([("frozen", self._frozen())] if self.external_bytes else []),
             ("optimizer state", self._where("state", [p for p in self._state_plans if p.group not in resident_set])),
@@ -408,6 +409,11 @@ class Plan:
                 if self.request.device is not None
                 else []
             ),
+        ]
+
+    def _lines(self) -> list[tuple[str, str]]:
+        lines = [
+            *self.placement_lines(),
             (
                 "drive space",
                 f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}{self._scratch()}"

@@ -34,6 +34,8 @@ from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.sharded.shards import Shards
 
+OpenRun = Callable[[Plan, Origin], TrainingSession]
+
 VERB = "train more parameters"
 DETACHED = (
     "this graph was made before the optimizer got more to train (add_param_group), which moved what it refers to: run the forward "
@@ -51,7 +53,7 @@ class Relayout:
     def __init__(
         self,
         current: SessionSlot,
-        open_run: Callable[[Plan, Origin], TrainingSession],
+        open_run: OpenRun,
     ) -> None:
         self._current = current
         self._directory = current.directory
@@ -71,9 +73,9 @@ class Relayout:
             DirectoryError: the drive has no space for the new files.
             IoError: a transfer failed.
         """
-        run = self._current.running("add_param_group")
+        run = self._current.running(VERB)
         self._ranks_of(run.plan).settle(VERB, partial(_write_all, run, step), lambda _: None)
-        run.committer.before_change_of_layout()
+        run.committer.before_change_of_layout("add trained parameters")
         run.publisher.raise_failure()
         before, members = run.plan, run.plan.request.optimizers.members
         del run  # or a traceback would keep it
@@ -105,28 +107,30 @@ class Relayout:
         return self._directory.ranks if are_together else Ranks()
 
     def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:
-        run = self._current.running("add_param_group")
-        old = _OldSession.of(run)
+        run = self._current.running(VERB)
+        old = DetachedSession.of(run)
         with (
             closing(GradientStash(self._directory.path)) as stash,
             closing(run.carried(plan.request.optimizers)) as content,
         ):
             stash.fill(run.model.gradients)
             del run
-            self._detach()
+            detach(self._current, VERB, DETACHED)
             try:
                 open_new = partial(self._open_new, plan, old, content, stash, step)
                 self._ranks_of(plan).settle(VERB, open_new, lambda _: None)
             except BaseException:
                 undo()
                 if self._current.run is not None:
-                    self._detach()
+                    detach(self._current, VERB, DETACHED)
                 self._reopen(old, stash, step)
                 raise
             finally:
                 self._remove_old_files()
 
-    def _open_new(self, plan: Plan, old: _OldSession, content: CarriedSource, stash: GradientStash, step: int) -> None:
+    def _open_new(
+        self, plan: Plan, old: DetachedSession, content: CarriedSource, stash: GradientStash, step: int
+    ) -> None:
         first = first_free_number(self._directory.path)
         self._current.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits))
         new.adopt(content)
@@ -135,11 +139,9 @@ class Relayout:
         stash.empty_into(new.model.gradients)
         new.committer.write_all(step)
 
-    def _reopen(self, old: _OldSession, stash: GradientStash, step: int) -> None:
-        run = self._open_run(old.plan, old.origin)
+    def _reopen(self, old: DetachedSession, stash: GradientStash, step: int) -> None:
+        run = old.reopen(self._open_run)
         try:
-            run.take_over(old.sections, old.entries)
-            run.begin(None)
             stash.empty_into(run.model.gradients)
             if self._committed_files() - run.file_names:
                 run.committer.write_all(step)  # the new session was committed, and failed after that
@@ -147,12 +149,6 @@ class Relayout:
             run.close()
             raise
         self._current.run = run
-
-    def _detach(self) -> None:
-        """Close the session, and release its memory."""
-        self._current.running("add_param_group").detach(DETACHED)
-        self._current.run = None
-        gc.collect()
 
     def _remove_old_files(self) -> None:
         """Remove files that neither the session nor the commit names. [Note: before or after]"""
@@ -165,17 +161,8 @@ class Relayout:
 
 
 def _write_all(run: TrainingSession, step: int) -> None:
-    _check_between_steps(run)
+    check_between_steps(run, "add_param_group", "add the group between two steps")
     run.committer.write_all(step)
-
-
-def _check_between_steps(run: TrainingSession) -> None:
-    """Raise StateError in the middle of a forward, a backward or a gather."""
-    doing = "manager.gather" if run.model.gathering.is_open else ""
-    if torch._C._current_graph_task_id() != -1 or run.model.passes.is_open:
-        doing = "a forward or backward"
-    if doing:
-        raise StateError(f"add_param_group in the middle of {doing}: add the group between two steps")
 
 
 def _plan_more(before: Plan) -> Plan | None:
@@ -197,9 +184,29 @@ def _plan_more(before: Plan) -> Plan | None:
         return found
 
 
+def check_between_steps(run: TrainingSession, verb: str, remedy: str) -> None:
+    """Raise StateError, with both texts, in the middle of a forward, a backward or a gather."""
+    doing = "manager.gather" if run.model.gathering.is_open else ""
+    if torch._C._current_graph_task_id() != -1 or run.model.passes.is_open:
+        doing = "a forward or backward"
+    if doing:
+        raise StateError(f"{verb} in the middle of {doing}: {remedy}")
+
+
+def detach(current: SessionSlot, verb: str, why: str) -> None:
+    """Close the slot's session, all of whose content is written, and release its memory.
+
+    Args:
+        why: a sentence for accesses by graphs that were made before.
+    """
+    current.running(verb).detach(why)
+    current.run = None
+    gc.collect()
+
+
 @dataclass(frozen=True)
-class _OldSession:
-    """The remains of a session, for reopening it."""
+class DetachedSession:
+    """The remains of a session, for opening it again."""
 
     plan: Plan
     origin: Origin
@@ -207,5 +214,20 @@ class _OldSession:
     entries: dict[str, Any]
 
     @classmethod
-    def of(cls, run: TrainingSession) -> _OldSession:
+    def of(cls, run: TrainingSession) -> DetachedSession:
         return cls(run.plan, run.origin, run.sections, run.model.optimizer_state.packed_entries)
+
+    def reopen(self, open_run: OpenRun) -> TrainingSession:
+        """Return the session, opened again: resident sections are read now, pages when they are needed.
+
+        Raises:
+            IoError: its files cannot be read, or the system has no memory for it.
+        """
+        run = open_run(self.plan, self.origin)
+        try:
+            run.take_over(self.sections, self.entries)
+            run.begin(None)
+        except BaseException:
+            run.close()
+            raise
+        return run

@@ -29,6 +29,7 @@ from swapper.train.optimizer.conditions import names_by_group
 from swapper.train.optimizer.member_state import MemberState
 from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
 from swapper.train.session.alike import check_alike, digests
+from swapper.train.session.parking import Parking
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
@@ -45,6 +46,9 @@ class SessionFactory:
 
     Args:
         beginning: what the run begins with.
+
+    Attributes:
+        parking: returns the session's memory for a while.
     """
 
     _given_members: list[list[str]]
@@ -60,6 +64,7 @@ class SessionFactory:
         self._record, self._fallback = beginning.record, beginning.fallback
         self._earlier = beginning.earlier
         self._kept = beginning.kept if self._record is None else frozenset(self._record.files.values())
+        self.parking = Parking(current, self._open_run, self._bind, self._lend)
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
@@ -182,6 +187,7 @@ class SessionFactory:
 
     def forget(self) -> None:
         """Drop the user's optimizers: the manager closes."""
+        self.parking.end()
         self._optimizers = ()
 
     def remove_strays(self) -> None:
@@ -286,6 +292,11 @@ class SessionFactory:
         """Give the optimizers their state in `run`."""
         for member, optimizer in enumerate(self._optimizers):
             optimizer.bind(None if run is None else state_for(run, member))
+
+    def _lend(self, state: StateOwner) -> None:
+        """Give the optimizers `state` to show while there is no session."""
+        for optimizer in self._optimizers:
+            optimizer.bind(state)
 
 
 def rows_of(request: Request) -> dict[str, tuple[int, int]]:

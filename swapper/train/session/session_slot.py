@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swapper.durability.directory import RunDirectory
 from swapper.errors import StateError, UnsupportedError
 from swapper.modules.turns import Turns
 from swapper.paging.section import Section
+from swapper.runtime.counters import FAMILIES
 from swapper.runtime.stats import StepClock
 from swapper.train.session.training_step import TrainingStep
 
@@ -62,12 +63,14 @@ class SessionSlot:
     Attributes:
         run: the session; None before `offload` and after `close`.
         training_step: the present one; there is one from `offload` on.
+        away: a sentence that refuses every use while there is no session for a while; None: there is one.
         turns: of the threads that use the model: a forward, a backward or a step each.
     """
 
     def __init__(self, directory: RunDirectory, backend: str, clock: StepClock, user: UserState) -> None:
         self.run: TrainingSession | None = None
         self.training_step: TrainingStep
+        self.away: str | None = None
         self.turns = Turns()
         self.directory = directory
         self.backend = backend
@@ -109,6 +112,8 @@ class SessionSlot:
             )
         if self._is_closed:
             raise StateError("the manager is closed: make a new one")
+        if self.away is not None:
+            raise StateError(self.away)
         if self._left is not None:
             raise StateError(
                 f"a forward or backward ended while FSDP2 gathered shards ({self._left}), where the other ranks wait for this "
@@ -129,6 +134,32 @@ class SessionSlot:
         """True if there is nothing to close: it is closed, or another process's."""
         return self._is_closed or os.getpid() != self._pid
 
+    def memory_by_kind(self) -> dict[str, int]:
+        """Return the bytes of host memory by kind: resident sections, frames by family, free frames. Takes no lock."""
+        run, counters = self.run, self._counters
+        if run is None:
+            return {"resident": 0, **dict.fromkeys(FAMILIES, 0), "free": 0}
+        frames = run.pager.bytes_by_family()
+        free = max(counters.pool_bytes - sum(frames.values()), 0)
+        return {"resident": counters.resident_bytes, **frames, "free": free}
+
+    def about_trace(self) -> dict[str, Any]:
+        """Return what a trace says beside its spans: the drive's bytes a second, if it was tuned, and names of groups."""
+        plan = None if self.run is None else self.run.plan
+        tuning = None if plan is None else plan.tuning
+        rates = None if tuning is None else {"read": tuning.read_bytes_per_s, "write": tuning.write_bytes_per_s}
+        groups = {} if plan is None else {group.index: group.name for group in plan.inventory.groups}
+        return {"drive": rates, "groups": groups, "steps": []}
+
+    @property
+    def condition(self) -> str:
+        """What can be done with it now, for people."""
+        try:
+            self.check_usable()
+        except StateError as error:
+            return str(error)
+        return "no model yet: call manager.offload" if self.run is None else "in use"
+
     @property
     def has_failed(self) -> bool:
         return self._failure is not None
@@ -137,7 +168,9 @@ class SessionSlot:
         """Mark it closed, and drop the session."""
         self._is_closed = True
         self.run = None
-        self._failure = self._left = None  # its traceback may refer to a forward's tensors, and they to our hooks
+        self._failure = self._left = self.away = (
+            None  # its traceback may refer to a forward's tensors, and they to our hooks
+        )
 
     # --- steps of the optimizer ---------------------------------------------------------------------------------------
 

@@ -35,7 +35,6 @@ from swapper.paging.store.swap_files import Store
 from swapper.runtime.free_memory import Watch, watch_free_memory
 from swapper.runtime.interrupts import close_all, defer_sigint
 from swapper.runtime.process import is_off
-from swapper.runtime.sizes import format_bytes
 from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.layout.content import CarriedSource, CommittedFiles, SectionSource
@@ -43,6 +42,7 @@ from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.session.overview import chosen
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.sharded.shards import Shards
@@ -59,7 +59,8 @@ class Origin:
         files: names of its existing swap files, by number.
         committed: the committed step, or None.
         first_file: number of its first file, if none exists.
-        fallback: the commit before `record`, if the run can still return to that.
+        last: the commit before the start: of `record`, or the last one of a session that was detached.
+        fallback: the commit before `last`, if the run can still return to that.
         edits: number of changes of parameters from outside since the last step.
     """
 
@@ -67,6 +68,7 @@ class Origin:
     files: Mapping[int, str] = field(default_factory=dict)
     committed: int | None = None
     first_file: int = 0
+    last: Commit | None = None
     fallback: Commit | None = None
     edits: int = 0
 
@@ -74,7 +76,8 @@ class Origin:
     def of(cls, record: CommitRecord | None, fallback: Commit | None) -> Origin:
         if record is None:
             return cls()
-        return cls(record, record.files, record.step, fallback=fallback, edits=record.edits)
+        last = Commit.of(record, encode_commit(record))
+        return cls(record, record.files, record.step, last=last, fallback=fallback, edits=record.edits)
 
 
 class TrainingSession:
@@ -119,6 +122,7 @@ class TrainingSession:
             self._open_resources(plan, origin)
             self._open_model(plan, origin)
             self._note_sizes(plan)
+            self._log_choices(plan, origin)
             if origin.record is not None:
                 self._restore(origin.record)
             if not is_off("watchdog"):
@@ -171,8 +175,9 @@ class TrainingSession:
         model = OffloadedModel(
             plan, self.sections, self._grad_sections, self.pager, self._current, self._open_on_device(plan)
         )
-        last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
-        way_back = WayBack(self._directory.path, fsync, self._store, self._directory.ranks, last, origin.fallback)
+        way_back = WayBack(
+            self._directory.path, fsync, self._store, self._directory.ranks, origin.last, origin.fallback
+        )
         self.committer = Committer(
             model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, plan.commit_every,
             origin.committed,
@@ -189,15 +194,17 @@ class TrainingSession:
         return self.on_device
 
     def _note_sizes(self, plan: Plan) -> None:
-        budget, places, inventory = plan.budget, plan.places, plan.inventory
+        budget, inventory = plan.budget, plan.inventory
         self._counters.pool_bytes = budget.page_bytes * budget.frame_count
         self._counters.frame_bytes = budget.page_bytes
         self._counters.resident_bytes = budget.resident_bytes
         self._counters.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
-        log.info(
-            "offload: parameters on %s, optimizer state on %s; %d frames of %s; %s",
-            places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes), self._resources.describe(),
-        )  # fmt: skip
+
+    def _log_choices(self, plan: Plan, origin: Origin) -> None:
+        """Log what was chosen and why, unless the session is opened again in this process."""
+        if origin.record is not None or not origin.files:
+            for name, text in chosen(plan, self._resources.describe()):
+                log.info("offload: %s: %s", name, text)
 
     def _restore(self, record: CommitRecord) -> None:
         """Restore sections and the optimizer's settings from a commit."""
@@ -260,7 +267,9 @@ class TrainingSession:
     def origin(self) -> Origin:
         """The start of a session of the same plan that calls `take_over`."""
         names = {number: paths[0].name for number, paths in self._store.paths.items()}
-        return Origin(files=names, committed=self.committer.committed, edits=self.committer.edits)
+        last, fallback = self.committer.commits
+        committed, edits = self.committer.committed, self.committer.edits
+        return Origin(files=names, committed=committed, last=last, fallback=fallback, edits=edits)
 
     def take_over(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
         """Continue a detached session of the same plan, with its files.

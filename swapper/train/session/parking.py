@@ -1,0 +1,211 @@
+"""Parks a manager: returns the memory of its session for a while, and opens the session again from its files.
+
+What memory has and the files do not is written first, and committed if the run commits. Then the session closes as in a
+relayout (relayout.py): pool, windows, page-locked memory, device memory and engines are released. Parameters
+stay the same objects, with shape and dtype and without data, and refuse every access. Afterwards the session is opened
+on the same files: resident sections are read at once, pages at their next use. The directory, its lock and its last
+commit are untouched meanwhile, so a process that is killed while it is parked resumes from the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from swapper.errors import StateError, UnsupportedError
+from swapper.modules.cold import leave_cold, set_cold, unguard
+from swapper.modules.guarded import guard
+from swapper.runtime.free_memory import return_free_memory
+from swapper.runtime.interrupts import defer_sigint
+from swapper.train.optimizer.optim import StateOwner
+from swapper.train.session.relayout import DetachedSession, OpenRun, check_between_steps, detach
+from swapper.train.session.session_slot import SessionSlot
+from swapper.train.session.training_session import TrainingSession
+
+VERB = "manager.parked"
+REMEDY = "park between two steps"
+PARKED = "the manager is parked: do this after `with manager.parked():`"
+REOPEN = "close it, and resume from the last commit (resume='auto') or a snapshot"
+OLD_GRAPH = "this graph was made before manager.parked(), which released what it refers to: run the forward again"
+
+
+class ParkedParameters:
+    """Implements swapper.modules.guarded.FaultHandler: refuses all accesses to the parameters of a parked model.
+
+    Args:
+        parameters: by name; they have no data.
+    """
+
+    answers = False
+    advice = PARKED + ", or take a copy of it before"
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._parameters = parameters
+        self._names = {id(parameter): name for name, parameter in parameters}
+        for _, parameter in parameters:
+            parameter.data = _without_data(parameter)
+            guard(parameter, self)
+            set_cold(parameter)
+
+    def release(self) -> None:
+        """Return the parameters to the session that adopts them."""
+        for _, parameter in self._parameters:
+            unguard(parameter)
+
+    def leave(self) -> None:
+        """Leave the parameters as those of a closed manager."""
+        for _, parameter in self._parameters:
+            leave_cold(parameter)
+
+    def bring(self, parameter: nn.Parameter) -> NoReturn:
+        raise StateError(f"parameter {self.describe(parameter)} has no data now: {self.advice}")
+
+    def read(self, parameters: Sequence[nn.Parameter], function: Any, run: Any) -> NoReturn:
+        self.bring(parameters[0])
+
+    write = read
+
+    def whole(self, parameter: nn.Parameter) -> NoReturn:
+        self.bring(parameter)
+
+    def detached(self, parameter: nn.Parameter) -> NoReturn:
+        self.bring(parameter)
+
+    def indexed(self, parameter: nn.Parameter, index: Any) -> NoReturn:
+        self.bring(parameter)
+
+    def catch_up(self, parameter: nn.Parameter) -> None: ...
+
+    def note_change(self, group: Any, names: list[str]) -> None: ...
+
+    def describe(self, parameter: nn.Parameter) -> str:
+        return self._names[id(parameter)]
+
+
+class _ParkedState:
+    """The state of a parked model's optimizers: refuses all accesses."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StateError(f"the optimizer's state was accessed: {PARKED}")
+
+
+class Parking:
+    """Parks one manager.
+
+    Args:
+        current: its slot.
+        open_run: opens a session.
+        bind: gives the optimizers their state in a session.
+        lend: gives the optimizers a state to show.
+    """
+
+    def __init__(
+        self,
+        current: SessionSlot,
+        open_run: OpenRun,
+        bind: Callable[[TrainingSession], None],
+        lend: Callable[[StateOwner], None],
+    ) -> None:
+        self._current = current
+        self._open_run = open_run
+        self._bind = bind
+        self._lend = lend
+        self._parameters: ParkedParameters | None = None  # of the parked model
+
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """See SwapManager.parked."""
+        current, clock = self._current, self._current.clock
+        old: DetachedSession | None = None
+        with clock.leave_out():
+            try:
+                with current.turns.turn(), defer_sigint:
+                    old = self._park()
+                yield
+            finally:
+                if old is not None:
+                    with current.turns.turn(), defer_sigint:
+                        self._unpark(old)
+
+    def _park(self) -> DetachedSession:
+        current = self._current
+        current.check()
+        run = current.running(VERB)
+        self._check(run)
+        self._write(run)
+        device = None if run.on_device is None else run.on_device.device
+        names = [entry for group in run.plan.inventory.groups for entry in group.parameters]
+        old = DetachedSession.of(run)
+        del run  # or its memory would stay
+        self._lend(cast("StateOwner", _ParkedState()))
+        try:
+            detach(current, VERB, OLD_GRAPH)
+        except BaseException as error:
+            current.run = None
+            current.away = f"the manager could not be parked ({error}): {REOPEN}"
+            raise
+        self._parameters = ParkedParameters(names)
+        current.away = PARKED
+        if device is not None:
+            device.release_cached()
+        return_free_memory()
+        return old
+
+    def _check(self, run: TrainingSession) -> None:
+        """Raise unless the session may be parked now. Changes nothing."""
+        if run.is_sharded:
+            raise UnsupportedError("manager.parked does not go with a model that fully_shard has sharded so far")
+        self._current.training_step.check_between(VERB)
+        check_between_steps(run, VERB, REMEDY)
+        if run.model.updates.has_begun_early:
+            raise StateError(f"{VERB} before the optimizer.step() of a backward that has updated parameters: {REMEDY}")
+        if run.publisher.is_publishing or run.committer.has_snapshot:
+            raise StateError(f"{VERB} while a snapshot is being written: wait for it before, `ticket.wait()`")
+        for name, parameter in run.model.named_given_parameters():
+            if parameter.grad is not None:
+                raise StateError(
+                    f"{VERB} with gradients ({name} has one), whose memory is returned too: call optimizer.zero_grad() before"
+                )
+
+    def _write(self, run: TrainingSession) -> None:
+        """Write what only memory has, and commit it if the run commits."""
+        step = self._current.clock.counters.step
+        run.model.passes.abandon()
+        run.committer.finish()
+        if run.committer.committed != step:
+            run.committer.write_all(step)
+        run.pager.flush()
+        run.committer.before_change_of_layout(VERB)
+        run.publisher.raise_failure()
+
+    def _unpark(self, old: DetachedSession) -> None:
+        current, parameters = self._current, self._parameters
+        self._parameters = None
+        if parameters is None or current.is_over:  # closed in the context, or another process's
+            return
+        parameters.release()
+        try:
+            current.run = old.reopen(self._open_run)
+            self._bind(current.run)
+        except BaseException as error:
+            parameters.leave()
+            current.away = f"the manager could not take its memory back after manager.parked() ({error}): {REOPEN}"
+            raise
+        current.away = None
+
+    def end(self) -> None:
+        """Leave the parameters of a parked model as those of a closed manager."""
+        if self._parameters is not None:
+            self._parameters.leave()
+
+
+def _without_data(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a tensor of the parameter's form whose storage is empty, so that code past the guard finds no memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = torch.empty_like(parameter.detach(), memory_format=torch.contiguous_format)
+    tensor.untyped_storage().resize_(0)
+    return tensor
