@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from swapper import checkpoint
     from swapper.durability.ticket import SnapshotTicket
     from swapper.infer.mapping.adoption import without_weights
+    from swapper.infer.planning.load_plan import ExpertUse, LoadPlan, LoadPrediction, plan_load
     from swapper.infer.runtime.load_model import load, shared_memory
     from swapper.infer.runtime.loaded_model import LoadedModel, loaded
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
@@ -49,11 +50,14 @@ __all__ = [
     "Counters",
     "DeviceError",
     "DirectoryError",
+    "ExpertUse",
     "ExternalWeights",
     "GdsFile",
     "GdsHandle",
     "InvariantError",
     "IoError",
+    "LoadPlan",
+    "LoadPrediction",
     "LoadedModel",
     "Operation",
     "PagedOptimizer",
@@ -71,6 +75,7 @@ __all__ = [
     "load",
     "loaded",
     "offload_activations",
+    "plan_load",
     "shared_memory",
     "without_weights",
 ]
@@ -79,9 +84,12 @@ _LATER = {
     "Accelerator": "swapper.options",
     "AioHandle": "swapper.io",
     "CommitPolicy": "swapper.options",
+    "ExpertUse": "swapper.infer.planning.load_plan",
     "ExternalWeights": "swapper.options",
     "GdsFile": "swapper.io",
     "GdsHandle": "swapper.io",
+    "LoadPlan": "swapper.infer.planning.load_plan",
+    "LoadPrediction": "swapper.infer.planning.load_plan",
     "LoadedModel": "swapper.infer.runtime.loaded_model",
     "Operation": "swapper.io",
     "PagedOptimizer": "swapper.train.optimizer.optim",
@@ -94,6 +102,7 @@ _LATER = {
     "load": "swapper.infer.runtime.load_model",
     "loaded": "swapper.infer.runtime.loaded_model",
     "offload_activations": "swapper.train.activations.saved_tensor_hooks",
+    "plan_load": "swapper.infer.planning.load_plan",
     "shared_memory": "swapper.infer.runtime.load_model",
     "without_weights": "swapper.infer.mapping.adoption",
 }

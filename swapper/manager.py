@@ -6,9 +6,11 @@ train/session/training_session.py opens a session, and states the order of closi
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,14 @@ from swapper.runtime.stats import StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.optimizer.accelerated import unwrapped, wrapped_as
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back
+from swapper.train.session.fastest import choose_fastest
 from swapper.train.session.plan import Plan
 from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.session_factory import SessionFactory
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.user_state import UserState
+
+log = logging.getLogger("swapper")
 
 Optimizers = Optimizer | Sequence[Optimizer] | HoldsOptimizers | None
 
@@ -266,6 +271,45 @@ class SwapManager:
         )  # fmt: skip
         return self._factory.plan(Request.of(model, unwrapped(optimizer), options, self._options), may_be_meta=True)
 
+    def fastest(
+        self,
+        model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+        optimizer: Optimizers = None,
+        *,
+        tokens: int,
+        example: Sequence[Any] | Mapping[str, Any] | None = None,
+        drive_read: int | str | None = None,
+        drive_write: int | str | None = None,
+        state_codecs: Sequence[str | Mapping[str, str]] = ("exact",),
+        updates: Sequence[str] = ("step", "deferred"),
+        **options: Any,
+    ) -> Plan:
+        """Return the plan whose step is predicted to be the shortest within the budget. Print it, and pass it to `offload`.
+
+        It tries each placement of parameters and state, each time of the update, and each codec of `state_codecs`, by simulation;
+        settings within 1 % count as equal, and the simplest is chosen. The computing is measured once, in some seconds.
+
+        Args:
+            model, optimizer: as of `offload`, which gets the plan.
+            tokens, example, drive_read, drive_write: see `Plan.predict`.
+            state_codecs: that may be used; codecs other than "exact" and "split" change results.
+            updates: that may be used. "backward" excludes clipping and more (docs/training.md): it is not tried unasked.
+            options: of `offload`, which are not tried then: params="nvme", master_weights=torch.float32, ...
+
+        Raises: as `plan` and `Plan.predict`.
+        """
+
+        def plan_for(**chosen: Any) -> Plan:
+            return self.plan(model, optimizer, **chosen)
+
+        if unknown := options.keys() - {one.name for one in fields(OffloadOptions)}:
+            raise ConfigError(f"{', '.join(sorted(unknown))}: not an option of manager.offload")
+        codecs = [options["state_codec"]] if "state_codec" in options else state_codecs
+        updates = [options["update"]] if "update" in options else updates
+        plan = choose_fastest(plan_for, options, codecs, updates, tokens, example, (drive_read, drive_write))
+        log.info("fastest: %s", plan.found.why)
+        return plan
+
     def register(self, **objects: Any) -> None:
         """Register objects with `state_dict` and `load_state_dict` that belong to a step (a scheduler, a sampler).
 
@@ -354,7 +398,8 @@ class SwapManager:
         left, losses = list(batches), []
         while left:
             some, left = left[:at_once], left[len(left[:at_once]) :]
-            losses += run.model.passes.accumulate(loss_fn, some)
+            with run.model.updates.accumulating() if left else nullcontext():
+                losses += run.model.passes.accumulate(loss_fn, some)
         return losses
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

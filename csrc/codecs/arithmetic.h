@@ -29,9 +29,12 @@ using std::uint8_t;
 
 constexpr uint32_t kInfinity = 0x7F800000u;
 constexpr uint32_t kMagnitude = 0x7FFFFFFFu;
-constexpr uint16_t kNan = 0x7FC0;  // the one NaN that is written
+constexpr int32_t kNearInfinity = 0x7F7F0000;  // bf16's largest
+constexpr uint16_t kNan = 0x7FC0;              // the one NaN that is written
+constexpr uint32_t kOne = 0x3F800000u;
 constexpr float kWhole = 12582912.0f;
 constexpr float kTopRoot = 254.002f;
+constexpr size_t kRunGroups = 32;  // whose scales are found together
 
 inline uint32_t bits_of(float value) {
   return __builtin_bit_cast(uint32_t, value);
@@ -176,6 +179,15 @@ void decode_split(const Parts& parts, size_t count, float* __restrict value,
   });
 }
 
+// What is to be added to the parameter's bits, in steps of 256.
+inline int32_t rho_of(uint32_t bits, uint32_t high) {
+  const int32_t below = static_cast<int32_t>(bits - high);
+  const int32_t rho =
+      static_cast<int32_t>(static_cast<uint32_t>(below) + 127u + (static_cast<uint32_t>(below >> 8) & 1u)) >>
+      8;
+  return rho < -127 ? -127 : rho > 127 ? 127 : rho;
+}
+
 template <typename Parameter, typename Word>
 uint64_t encode_master24(const float* __restrict value, size_t count, const Parts& parts, Word* words) {
   const Parameter parameter{words};
@@ -185,13 +197,8 @@ uint64_t encode_master24(const float* __restrict value, size_t count, const Part
     uint32_t other = 0;
     for (size_t i = begin; i < begin + size; ++i) {
       const uint32_t bits = bits_of(value[i]), word = parameter.word(i, bits), high = word << 16;
-      const int32_t below = static_cast<int32_t>(bits - high);
-      int32_t rho = static_cast<int32_t>(static_cast<uint32_t>(below) + 127u +
-                                         (static_cast<uint32_t>(below >> 8) & 1u)) >>
-                    8;
-      rho = rho < -127 ? -127 : rho > 127 ? 127 : rho;
       const uint32_t magnitude = bits & kMagnitude;
-      rho = magnitude > kInfinity ? 0 : rho;
+      const int32_t rho = magnitude > kInfinity ? 0 : rho_of(bits, high);
       const uint32_t decoded = (high + static_cast<uint32_t>(rho) * 256u) & kMagnitude;
       const uint32_t is_overflown = (magnitude < kInfinity) & (decoded == kInfinity);
       other += Parameter::is_unheld(bits, word) | is_overflown;
@@ -200,6 +207,23 @@ uint64_t encode_master24(const float* __restrict value, size_t count, const Part
     unheld += other;
   });
   return unheld;
+}
+
+// The same for values that all are finite and do not round to infinity, as nearly always: a shorter loop. It
+// looks for others on the way.
+uint64_t round_to_master24(const float* __restrict value, size_t count, const Parts& parts,
+                           uint16_t* __restrict words) {
+  int8_t* __restrict rhos = static_cast<int8_t*>(parts.at[0]);
+  int32_t largest = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t bits = bits_of(value[i]), word = nearest(bits);
+    const int32_t magnitude = static_cast<int32_t>(bits & kMagnitude);
+    largest = magnitude > largest ? magnitude : largest;
+    words[i] = static_cast<uint16_t>(word);
+    rhos[i] = static_cast<int8_t>(rho_of(bits, word << 16));
+  }
+  if (largest < kNearInfinity) return 0;
+  return encode_master24<RoundedParameter, uint16_t>(value, count, parts, words);
 }
 
 void decode_master24(const Parts& parts, size_t count, float* __restrict value,
@@ -212,80 +236,115 @@ void decode_master24(const Parts& parts, size_t count, float* __restrict value,
 
 // --- 8 bits and a scale
 
-// Codes of a group that cannot be held: it decodes to NaN.
-inline void write_nan(void* code, size_t size, uint16_t* scale) {
-  memset(code, 0, size);
+// The rules of a code: which bits of a value tell its size, the scale's word for the largest of a group, what
+// values are multiplied by, and what rounds to a value's code.
+struct MomentCode {
+  using Word = int8_t;
+  static constexpr float kTop = 1.0f;
+
+  static uint32_t size_bits(float value) { return bits_of(value) & kMagnitude; }
+  static uint32_t scale_word(uint32_t largest) {
+    return largest < 0x8000u ? 0u : clamp(nearest(largest), 0x0080, 0x7F7F);
+  }
+  static float near(float value, float inverse) {
+    const float x = value * inverse;
+    return x * 254.0f / (__builtin_fabsf(x) + 1.0f);
+  }
+};
+
+// Of roots of second moments, not of these. The root of a negative value is a NaN.
+struct RootCode {
+  using Word = uint8_t;
+  static constexpr float kTop = 255.0f;
+
+  static uint32_t size_bits(float root) { return bits_of(root + 0.0f) & kMagnitude; }  // -0 becomes 0
+  static uint32_t scale_word(uint32_t largest) {
+    return largest == 0u ? 0u : clamp(nearest(largest), 0x2400, 0x5F7F);
+  }
+  static float near(float root, float inverse) {
+    const float z = root * inverse, least = root > 0.0f ? 1.0f : 0.0f, most = z > kTopRoot ? 255.0f : z;
+    return most > least ? most : least;
+  }
+};
+
+// Codes of a group that cannot be held: it decodes to NaN. Returns how many of its values are to blame.
+template <typename Rules>
+uint32_t write_nan(const float* value, typename Rules::Word* code, uint16_t* scale) {
+  memset(code, 0, kGroup);
   *scale = kNan;
+  uint32_t bad = 0;
+  for (size_t i = 0; i < kGroup; ++i) bad += Rules::size_bits(value[i]) >= kInfinity;
+  return bad;
 }
 
-// Codes one group of kGroup values; returns how many are not finite.
-inline uint32_t encode_moments(const float* __restrict value, int8_t* __restrict code, uint16_t* scale) {
-  int32_t largest = 0;
-  for (size_t i = 0; i < kGroup; ++i) {
-    const int32_t size = static_cast<int32_t>(bits_of(value[i]) & kMagnitude);
-    largest = size > largest ? size : largest;
+// Codes `groups` whole groups, at most kRunGroups; returns how many values cannot be held. The scales of all
+// come first: one division for several of them, and none that the next group waits for.
+template <typename Rules>
+uint64_t encode_run(const float* __restrict value, size_t groups, typename Rules::Word* __restrict code,
+                    uint16_t* __restrict scales) {
+  alignas(64) uint32_t largest[kRunGroups];
+  alignas(64) float inverse[kRunGroups];
+  for (size_t group = 0; group < groups; ++group) {
+    int32_t most = 0;
+    for (size_t i = 0; i < kGroup; ++i) {
+      const int32_t size = static_cast<int32_t>(Rules::size_bits(value[group * kGroup + i]));
+      most = size > most ? size : most;
+    }
+    largest[group] = static_cast<uint32_t>(most);
   }
-  if (largest >= static_cast<int32_t>(kInfinity)) {
-    write_nan(code, kGroup, scale);
-    uint32_t bad = 0;
-    for (size_t i = 0; i < kGroup; ++i) bad += (bits_of(value[i]) & kMagnitude) >= kInfinity;
-    return bad;
+  uint32_t bad_groups = 0;
+  for (size_t group = 0; group < groups; ++group) {
+    const uint32_t word = Rules::scale_word(largest[group]);
+    inverse[group] = Rules::kTop / float_of(word == 0u ? kOne : word << 16);
+    scales[group] = static_cast<uint16_t>(word);
+    bad_groups += largest[group] >= kInfinity;
   }
-  const bool is_zero = largest < 0x8000;
-  const uint32_t word = is_zero ? 0u : clamp(nearest(static_cast<uint32_t>(largest)), 0x0080, 0x7F7F);
-  const float inverse = 1.0f / (is_zero ? 1.0f : float_of(word << 16));
-  for (size_t i = 0; i < kGroup; ++i) {
-    const float x = value[i] * inverse;
-    code[i] = static_cast<int8_t>(rounded(x * 254.0f / (__builtin_fabsf(x) + 1.0f)));
+  for (size_t group = 0; group < groups; ++group) {
+    const float factor = inverse[group];
+    alignas(64) float near[kGroup];  // apart from what has narrower lanes
+    for (size_t i = 0; i < kGroup; ++i) near[i] = Rules::near(value[group * kGroup + i], factor);
+    for (size_t i = 0; i < kGroup; ++i) {
+      code[group * kGroup + i] = static_cast<typename Rules::Word>(rounded(near[i]));
+    }
   }
-  *scale = static_cast<uint16_t>(word);
-  return 0;
+  uint64_t bad = 0;
+  for (size_t group = 0; bad_groups != 0 && group < groups; ++group) {
+    if (largest[group] < kInfinity) continue;
+    bad += write_nan<Rules>(value + group * kGroup, code + group * kGroup, scales + group);
+  }
+  return bad;
 }
 
-// Codes one group of kGroup values; returns how many are not finite, or negative.
-inline uint32_t encode_variances(const float* __restrict value, uint8_t* __restrict code, uint16_t* scale) {
-  uint32_t largest = 0;
-  for (size_t i = 0; i < kGroup; ++i) {
-    const uint32_t size =
-        bits_of(value[i] + 0.0f);  // -0 becomes 0; a negative number is larger than infinity
-    largest = size > largest ? size : largest;
-  }
-  if (largest >= kInfinity) {
-    write_nan(code, kGroup, scale);
-    uint32_t bad = 0;
-    for (size_t i = 0; i < kGroup; ++i) bad += bits_of(value[i] + 0.0f) >= kInfinity;
-    return bad;
-  }
-  const bool is_zero = largest == 0;
-  const uint32_t root = bits_of(__builtin_sqrtf(float_of(largest)));
-  const uint32_t word = is_zero ? 0u : clamp(nearest(root), 0x2400, 0x5F7F);
-  const float inverse = 255.0f / (is_zero ? 1.0f : float_of(word << 16));
-  for (size_t i = 0; i < kGroup; ++i) {
-    const float z = __builtin_sqrtf(value[i]) * inverse;
-    const uint32_t near = rounded(z > kTopRoot ? 255.0f : z) & 0xFFu;
-    const uint32_t magnitude = bits_of(value[i]) & kMagnitude;
-    const uint32_t least = magnitude < 1u ? magnitude : 1u;
-    code[i] = static_cast<uint8_t>(near > least ? near : least);
-  }
-  *scale = static_cast<uint16_t>(word);
-  return 0;
-}
-
-template <typename Code, uint32_t (*encode_group)(const float*, Code*, uint16_t*)>
+// Codes any number of values: `prepare` writes what the rules are for.
+template <typename Rules, void (*prepare)(const float*, size_t, float*)>
 uint64_t encode_groups(const float* value, size_t count, const Parts& parts, const uint16_t*) {
-  Code* code = static_cast<Code*>(parts.at[0]);
+  using Word = typename Rules::Word;
+  Word* code = static_cast<Word*>(parts.at[0]);
   uint16_t* scale = static_cast<uint16_t*>(parts.at[1]);
+  alignas(64) float run[kRunGroups * kGroup];
   uint64_t unheld = 0;
-  for (; count >= kGroup; count -= kGroup, value += kGroup, code += kGroup, ++scale) {
-    unheld += encode_group(value, code, scale);
+  for (size_t first = 0; first < count; first += kRunGroups * kGroup, scale += kRunGroups) {
+    const size_t size = count - first < kRunGroups * kGroup ? count - first : kRunGroups * kGroup;
+    const size_t groups = size / kGroup, whole = groups * kGroup;
+    const float* from = value + first;
+    if (prepare != nullptr) {
+      prepare(from, whole, run);
+      from = run;
+    }
+    unheld += encode_run<Rules>(from, groups, code + first, scale);
+    if (whole == size) continue;
+    float last[kGroup] = {};
+    Word last_code[kGroup];
+    memcpy(last, value + first + whole, (size - whole) * sizeof(float));
+    if (prepare != nullptr) prepare(last, kGroup, last);
+    unheld += encode_run<Rules>(last, 1, last_code, scale + groups);
+    memcpy(code + first + whole, last_code, size - whole);
   }
-  if (count == 0) return unheld;
-  float last[kGroup] = {};
-  Code last_code[kGroup];
-  memcpy(last, value, count * sizeof(float));
-  unheld += encode_group(last, last_code, scale);
-  memcpy(code, last_code, count);
   return unheld;
+}
+
+void take_roots(const float* value, size_t count, float* out) {
+  for (size_t i = 0; i < count; ++i) out[i] = __builtin_sqrtf(value[i]);
 }
 
 void decode_moment8(const Parts& parts, size_t count, float* __restrict value, const uint16_t*) {
@@ -314,7 +373,7 @@ void decode_variance8(const Parts& parts, size_t count, float* __restrict value,
 
 // --- AdamW
 
-template <typename Gradient>
+template <bool kKeepsRoots, typename Gradient>
 inline void update(float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
                    size_t count, const AdamWNumbers& numbers, Gradient gradient) {
   const AdamWNumbers n = numbers;
@@ -322,43 +381,49 @@ inline void update(float* __restrict master, float* __restrict exp_avg, float* _
     const float g = gradient(i) * n.factor;
     const float m = exp_avg[i] * n.beta1 + g * n.rest1;
     const float v = exp_avg_sq[i] * n.beta2 + g * g * n.rest2;
-    const float denominator = __builtin_sqrtf(v) * n.root_scale + n.eps;
+    const float root = __builtin_sqrtf(v);
+    const float denominator = root * n.root_scale + n.eps;
     master[i] = master[i] * n.decay - m / denominator * n.step_size;
     exp_avg[i] = m;
-    exp_avg_sq[i] = v;
+    exp_avg_sq[i] = kKeepsRoots ? root : v;
   }
 }
 
+template <bool kKeepsRoots>
 void update_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* gradient,
                   bool is_gradient_bf16, size_t count, const AdamWNumbers& numbers) {
   const uint16_t* __restrict words = static_cast<const uint16_t*>(gradient);
   const float* __restrict floats = static_cast<const float*>(gradient);
   if (is_gradient_bf16) {
-    update(master, exp_avg, exp_avg_sq, count, numbers, [&](size_t i) { return widened(words[i]); });
+    update<kKeepsRoots>(master, exp_avg, exp_avg_sq, count, numbers,
+                        [&](size_t i) { return widened(words[i]); });
   } else {
-    update(master, exp_avg, exp_avg_sq, count, numbers, [&](size_t i) { return floats[i]; });
+    update<kKeepsRoots>(master, exp_avg, exp_avg_sq, count, numbers, [&](size_t i) { return floats[i]; });
   }
 }
 
 constexpr Kernels kernels_of(const char* isa) {
   constexpr auto given_split = encode_split<GivenParameter, const uint16_t>;
   constexpr auto given_master24 = encode_master24<GivenParameter, const uint16_t>;
-  constexpr auto moments = encode_groups<int8_t, encode_moments>;
-  constexpr auto variances = encode_groups<uint8_t, encode_variances>;
+  constexpr auto moments = encode_groups<MomentCode, nullptr>;
+  constexpr auto roots = encode_groups<RootCode, nullptr>;
+  constexpr auto variances = encode_groups<RootCode, take_roots>;
   return {isa,
-          {{"fp32", 1, {4, 0}, {1, 1}, encode_fp32, decode_fp32, nullptr},
-           {"bf16", 1, {2, 0}, {1, 1}, encode_bf16, decode_bf16, nullptr},
-           {"split", 2, {2, 1}, {1, 8}, given_split, decode_split, encode_split<RoundedParameter, uint16_t>},
-           {"master24",
-            1,
-            {1, 0},
-            {1, 1},
-            given_master24,
-            decode_master24,
-            encode_master24<RoundedParameter, uint16_t>},
-           {"moment8", 2, {1, 2}, {1, kGroup}, moments, decode_moment8, nullptr},
-           {"variance8", 2, {1, 2}, {1, kGroup}, variances, decode_variance8, nullptr}},
-          update_adamw,
+          {{"fp32", 1, {4, 0}, {1, 1}, encode_fp32, decode_fp32, nullptr, nullptr},
+           {"bf16", 1, {2, 0}, {1, 1}, encode_bf16, decode_bf16, nullptr, nullptr},
+           {"split",
+            2,
+            {2, 1},
+            {1, 8},
+            given_split,
+            decode_split,
+            encode_split<RoundedParameter, uint16_t>,
+            nullptr},
+           {"master24", 1, {1, 0}, {1, 1}, given_master24, decode_master24, round_to_master24, nullptr},
+           {"moment8", 2, {1, 2}, {1, kGroup}, moments, decode_moment8, nullptr, nullptr},
+           {"variance8", 2, {1, 2}, {1, kGroup}, variances, decode_variance8, nullptr, roots}},
+          update_adamw<false>,
+          update_adamw<true>,
           round_to_bf16};
 }
 

@@ -89,6 +89,12 @@ struct OpenState {
     return codec.is_fp32() ? 0 : codec.encode(value, count, parts, parameter);
   }
 
+  bool has_roots() const { return codec.encode_roots != nullptr; }
+
+  std::uint64_t encode_roots(std::size_t count) const {
+    return codec.encode_roots(value, count, parts, nullptr);
+  }
+
   std::uint64_t round_and_encode(const Kernels& kernels, std::size_t count, std::uint16_t* parameter) const {
     if (codec.needs_parameter()) return codec.round_and_encode(value, count, parts, parameter);
     kernels.round_to_bf16(value, count, parameter);
@@ -105,9 +111,9 @@ std::uint64_t update_block(const Kernels& kernels, const CodedSlice& slice, cons
   exp_avg_sq.decode(count, nullptr);
   const void* gradient =
       static_cast<const std::byte*>(slice.gradient) + first * (slice.is_gradient_bf16 ? 2 : 4);
+  const auto to_state = exp_avg_sq.has_roots() ? kernels.update_adamw_to_roots : kernels.update_adamw;
   const auto update = [&](float* master) {
-    kernels.update_adamw(master, exp_avg.value, exp_avg_sq.value, gradient, slice.is_gradient_bf16, count,
-                         numbers);
+    to_state(master, exp_avg.value, exp_avg_sq.value, gradient, slice.is_gradient_bf16, count, numbers);
   };
   std::uint64_t unheld = 0;
   if (slice.masters == nullptr) {
@@ -119,7 +125,8 @@ std::uint64_t update_block(const Kernels& kernels, const CodedSlice& slice, cons
     update(masters.value);
     unheld += masters.round_and_encode(kernels, count, parameter);
   }
-  return unheld + exp_avg.encode(count, nullptr) + exp_avg_sq.encode(count, nullptr);
+  unheld += exp_avg_sq.has_roots() ? exp_avg_sq.encode_roots(count) : exp_avg_sq.encode(count, nullptr);
+  return unheld + exp_avg.encode(count, nullptr);
 }
 
 struct Available {

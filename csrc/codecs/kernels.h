@@ -32,6 +32,9 @@ struct Codec {
   // For a code that a bf16 parameter completes, else null: rounds the values to parameters, and encodes.
   std::uint64_t (*round_and_encode)(const float* value, std::size_t count, const Parts& parts,
                                     std::uint16_t* parameter);
+  // For a code of roots, else null: encodes values whose roots these are.
+  std::uint64_t (*encode_roots)(const float* roots, std::size_t count, const Parts& parts,
+                                const std::uint16_t* parameter);
 
   bool needs_parameter() const { return round_and_encode != nullptr; }
   bool is_fp32() const { return part_bytes[0] == 4; }
@@ -42,8 +45,10 @@ constexpr std::size_t kCodecs = 6;
 struct Kernels {
   const char* isa;
   Codec codecs[kCodecs];
-  void (*update_adamw)(float* master, float* exp_avg, float* exp_avg_sq, const void* gradient,
-                       bool is_gradient_bf16, std::size_t count, const AdamWNumbers& numbers);
+  using Update = void (*)(float* master, float* exp_avg, float* exp_avg_sq, const void* gradient,
+                          bool is_gradient_bf16, std::size_t count, const AdamWNumbers& numbers);
+  Update update_adamw;
+  Update update_adamw_to_roots;  // leaves the roots of second moments in their place
   void (*round_to_bf16)(const float* value, std::size_t count, std::uint16_t* out);
 };
 

@@ -2,207 +2,277 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import math
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from torch import nn
+from rich.table import Table
 
 from swapper.cli.command import reported
+from swapper.cli.planning.forecast import OPTIMIZERS, Forecast, Forecaster, Machine, Setting
+from swapper.cli.planning.model_source import KINDS, make_model
+from swapper.cli.planning.picture import check_picture, draw
+from swapper.cli.planning.search import (
+    Row,
+    Upgrade,
+    as_dicts,
+    find_table,
+    find_upgrades,
+    largest_model,
+    smallest_budget,
+)
+from swapper.cli.planning.units import joined, parse_drives, parse_rate, parse_seconds, parse_size
 from swapper.errors import ConfigError
-from swapper.manager import SwapManager
-from swapper.paging.virtual_drive import DriveRates
-from swapper.runtime.sizes import format_bytes, parse_bytes
-from swapper.runtime.stats import StepStats
-from swapper.train.session.compute_times import ComputeTimes, find_compute
-from swapper.train.session.plan import Plan
+from swapper.options import UPDATES
+from swapper.runtime.sizes import format_bytes
+from swapper.train.layout.state_codecs import PRESETS
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "adam": torch.optim.Adam,
-    "sgd": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-}
 DAY_S = 86400
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What a step is predicted for: bytes of host memory, bytes a second of the drive, operations a second of the processor.
+class Wishes:
+    """What is asked about a forecast: seconds of the largest model's step, bytes of a drive's rated endurance; None: nothing."""
 
-    Attributes:
-        flops: floating-point operations a second in products of matrices; None: measured on this processor.
-        updates: parameters a second that the optimizer updates; None: measured.
-        tokens: of a step.
-    """
-
-    host_bytes: int
-    drive: DriveRates
-    flops: float | None
-    updates: float | None
-    tokens: int
+    at_most_s: float | None = None
+    endurance_bytes: int | None = None
 
 
 def plan(
-    config: Annotated[
-        str,
-        typer.Argument(
-            help="A Hugging Face config.json or its directory, or package.module:function, which returns a model."
+    config: Annotated[str, typer.Argument(help=f"{KINDS}, which returns a model.")],
+    host: Annotated[str, typer.Option(help="Host memory of a node for swapper: 64GiB.")],
+    nvme: Annotated[
+        list[str],
+        typer.Option(
+            help="A drive of a node: bytes a second that it reads and writes, 7GB/s,5GB/s; or a directory on a drive that "
+            "`swapper tune` measured. Repeat it for each drive."
         ),
     ],
-    host: Annotated[str, typer.Option(help="Host memory for swapper: 64GiB.")],
-    drive_read: Annotated[str, typer.Option(help="Bytes a second that the drive reads: 7GB.")],
-    drive_write: Annotated[str, typer.Option(help="Bytes a second that it writes: 5GB.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, of all samples together.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, of all samples and ranks together.")] = 4096,
     flops: Annotated[
         float | None,
-        typer.Option(help="Floating-point operations a second: 1e14. Default: measured on this processor."),
+        typer.Option(help="Floating-point operations a second of a rank: 1e14. Default: measured on this processor."),
     ] = None,
     updates: Annotated[
-        float | None, typer.Option(help="Parameters a second that the optimizer updates: 1e9. Default: measured.")
+        float | None,
+        typer.Option(help="Parameters a second that a node's optimizers update: 1e9. Default: measured."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Memory of each rank's accelerator for swapper: 24GiB. Default: no accelerator.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Bytes a second to the accelerator, each way: 25GB/s. It goes with --device.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
+    codec: Annotated[str, typer.Option(help=f"Of the optimizer's state: {', '.join(PRESETS)}.")] = "exact",
     dtype: Annotated[
         str, typer.Option(help="Of the parameters: bfloat16 and float16 have fp32 masters; float32.")
     ] = "bfloat16",
-    update: Annotated[str, typer.Option(help="step, deferred or backward.")] = "step",
+    update: Annotated[str, typer.Option(help=f"{', '.join(UPDATES)}.")] = "step",
+    accumulate: Annotated[int, typer.Option(min=1, help="Forwards and backwards of a step, each of a part of it.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that share the model by fully_shard, of all nodes.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines, with equally many ranks.")] = 1,
+    network: Annotated[
+        str | None, typer.Option(help="Bytes a second of a rank to others: 50GB/s. Default: it takes no time.")
+    ] = None,
+    endurance: Annotated[str | None, typer.Option(help="What a drive is rated to be written in all: 600TB.")] = None,
+    at_most: Annotated[
+        str | None, typer.Option(help="Also find the largest model, of more or fewer layers, for such a step: 60s.")
+    ] = None,
+    table: Annotated[bool, typer.Option(help="Compare codecs, times of updates, placements and passes.")] = True,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the step and the tiers: FILE.svg, .png or .html (needs matplotlib).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures only.")] = False,
 ) -> None:
     """Predict placement, bytes and seconds of a training step for a machine, and what would make it faster."""
+    began_s = time.monotonic()
     console = Console(stderr=as_json)
     with reported(console):
-        read, write = parse_bytes(drive_read, "--drive-read"), parse_bytes(drive_write, "--drive-write")
-        machine = Machine(parse_bytes(host, "--host"), DriveRates(read, write, read + write), flops, updates, tokens)
-        for name, given in (("--flops", flops), ("--updates", updates)):
-            if given is not None and not given > 0:
-                raise ConfigError(f"{name} {given} must be more than 0")
-        if optimizer not in OPTIMIZERS:
-            raise ConfigError(f"--optimizer {optimizer} is not known: use one of {', '.join(OPTIMIZERS)}")
-        if dtype not in ("bfloat16", "float16", "float32"):
-            raise ConfigError(f"--dtype {dtype} is not known: use bfloat16, float16 or float32")
-        with console.status("planning"):
-            model = make_model(config, getattr(torch, dtype))
-            made = OPTIMIZERS[optimizer](model.parameters())
-            text, figures = predict(Prediction(model, made, update), machine)
-    print(json.dumps(figures, indent=2) if as_json else text)
-
-
-def make_model(source: str, dtype: torch.dtype) -> nn.Module:
-    """Return a model on the meta device.
-
-    Args:
-        source: a Hugging Face config.json, its directory, or package.module:function.
-
-    Raises:
-        ConfigError: there is none, or it cannot be made.
-    """
-    module, colon, function = source.partition(":")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = _call(module, function) if colon else _from_config(Path(source))
-    except ConfigError:
-        raise
-    except Exception as error:  # of the user's code, or of transformers
-        raise ConfigError(f"no model can be made from {source}: {type(error).__name__}: {error}") from error
-    finally:
-        torch.set_default_dtype(before)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{source} returned a {type(model).__name__}: it must return a torch.nn.Module")
-    return model.to(dtype)
-
-
-def _call(module: str, function: str) -> Any:
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # the current directory, as with python -m: a command has its own directory there
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{module}:{function} cannot be imported: {error}") from error
-    return found()
-
-
-def _from_config(path: Path) -> nn.Module:
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist: give a Hugging Face config.json, or package.module:function")
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError("a Hugging Face configuration needs transformers: pip install transformers") from error
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
-    return model
-
-
-class Prediction:
-    """Predicts a step of one model and optimizer on several machines.
-
-    Args:
-        model: on the meta device.
-        optimizer: of its parameters.
-        update: see `manager.offload`.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, update: str) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._update = update
-        self._compute: ComputeTimes | None = None
-
-    def plan(self, host_bytes: int) -> Plan:
-        """Return the plan. Raises BudgetError if the model does not fit this host memory."""
-        masters = None if next(self._model.parameters()).dtype == torch.float32 else torch.float32
-        with tempfile.TemporaryDirectory() as directory, SwapManager(directory, host_memory=host_bytes) as manager:
-            return manager.plan(self._model, self._optimizer, update=self._update, master_weights=masters)
-
-    def step(self, machine: Machine) -> tuple[Plan, StepStats]:
-        """Return the plan and the predicted step."""
-        plan = self.plan(machine.host_bytes)
-        if self._compute is None:  # it is the same for all machines
-            updates = None if machine.updates is None else 1 / machine.updates
-            self._compute = find_compute(
-                self._model, plan.inventory, self._optimizer, machine.tokens, machine.flops, updates
+        _check(optimizer, dtype, codec, update, tokens, accumulate, ranks, nodes, flops, updates)
+        if device is None and link is not None:
+            raise ConfigError("--link is to an accelerator: give --device, its memory, as 24GiB")
+        if device is not None and flops is None:
+            raise ConfigError(
+                "--device is not this processor: give --flops, its floating-point operations a second, as 1e14"
             )
-        return plan, plan.simulate(machine.drive, self._compute)
+        if ranks == 1 and network is not None:
+            raise ConfigError("--network is between ranks: give --ranks")
+        drives = parse_drives(nvme)
+        machine = Machine(
+            parse_size(host, "--host"), joined(drives), len(drives), flops, updates,
+            None if device is None else parse_size(device, "--device"),
+            math.inf if link is None else parse_rate(link, "--link"),
+            math.inf if network is None else parse_rate(network, "--network"), ranks, nodes,
+        )  # fmt: skip
+        wishes = Wishes(
+            None if at_most is None else parse_seconds(at_most, "--at-most"),
+            None if endurance is None else parse_size(endurance, "--endurance"),
+        )
+        if picture is not None:
+            check_picture(picture)
+        with console.status("planning"):
+            forecaster = Forecaster(make_model(config, getattr(torch, dtype)), tokens)
+            setting = Setting(optimizer, codec, update, passes=accumulate)
+            found = forecaster.forecast(machine, setting)
+            figures = figures_of(forecaster, machine, setting, found, wishes)
+            upgrades = find_upgrades(forecaster, machine, setting)
+            rows = find_table(forecaster, machine, setting) if table else []
+            if picture is not None:
+                draw(picture, machine, setting, found)
+        figures |= {"upgrades": as_dicts(upgrades), "table": as_dicts(rows), "planned_in_s": time.monotonic() - began_s}
+    if as_json:
+        print(json.dumps(figures, indent=2))
+    else:
+        print(describe(found, machine, figures))
+        _print_tables(upgrades, rows)
 
 
-def upgrades_of(machine: Machine) -> dict[str, Machine]:
-    """Return machines that are better in one respect, by what is better."""
-    drive = machine.drive
-    return {
-        "twice the host memory": replace(machine, host_bytes=2 * machine.host_bytes),
-        "a drive twice as fast": replace(machine, drive=DriveRates(2 * drive.read, 2 * drive.write, 2 * drive.both)),
+def _check(
+    optimizer: str,
+    dtype: str,
+    codec: str,
+    update: str,
+    tokens: int,
+    accumulate: int,
+    ranks: int,
+    nodes: int,
+    flops: float | None,
+    updates: float | None,
+) -> None:
+    """Raise ConfigError for options that are not known, or contradict each other."""
+    known: dict[str, tuple[str, Any]] = {
+        "--optimizer": (optimizer, OPTIMIZERS),
+        "--dtype": (dtype, DTYPES),
+        "--codec": (codec, PRESETS),
+        "--update": (update, UPDATES),
     }
+    for option, (given, choices) in known.items():
+        if given not in choices:
+            raise ConfigError(f"{option} {given} is not known: use one of {', '.join(choices)}")
+    for option, rate in (("--flops", flops), ("--updates", updates)):
+        if rate is not None and not 0 < rate < math.inf:
+            raise ConfigError(f"{option} {rate} must be more than 0, and a number")
+    if ranks % nodes:
+        raise ConfigError(f"--ranks {ranks} are of all nodes together: give a multiple of --nodes {nodes}")
+    if tokens < accumulate * ranks:
+        raise ConfigError(
+            f"--tokens {tokens} are of a whole step: --accumulate {accumulate} passes on --ranks {ranks} need at least "
+            f"{accumulate * ranks}"
+        )
 
 
-def predict(prediction: Prediction, machine: Machine) -> tuple[str, dict[str, Any]]:
-    """Return a prediction for people, and its figures."""
-    plan, step = prediction.step(machine)
-    written_a_day = plan.traffic.total_written_bytes / step.wall_s * DAY_S
-    tokens_a_day = machine.tokens / step.wall_s * DAY_S
-    upgrades = {name: prediction.step(better)[1].wall_s for name, better in upgrades_of(machine).items()}
-    figures = {
-        "places": plan.places,
+def figures_of(
+    forecaster: Forecaster, machine: Machine, setting: Setting, found: Forecast, wishes: Wishes
+) -> dict[str, Any]:
+    """Return the figures of a forecast. Bytes are of a node, or of each drive where they are named so."""
+    step, here = found.step, machine.of_node
+    written_bytes = found.written_bytes * here
+    daily_bytes = written_bytes / step.wall_s * DAY_S / machine.drives
+    figures: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in forecaster.model.parameters()),
+        "places": found.plan.places,
         "step_s": step.wall_s,
         "phases": {name: asdict(phase) for name, phase in step.phases.items()},
-        "tokens_a_day": tokens_a_day,
-        "read_bytes": step.read_bytes,
-        "written_bytes": step.written_bytes,
-        "written_bytes_a_day": written_a_day,
-        "space_bytes": plan.space_bytes,
-        "upgrades_step_s": upgrades,
+        "tokens_a_day": forecaster.tokens / step.wall_s * DAY_S,
+        "read_bytes": found.read_bytes * here,
+        "written_bytes": written_bytes,
+        "page_bytes": found.plan.budget.page_bytes,
+        "bytes_are_exact": found.exact,
+        "space_bytes": found.plan.space_bytes * here,
+        "written_bytes_a_day_a_drive": daily_bytes,
+        "memory_bytes": found.memory_bytes * here,
+        "smallest_host_bytes": smallest_budget(forecaster, machine, setting),
+        "assumed": assumptions(machine),
     }
+    if wishes.endurance_bytes is not None:
+        figures["days_to_endurance"] = wishes.endurance_bytes / daily_bytes if daily_bytes else None
+    if wishes.at_most_s is not None:
+        figures["largest"] = largest_model(forecaster, machine, setting, wishes.at_most_s)
+    return figures
+
+
+def assumptions(machine: Machine) -> list[str]:
+    """Return in words what a forecast takes for granted."""
+    said = ["activations are outside of the memory", "attention, norms and the loss take no time"]
+    if machine.ranks > 1:
+        said.append(f"{machine.of_node} ranks of a node share its memory, drives and updates alike; shards are fp32")
+        if math.isinf(machine.network):
+            said.append("the network takes no time (give --network)")
+    if machine.device_bytes is not None:
+        said.append("updates run on the CPU")
+        if math.isinf(machine.link):
+            said.append("copies to the accelerator take no time (give --link)")
+    return said
+
+
+def describe(found: Forecast, machine: Machine, figures: dict[str, Any]) -> str:
+    """Return a forecast as people read it."""
+    node = " of a node" if machine.nodes > 1 else ""
+    where = {family: figures["places"][family] for family in ("param", "state", "grad")}
+    exact = "" if figures["bytes_are_exact"] else " (about: simulated with larger pages)"
     lines = [
-        *(str(plan), "", str(step), ""),
-        f"tokens: {tokens_a_day:,.0f} a day; {format_bytes(written_a_day)} written a day",
-        *(f"with {name}: {seconds:.2f} s a step" for name, seconds in upgrades.items()),
+        ("parameters", f"{figures['parameters']:,} on {where['param']}"),
+        ("optimizer state", f"on {where['state']}"),
+        ("gradients", f"on {where['grad']}"),
+        (
+            "host memory",
+            f"{format_bytes(figures['memory_bytes'])}{node}; {_smallest(figures)} is the smallest that works",
+        ),
+        ("drive space", f"{format_bytes(figures['space_bytes'])}{node}"),
+        ("a step", f"{figures['step_s']:.2f} s: {_phases(found)}"),
+        ("tokens", f"{figures['tokens_a_day']:,.0f} a day"),
+        ("a step reads", f"{format_bytes(figures['read_bytes'])}{node}{exact}"),
+        ("a step writes", f"{format_bytes(figures['written_bytes'])}{node}{exact}"),
+        ("wear", f"{figures['written_bytes_a_day_a_drive'] / 1e12:.2f} TB a day written to each drive{_days(figures)}"),
+        *([("largest model", _largest(figures["largest"]))] if "largest" in figures else []),
+        ("assumed", "; ".join(figures["assumed"])),
+        ("planned in", f"{figures['planned_in_s']:.1f} s"),
     ]
-    return "\n".join(lines), figures
+    return "\n".join(f"{name:<18}{text}" for name, text in lines)
+
+
+def _phases(found: Forecast) -> str:
+    phases = {name: phase for name, phase in found.step.phases.items() if phase.wall_s}
+    waits_s = found.step.total.wait_s
+    parts = ", ".join(f"{name} {phase.wall_s:.2f}" for name, phase in phases.items())
+    return f"{parts}; {waits_s:.2f} s of it waits for the drive"
+
+
+def _smallest(figures: dict[str, Any]) -> str:
+    return f"{format_bytes(figures['smallest_host_bytes'])} ({figures['smallest_host_bytes']} bytes)"
+
+
+def _days(figures: dict[str, Any]) -> str:
+    if "days_to_endurance" not in figures:
+        return ""
+    days = figures["days_to_endurance"]
+    return "; it never wears out" if days is None else f"; its endurance lasts {days:,.0f} days"
+
+
+def _largest(found: dict[str, Any]) -> str:
+    return f"{found['parameters']:,} parameters in {found['layers']} layers, {found['step_s']:.2f} s a step"
+
+
+def _print_tables(upgrades: list[Upgrade], rows: list[Row]) -> None:
+    console = Console()
+    better = Table("next upgrade", "s a step", "s saved", "s saved a GiB", title="What would be faster")
+    for one in upgrades:
+        a_gib = "" if one.saved_s_a_gib is None else f"{one.saved_s_a_gib:.3f}"
+        better.add_row(one.what, f"{one.step_s:.2f}", f"{one.saved_s:.2f}", a_gib)
+    console.print(better)
+    if rows:
+        settings = Table("codec", "update", "on NVMe", "passes", "s a step", "memory", "written a step")
+        settings.title = "Settings that no other beats in all three"
+        for row in rows:
+            costs = f"{row.step_s:.2f}", format_bytes(row.memory_bytes), format_bytes(row.written_bytes)
+            settings.add_row(row.codec, row.update, row.on_nvme, str(row.passes), *costs)
+        console.print(settings)
+        console.print("memory: of a node, with the inputs of matrices that autograd keeps on a CPU")

@@ -111,12 +111,6 @@ class Uploads:
         if event is not None:
             self._in_flight.append((event, copy.access))
 
-    def fill(self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Queue all copies of `storage`, from memory that the caller leaves unchanged until they are over."""
-        storage.fill(pieces, self._stream)
-        storage.all_is_queued()
-        self._counters.uploaded_bytes += sum(source.numel() for _, source in pieces)
-
     @property
     def is_full(self) -> bool:
         """Whether `send` would wait for an earlier copy."""
@@ -160,7 +154,7 @@ class Downloads:
     """Owns the download stream and its copies in flight, which keep at most `most_bytes` of the device's memory."""
 
     def __init__(self, device: Device, counters: Counters, most_bytes: int = MAX_DOWNLOAD_BYTES) -> None:
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._device = device
         self._counters = counters
         self._stream = device.new_stream()
@@ -173,8 +167,10 @@ class Downloads:
         arrived: Callable[[], None] = lambda: None,
         lost: Callable[[BaseException], None] = lambda error: None,
         is_held: bool = True,
-    ) -> None:
+    ) -> torch.Event:
         """Queue copies, behind everything that is queued on the current stream by now. It waits for older ones first if need be.
+
+        Returns the event after which they are over.
 
         Args:
             arrived: called once they are over, by the next call here that notices.
@@ -188,7 +184,7 @@ class Downloads:
         held_bytes = nbytes if is_held else 0
         try:
             self.collect()
-            while self._in_flight and self._bytes + held_bytes > self._most_bytes:
+            while self._in_flight and self._bytes + held_bytes > self.most_bytes:
                 self.wait_for_oldest()
             self._device.let_wait(self._stream, self._device.record(self._device.current_stream()))
             with torch.inference_mode(False), torch.no_grad():
@@ -203,6 +199,7 @@ class Downloads:
         self._in_flight.append(_Copy(event, tuple(source for _, source in pieces), held_bytes, arrived, lost))
         self._bytes += held_bytes
         self._counters.downloaded_bytes += nbytes
+        return event
 
     def collect(self) -> None:
         """Call `arrived` of the copies that are over."""

@@ -6,7 +6,9 @@ errors, as of a lost device, become `DeviceError`. Tests put a module in front o
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ class Device:
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device) if module is None else module
+        self._borders: tuple[int, ...] = ()  # addresses where registered memory begins or ends, sorted
 
     def __str__(self) -> str:
         return str(self.device)
@@ -92,9 +95,27 @@ class Device:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Queue a copy on `stream`. Both must stay until an event that is recorded after it."""
+        """Queue a copy on `stream`. Both must stay until an event that is recorded after it.
+
+        Args:
+            target, source: uint8 of the same shape (nbytes,), one of them in host memory. [Note: slabs], io/registered.py
+        """
+        cuts = {*self._cuts(target), *self._cuts(source)}
+        if not cuts:
+            self._copy(target, source, stream)
+            return
+        for begin, end in pairwise(sorted({0, source.nbytes, *cuts})):
+            self._copy(target[begin:end], source[begin:end], stream)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         with self.named(f"a copy of {source.nbytes} bytes"), self.on(stream):
             target.copy_(source, non_blocking=True)
+
+    def _cuts(self, memory: torch.Tensor) -> list[int]:
+        """Return the offsets in `memory`, but for 0, where memory that is registered begins or ends."""
+        borders, begin = self._borders, memory.data_ptr()
+        inner = borders[bisect_right(borders, begin) : bisect_left(borders, begin + memory.nbytes)]
+        return [border - begin for border in inner]
 
     def free_bytes(self) -> int:
         """Return what could still be allocated: free memory, and what torch's allocator caches."""
@@ -125,11 +146,15 @@ class Device:
         return self.device.type == "cuda"  # ROCm too; torch has no such call for others
 
     def register(self, address: int, nbytes: int) -> str:
-        """Register host memory. Returns "", or why it is not. For `swapper.io.registered.Registration` and its threads."""
+        """Register host memory. Returns "", or why it is not. For `swapper.io.registered.Registration` and its thread."""
         return CudaRegistrar(self.device, self._module).register(address, nbytes)
 
     def unregister(self, address: int) -> None:
         CudaRegistrar(self.device, self._module).unregister(address)
+
+    def expect(self, address: int, nbytes: int) -> None:
+        """Cut copies where memory that will be registered begins and ends. They stay cut there: that is never wrong."""
+        self._borders = tuple(sorted({*self._borders, address, address + nbytes}))
 
     def named(self, what: str) -> AbstractContextManager[None]:
         """Return a context that turns what the device raises into a DeviceError that names `what`."""

@@ -158,10 +158,18 @@ class DeviceStorage:
         for user in {*self._users, self._stream} - {current}:
             self._device.let_wait(current, self._device.record(user))
 
-    def invalidate(self) -> None:
-        """Declare the content outdated: it can be filled again where it is. No copy may be in flight."""
-        self._follow_users()
-        self.room_since = self._device.record(self._stream)
+    def invalidate(self, last_use: torch.Event | None = None) -> None:
+        """Declare the content outdated: it can be filled again where it is. No copy may be in flight.
+
+        Args:
+            last_use: after it nothing uses the content. Default: after all that is queued by now on streams that have used it.
+        """
+        if last_use is None:
+            self._follow_users()
+            last_use = self._device.record(self._stream)
+        self._users.clear()
+        self._ready.clear()
+        self.room_since = last_use
         self.filled_at = self._filler = None
 
     def free(self) -> None:

@@ -16,15 +16,13 @@ from swapper.device.device import Device
 from swapper.errors import InvariantError
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.extents import Extents
-from swapper.io.registered import SLAB_BYTES, Registration, slabs
+from swapper.io.registered import Registration, slabs
 from swapper.paging.host_memory import Pool
 from swapper.paging.section import Page
 from swapper.runtime.interrupts import SteadyLock
 
 HEAD_BYTES = 32 << 20
 """Populated before the first piece is given; threads populate the rest."""
-STAGING_BYTES = 4 << 20
-"""Buffer for gradients that are copied to host memory and added to others there."""
 
 
 class HostSide:
@@ -40,22 +38,14 @@ class HostSide:
         self._pool = pool
         self._memory = torch.frombuffer(arena.view(0, arena.nbytes), dtype=torch.uint8)
         self._registrations: list[Registration] = []
-        self._staging: list[_C.Arena] = []
         self.add(arena, frames_offset)
         frames = slabs(frames_offset, pool.frame_bytes * pool.frame_count, pool.frame_bytes)
         self._registrations.append(Registration(device, arena, frames))
 
-    def new_staging(self) -> torch.Tensor:
-        """Return another registered buffer: uint8 of shape (STAGING_BYTES,)."""
-        arena = _C.Arena(STAGING_BYTES)
-        self._staging.append(arena)
-        self.add(arena, STAGING_BYTES)
-        return torch.frombuffer(arena.view(0, STAGING_BYTES), dtype=torch.uint8)
-
     def add(self, arena: _C.Arena, nbytes: int) -> None:
-        """Register the first `nbytes` bytes of an arena as one range: one copy may cover several tensors there."""
+        """Register the first `nbytes` bytes of an arena."""
         if nbytes:
-            self._registrations.append(Registration(self._device, arena, [(0, nbytes)]))
+            self._registrations.append(Registration(self._device, arena, slabs(0, nbytes, SECTOR_BYTES)))
 
     def of(self, page: Page) -> torch.Tensor:
         """Return the memory of a leased page, or of a resident section as a whole: uint8 of shape (page.nbytes,)."""
@@ -71,6 +61,11 @@ class HostSide:
         said = [registration.describe() for registration in self._registrations]
         return next((reason for reason in said if reason != "registered"), "registered")
 
+    @property
+    def registered_bytes(self) -> int:
+        """How much the device knows by now."""
+        return sum(registration.registered_bytes for registration in self._registrations)
+
     def wait(self) -> None:
         """Wait until all of it is registered, or was refused."""
         for registration in self._registrations:
@@ -82,9 +77,6 @@ class HostSide:
             registration.close()
         self._registrations.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
-        for arena in self._staging:
-            arena.close()
-        self._staging.clear()
 
 
 class LockedMemory:
@@ -124,16 +116,6 @@ class LockedMemory:
         finalizer = weakref.finalize(piece, _give_back, self._given_back, offset, nbytes, self._arena)
         finalizer.atexit = False
         return torch.frombuffer(piece, dtype=torch.uint8)
-
-    def runs(self, memory: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Split `memory` into runs that one call can copy: (begin in bytes, run) of each. [Note: slabs], io/registered.py"""
-        begin = memory.data_ptr() - self._arena.address
-        if not 0 <= begin < self.nbytes:
-            return [(0, memory)]
-        borders = range(round_up(begin + 1, SLAB_BYTES) - begin, memory.numel(), SLAB_BYTES)
-        starts = [0, *borders]
-        ends = [*borders, memory.numel()]
-        return [(start, memory[start:end]) for start, end in zip(starts, ends, strict=True)]
 
     @property
     def used_bytes(self) -> int:

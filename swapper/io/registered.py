@@ -1,11 +1,16 @@
 """Registers host memory with CUDA, so that a copy between it and a device is a single transfer by the device.
 
 CUDA copies memory that only the kernel has locked once more, into its own locked memory, at a fraction of the speed.
-Memory is registered once and for long, never for a transfer: an arena in slabs, by threads, behind those that populate
+Memory is registered once and for long, never for a transfer: an arena in slabs, by a thread, behind those that populate
 it. So nobody waits for it, and memory that is not registered yet is copied all the same, more slowly.
 
-[Note: slabs] CUDA refuses a copy across the border of two registrations. So a slab is of whole units (frames, slots),
-and copies of runs without units are cut there.
+[Note: slabs] Some kernels refuse to lock more than 2 GiB in one call (Linux 6.11 to 6.13), some drivers 512 GiB, and a
+call takes some 0.1 s a GiB under the driver's locks. So no call is for more than a slab, except for a unit that is larger.
+CUDA refuses a copy across the border of two registrations: a slab is of whole units (frames, slots), and a copy of several
+units is cut there (`Device.copy`).
+
+[Note: one at a time] While the driver locks memory, the program's calls of the device wait. So one slab is registered at
+a time in the whole process, and as long as it took the driver is left alone.
 
 [Note: own threads] CUDA keeps the error of a refused registration for the next call of the same thread. So these
 threads make no other call of the device. When Python exits, such threads no longer run; starting one or joining one
@@ -18,8 +23,9 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +35,7 @@ from swapper.errors import IoError
 logger = logging.getLogger("swapper.io")
 
 SLAB_BYTES = 256 << 20  # a choice
-THREADS = 2  # a choice
+_driver = threading.Lock()  # see [Note: one at a time]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
@@ -43,6 +49,9 @@ class Registrar(Protocol):
         """Return "", or the reason of a refusal."""
 
     def unregister(self, address: int) -> None: ...
+    def expect(self, address: int, nbytes: int) -> None:
+        """Be told of memory that will be registered, before any of an arena is."""
+
     def synchronize(self) -> None:
         """Wait until all copies are done."""
 
@@ -83,6 +92,9 @@ class CudaRegistrar:
         if status != 0:
             logger.warning("CUDA does not end the registration of host memory: error %d", status)
 
+    def expect(self, address: int, nbytes: int) -> None:
+        """Copies of its users are of whole units."""
+
     def synchronize(self) -> None:
         self._module.synchronize(self._device)
 
@@ -111,54 +123,67 @@ class Registration:
         )  # for an owner that nobody closes
         finalizer.atexit = False
         self._lock = threading.Lock()
+        self._registered_bytes = 0
         self._reason = "" if registrar.can_register else f"torch cannot register memory with {registrar}"
-        self._is_closing = False
-        self._left = iter(parts)
-        count = min(THREADS, len(parts)) if registrar.can_register else 0
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._closing = threading.Event()
+        self._awaited = threading.Event()
+        self._thread: threading.Thread | None = None
+        for offset, nbytes in parts:
+            registrar.expect(memory.address + offset, nbytes)
+        if registrar.can_register and parts:
+            self._thread = threading.Thread(target=self._work, args=(list(parts),), daemon=True)
+            self._thread.start()
 
     def describe(self) -> str:
         """Return "registered", or the reason why some of it is not."""
         with self._lock:
             return self._reason or "registered"
 
+    @property
+    def registered_bytes(self) -> int:
+        """How much of it is registered by now."""
+        with self._lock:
+            return self._registered_bytes
+
     def wait(self) -> None:
-        """Wait until all of it is registered or refused."""
+        """Wait until all of it is registered or refused. The rest is registered without pauses."""
         if sys.is_finalizing():  # see [Note: own threads]
             return
-        for thread in self._threads:
-            thread.join()
+        self._awaited.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def close(self) -> None:
         """Unregister the memory. Requires that no copy is in flight."""
-        self._is_closing = True
+        self._closing.set()
         self.wait()
         _unregister(self._registrar, self._addresses)
 
-    def _work(self) -> None:
-        for offset, nbytes in self._next():
-            try:
-                self._memory.wait_populated(offset + nbytes)
-                reason = self._registrar.register(self._memory.address + offset, nbytes)
-            except (IoError, RuntimeError) as error:
-                reason = str(error)
+    def _work(self, parts: Sequence[tuple[int, int]]) -> None:
+        for offset, nbytes in parts:
+            if self._closing.is_set():
+                return
+            reason, seconds = self._register(offset, nbytes)
             with self._lock:
                 if not reason:
                     self._addresses.append(self._memory.address + offset)
-                    continue
-                if not self._reason:
-                    logger.warning("%s; copies to and from devices will be slow", reason)
-                self._reason = self._reason or reason
+                    self._registered_bytes += nbytes
+                else:
+                    if not self._reason:
+                        logger.warning("%s; copies to and from devices will be slow", reason)
+                    self._reason = self._reason or reason
+            self._awaited.wait(seconds)  # see [Note: one at a time]
 
-    def _next(self) -> Iterator[tuple[int, int]]:
-        while not self._is_closing:
-            with self._lock:
-                part = next(self._left, None)
-            if part is None:
-                return
-            yield part
+    def _register(self, offset: int, nbytes: int) -> tuple[str, float]:
+        """Return "", or the reason of a refusal; and how long the driver took."""
+        try:
+            self._memory.wait_populated(offset + nbytes)
+            with _driver:
+                began_s = time.monotonic()
+                reason = self._registrar.register(self._memory.address + offset, nbytes)
+                return reason, time.monotonic() - began_s
+        except (IoError, RuntimeError) as error:
+            return str(error), 0.0
 
 
 def _forget(registrar: Registrar, addresses: list[int], memory: Memory) -> None:

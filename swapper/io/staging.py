@@ -6,6 +6,7 @@ are transferred. Memory does not grow with the tensor. The ring is allocated at 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import deque
@@ -225,6 +226,12 @@ def event_of(tensor: torch.Tensor) -> Any:
         return torch.cuda.current_stream(tensor.device).record_event()
 
 
+@functools.cache
+def _stream_of(device: torch.device) -> Any:
+    """Return the stream of all copies here: torch deals out 32 in turn, so more would soon be the program's own."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def _on_own_stream(tensor: torch.Tensor, ready: Any) -> Iterator[None]:
     """Copy a CUDA tensor on a stream other than the user's, and wait for it; do nothing for other tensors."""
@@ -232,7 +239,7 @@ def _on_own_stream(tensor: torch.Tensor, ready: Any) -> Iterator[None]:
         yield
         return
     with device_errors(tensor.device, "copying a tensor through host memory"):
-        stream: Any = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        stream = _stream_of(tensor.device)
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             yield

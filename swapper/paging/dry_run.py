@@ -138,7 +138,7 @@ class DryRun:
         sections: Sequence[Section],
         frame_count: int,
         tasks: Sequence[Task],
-        window_pages: int,
+        window_pages: int | None,
         lazy: bool,
         max_deferred_writes: int,
         slot_groups: Mapping[int, int],
@@ -165,6 +165,7 @@ class DryRun:
         self._pager = Pager(
             pages, pool, self.store, Schedule(cycle), self._counters,
             window_pages=window_pages, lazy=lazy, max_deferred_writes=max_deferred_writes,
+            finished=lambda: self._drive.finished,
         )  # fmt: skip
         self._victim_cache = DryRunVictimCache(slot_groups)
         self._pager.use_victim_cache(self._victim_cache)

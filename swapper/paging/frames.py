@@ -76,12 +76,22 @@ class Frames:
         resident_set: indices of pages that stay in memory. [Note: an even share], paging/planning/schedule.py
     """
 
-    def __init__(self, pages: Sequence[Page], pool: Pool, store: PageStore, lazy: bool, counters: Counters) -> None:
+    def __init__(
+        self,
+        pages: Sequence[Page],
+        pool: Pool,
+        store: PageStore,
+        lazy: bool,
+        counters: Counters,
+        finished: Callable[[], int] | None = None,
+    ) -> None:
         self._pages = pages
         self._pool = pool
         self._store = store
         self._lazy = lazy
         self._counters = counters
+        self._finished = finished
+        self._settled = -1  # of `finished`
         self.in_flight: dict[int, Page] = {}
         self.ahead: set[int] = set()
         self.unsaved: dict[int, IoError] = {}
@@ -339,6 +349,10 @@ class Frames:
 
     def settle(self) -> None:
         """Process every transfer that has finished: writes first, then the reads that waited for them."""
+        if self._finished is not None:
+            if self._finished() == self._settled:
+                return
+            self._settled = self._finished()
         finished = [p for p in self.in_flight.values() if p.ticket.done]  # type: ignore[union-attr]  # all have one
         if not finished:
             return

@@ -47,6 +47,7 @@ class Pager:
         lazy: write a changed page when its frame is needed, or at a flush, and not as soon as it is unleased.
         max_deferred_writes: how many pages may wait for their write in the victim cache. [Note: deferred writes], paging/frames.py
         writes_noted: returns a number that grows with each unannounced write, in any page.
+        finished: returns a number that grows with each transfer that finishes; None: not known.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Pager:
         lazy: bool = False,
         max_deferred_writes: int = 0,
         writes_noted: Callable[[], int] = _C.writes_noted,
+        finished: Callable[[], int] | None = None,
     ) -> None:
         self._pages = pages
         self._pool = pool
@@ -68,7 +70,7 @@ class Pager:
         self._schedule = schedule
         self.counters = counters
         self._lazy = lazy
-        self._frames = Frames(pages, pool, store, lazy, counters)
+        self._frames = Frames(pages, pool, store, lazy, counters, finished)
         self._write_back = WriteBack(pages, self._frames, schedule, pool.frame_count, lazy, max_deferred_writes)
         self._prefetcher = Prefetcher(pages, pool, self._frames, schedule, self._write_back, window_pages)
         self._lock = SteadyLock()

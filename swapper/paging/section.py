@@ -8,6 +8,7 @@ others; code that goes past it faults and reads the file (csrc/memory/fault.h).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -122,6 +123,9 @@ class Section:
         file_offset: of its payload in the container, in bytes.
         page_bytes: size of a page; None for a resident section.
         first_page: index of its first page.
+
+    Attributes:
+        page_count: number of its pages; 0 for a resident section.
     """
 
     def __init__(self, plan: SectionPlan, file_offset: int, page_bytes: int | None, first_page: int = 0) -> None:
@@ -129,8 +133,9 @@ class Section:
         self.file_offset = file_offset
         self.resident = page_bytes is None
         self.transient = plan.transient
-        pieces = [] if page_bytes is None else plan.pages(page_bytes)
-        self.pages = [Page(first_page + i, self, offset, nbytes) for i, (offset, nbytes) in enumerate(pieces)]
+        self.page_bytes = page_bytes
+        self.page_count = 0 if page_bytes is None else -(-plan.nbytes // page_bytes)
+        self._first_page = first_page
         self.piece = Page(
             -1, self, 0, plan.nbytes
         )  # the whole of a resident section: only its places in the store are used
@@ -138,6 +143,12 @@ class Section:
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
         self.view: View | None = None
+
+    @cached_property
+    def pages(self) -> list[Page]:
+        """The pages, made when they are first needed: a plan only counts most of those that it considers."""
+        pieces = [] if self.page_bytes is None else self.plan.pages(self.page_bytes)
+        return [Page(self._first_page + i, self, offset, nbytes) for i, (offset, nbytes) in enumerate(pieces)]
 
     def attach(self, memory: torch.Tensor, window: Window | None, view: View | None = None) -> None:
         """Give the section its memory, uint8 of shape (plan.nbytes,): of `window` if it is paged, else of `view` of an arena."""
@@ -179,10 +190,15 @@ class Section:
 
     def pages_of(self, begin: int, end: int) -> list[Page]:
         """Return the pages that bytes [begin, end) of the section touch."""
-        if not self.pages or begin >= end:
-            return []
-        page_bytes = self.pages[0].nbytes
-        return self.pages[begin // page_bytes : (end - 1) // page_bytes + 1]
+        found, first = self.indices_of(begin, end), self._first_page
+        return self.pages[found.start - first : found.stop - first] if found else []
+
+    def indices_of(self, begin: int, end: int) -> range:
+        """Return the indices of these pages."""
+        if self.page_bytes is None or begin >= end:
+            return range(0)
+        first = self._first_page
+        return range(first + begin // self.page_bytes, first + (end - 1) // self.page_bytes + 1)
 
 
 def pieces_of(section: Section) -> list[Page]:

@@ -95,6 +95,11 @@ class Watch:
                 return_free_memory()
 
 
+def kept_free_bytes(budget_bytes: int) -> int:
+    """Return how much free memory the heap may keep with this budget before it is checked."""
+    return min(max(budget_bytes // FREE_SHARE, MIN_CHECK_BYTES), MAX_CHECK_BYTES)
+
+
 def watch_free_memory(budget_bytes: int, buffer_bytes: int = 0) -> Watch:
     """Begin the watch of a run. The newest run counts: a process has one heap.
 
@@ -105,7 +110,7 @@ def watch_free_memory(budget_bytes: int, buffer_bytes: int = 0) -> Watch:
     watch = Watch()
     _Heap.buffer_bytes = buffer_bytes
     return_free_memory()
-    _Heap.check_bytes = min(max(budget_bytes // FREE_SHARE, MIN_CHECK_BYTES), MAX_CHECK_BYTES)
+    _Heap.check_bytes = kept_free_bytes(budget_bytes)
     _Heap.min_headroom_bytes = UNLIMITED
     _Heap.began_bytes = _Heap.peak_bytes = _used_bytes()
     _Heap.other_bytes = max(_anonymous_bytes() - _Heap.began_bytes, 0)

@@ -70,6 +70,8 @@ class StepStats:
         phases: by name, in the order of PHASES.
         pages_used, pages_missed, pages_awaited: see `Counters`.
         drive_s: how long the drive needs for these bytes at least, by what `swapper tune` measured; None if it was not tuned.
+        predicted: what `Plan.predict` said before, if it did.
+        savings: of a predicted step, the seconds that a better machine would save, by what is better.
     """
 
     step: int
@@ -78,6 +80,8 @@ class StepStats:
     pages_missed: int = 0
     pages_awaited: int = 0
     drive_s: float | None = None
+    predicted: StepStats | None = None
+    savings: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> PhaseStats:
@@ -112,6 +116,27 @@ class StepStats:
         return None if self.drive_s is None else max(self.drive_s, self.total.computing_s)
 
     @property
+    def bound(self) -> str:
+        """What most of the step's time goes to, in words: computing, or waiting for reads or for writes."""
+        total = self.total
+        parts = {
+            "computing": total.computing_s,
+            "the drive's reads": total.read_wait_s,
+            "the drive's writes": total.write_wait_s + total.frame_wait_s,
+        }
+        cause = max(parts, key=lambda part: parts[part])
+        return f"{cause}: {parts[cause]:.2f} of {self.wall_s:.2f} s"
+
+    @property
+    def help(self) -> str | None:
+        """What would help a predicted step most, in words; None if that is not known."""
+        if not self.savings:
+            return None
+        best = max(self.savings, key=lambda what: self.savings[what])
+        others = ", ".join(f"{what} {saved:.2f} s" for what, saved in self.savings.items() if what != best)
+        return f"{best} would save {self.savings[best]:.2f} s of a step ({others})"
+
+    @property
     def brief(self) -> str:
         """One line, for a progress bar."""
         total = self.total
@@ -124,8 +149,13 @@ class StepStats:
     def rows(self) -> list[tuple[str, ...]]:
         """The table, headings first: a row for each phase and one for all of them."""
         heading = ("phase", "time", "computing", "for reads", "for writes", "for frames", "read", "written")
-        rows = [(name, *_cells(phase)) for name, phase in self.phases.items()]
-        return [heading, *rows, ("step" if self.step == 0 else f"step {self.step}", *_cells(self.total))]
+        rows: list[tuple[str, ...]] = [heading]
+        predicted = {} if self.predicted is None else self.predicted.phases
+        for name, phase in self.phases.items():
+            rows.append((name, *_cells(phase)))
+            rows += [("  predicted", *_cells(predicted[name]))] if name in predicted else []
+        rows.append(("step" if self.step == 0 else f"step {self.step}", *_cells(self.total)))
+        return rows + ([] if self.predicted is None else [("  predicted", *_cells(self.predicted.total))])
 
     def notes(self) -> list[str]:
         """What belongs below the table: bytes by kind, prefetch, the drive."""
@@ -144,6 +174,9 @@ class StepStats:
             lines.append(
                 f"drive: {self.drive_s:.3f} s for these bytes at least; the step took {ratio:.3f} of the limit"
             )
+        lines.append(f"bound by {self.bound}")
+        if (advice := (self.predicted or self).help) is not None:
+            lines.append(f"predicted: {advice}")
         return lines
 
     def __str__(self) -> str:
@@ -181,13 +214,14 @@ class StepClock:
         self.last: StepStats | None = None
         self.start(None)
 
-    def start(self, drive_seconds: Callable[[int, int], float] | None) -> None:
+    def start(self, drive_seconds: Callable[[int, int], float] | None, predicted: StepStats | None = None) -> None:
         """Begin the run, in the phase "between".
 
         Args:
             drive_seconds: the least time, in seconds, in which the drive reads and writes that many bytes; None: not known.
+            predicted: a step, to be shown beside those that come.
         """
-        self._drive_seconds = drive_seconds
+        self._drive_seconds, self._predicted = drive_seconds, predicted
         self._phase, self._before = "between", self._tally()
         self._begin_step()
 
@@ -250,7 +284,7 @@ class StepClock:
         if self._drive_seconds is not None:
             drive_s = self._drive_seconds(sum(total.read_bytes.values()), sum(total.written_bytes.values()))
         used, missed, awaited = (after - before for after, before in zip(self._page_counts(), self._pages, strict=True))
-        return StepStats(step, phases, used, missed, awaited, drive_s)
+        return StepStats(step, phases, used, missed, awaited, drive_s, self._predicted)
 
 
 def _phase_stats(spent: list[float]) -> PhaseStats:

@@ -121,6 +121,7 @@ class OffloadedModel:
         self._rollback = StepRollback(optimizers, self.optimizer_state, sections, current.undo_update)
         self._begin_step = current.begin_step
         self._lose_ranks = current.lose_ranks
+        self._ranks = current.directory.ranks
         self.updates = self._make_updates(session_guard)
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
@@ -138,8 +139,9 @@ class OffloadedModel:
             return DeferredStep(self._sweep, self.groups, self._undo_update, self._may_defer)
         if self._update == "backward":
             return StepInBackward(
-                self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived
-            )
+                self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived,
+                isinstance(self.model, Shards),
+            )  # fmt: skip
         return Updates(self._sweep)
 
     def adopt(self, content: SectionSource | None) -> None:
@@ -170,7 +172,12 @@ class OffloadedModel:
 
     def _warn_of_strides(self) -> None:
         """Log a warning for parameters that are not contiguous: in their sections all are."""
-        strided = [name for group in self._inventory.groups for name, p in group.parameters if not p.is_contiguous()]
+        strided = [
+            name
+            for group in self._inventory.groups
+            for name, p in group.parameters
+            if not p.is_contiguous() and p.untyped_storage().nbytes() > p.element_size()  # else detached by a relayout
+        ]
         if strided:
             log.warning(
                 "offload: %s%s not contiguous (channels_last, transposed, expanded), and will be: everything is as in plain torch "
@@ -224,11 +231,9 @@ class OffloadedModel:
 
     def initialize(self, values: Values) -> None:
         """Fill a model that was on the meta device with its initial values, group by group."""
-        for group in self.groups:
-            missing = values.missing(group.parameters)
-            if missing:
-                with self.gathering.gather(values.owners(missing), write=True):
-                    values.fill(missing)
+        for parameters, needed in values.batches(self._inventory.groups):
+            with self.gathering.gather(needed, write=True):
+                values.fill(parameters)
         values.finish()
         self._check_external()
 
@@ -349,14 +354,23 @@ class OffloadedModel:
 
     def _begin_early(self) -> bool:
         """Begin a step in backward, before its first update. Return False if all updates must wait for `optimizer.step()`."""
-        self.follow_groups()
-        more_to_train = any(parameter.requires_grad for parameter in self._membership.untrained)
-        if self.gathering.is_open or more_to_train or self._conditions.all_gradients_matter:
+        if not self._agree_to_begin(self._may_begin_early):
             return False
-        self._conditions.check_settings()
         self._begin_step()
         self._note_before()
         return True
+
+    def _may_begin_early(self) -> bool:
+        self.follow_groups()
+        more_to_train = any(parameter.requires_grad for parameter in self._membership.untrained)
+        if self.gathering.is_open or more_to_train or self._conditions.all_gradients_matter or not self._may_defer():
+            return False
+        self._conditions.check_settings()
+        return True
+
+    def _agree_to_begin(self, may: Callable[[], bool]) -> bool:
+        """Return True if `may` does, on all ranks of a sharded model: those that begin wait for each other."""
+        return all(self._ranks.settle("begin a step in backward", may, bool)[1]) if self._shard_hooks else may()
 
     @property
     def update_is_open(self) -> bool:
@@ -392,7 +406,7 @@ class OffloadedModel:
             self._has_warned = True
             log.warning(
                 "a tensor shows the memory of parameter %s (of to_local, or a state_dict that is kept): as long as there is one, "
-                "steps are done in optimizer.step(), and not deferred",
+                "steps are done whole in optimizer.step()",
                 shown,
             )  # fmt: skip
         return shown is None
@@ -456,7 +470,7 @@ class OffloadedModel:
     def close(self, keep_cold: bool) -> None:
         """Remove the hooks. Paged parameters stay cold if `keep_cold`."""
         if self._shard_hooks is not None:
-            self._shard_hooks.remove()
+            self._shard_hooks.remove(keep_cold)
         if self._preparation is not None:
             self._preparation.remove()
         if self._passes is not None:

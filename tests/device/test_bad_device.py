@@ -111,7 +111,7 @@ def test_an_error_of_the_device_that_stays_ends_a_handles_transfer_and_no_slot_i
         yield getattr(engine, kind)(file, offset, address, nbytes)
 
     monkeypatch.setattr(staging, "event_of", lambda tensor: "an event")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: LostStream(calls, after))
+    monkeypatch.setattr(staging, "_stream_of", lambda device: LostStream(calls, after))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     values = torch.arange(3 * SLOT_BYTES // 4, dtype=torch.int32)
     transfer = ring.begin(kind, values, 0, "x", move)
@@ -128,7 +128,7 @@ def test_a_transfer_that_the_device_fails_is_over_when_it_is_told_and_is_told_on
 ) -> None:
     calls: list[str] = []
     monkeypatch.setattr(staging, "event_of", lambda tensor: "an event")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: LostStream(calls, 0))
+    monkeypatch.setattr(staging, "_stream_of", lambda device: LostStream(calls, 0))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     matrices = [torch.zeros(1000, 2000).t() for _ in range(8)]
     with AioHandle() as handle:

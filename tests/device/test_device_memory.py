@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from infer.host_device import HostDevice, Registering
 
 from swapper import _C
+from swapper.device.device import Device
 from swapper.device.device_placement import place_on_device
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span, place_in_storage, spans_of_page
 from swapper.errors import BudgetError, IoError
 from swapper.infer.planning.infer_placement import Demand, place
 from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.handle import deepnvme
 from swapper.io.registered import SLAB_BYTES, CudaRegistrar, Registration, slabs
 from swapper.io.staging import SLOT_BYTES, SLOTS, Staging
 
@@ -272,6 +274,64 @@ def test_a_handles_slots_are_registered_once_and_forgotten_when_it_closes(tmp_pa
     staging.close()
     assert runtime.registered == {}
     assert (tmp_path / "x").read_bytes() == bytes(matrix.t().flatten().tolist())
+
+
+def test_a_locked_tensor_of_deepnvme_is_registered_as_a_whole_until_its_last_view_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Cuda()
+    monkeypatch.setattr(deepnvme, "registrar_in_use", lambda: CudaRegistrar(DEVICE, runtime))
+    tensor = deepnvme.new_locked_tensor(SLAB_BYTES // 4 + 1, torch.float32, must_lock=False)
+    view, address = tensor[5:], tensor.data_ptr()
+    assert runtime.registered == {address: SLAB_BYTES + 4}
+    deepnvme.free_locked_tensor(tensor)
+    del tensor
+    assert runtime.registered and view.sum() == 0
+    del view
+    assert runtime.registered == {}
+
+
+class Copying(Device):
+    """Notes the pieces of copies, as addresses of their ends on both sides."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"), Cuda())
+        self.pieces = []
+
+    def _copy(self, target, source, stream):
+        self.pieces.append(tuple((memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in (target, source)))
+        target.copy_(source)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 400)), max_size=4), st.integers(0, 99), st.integers(1, 200)
+)
+def test_no_copy_crosses_the_border_of_registered_memory(registered, begin, nbytes):
+    device, host, there = Copying(), torch.arange(800).to(torch.uint8), torch.zeros(200, dtype=torch.uint8)
+    for offset, size in registered:
+        device.expect(host.data_ptr() + offset, size)
+    borders = {host.data_ptr() + at for offset, size in registered for at in (offset, offset + size)}
+    device.copy(there[:nbytes], host[begin : begin + nbytes], None)  # up
+    assert torch.equal(there[:nbytes], host[begin : begin + nbytes])
+    ups = [source for _, source in device.pieces]
+    device.copy(host[begin : begin + nbytes], there[:nbytes], None)  # down
+    downs = [target for target, _ in device.pieces[len(ups) :]]
+    for pieces in (ups, downs):
+        assert not [border for border in borders for first, last in pieces if first < border < last]
+        assert len(pieces) == 1 + len(
+            {b for b in borders if host.data_ptr() + begin < b < host.data_ptr() + begin + nbytes}
+        )
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 3 * SLAB_BYTES - 4096])
+def test_memory_without_units_is_registered_in_slabs(nbytes):
+    device = Registering()
+    registration = Registration(device, Memory(), slabs(0, nbytes, 512))
+    registration.wait()
+    assert registration.registered_bytes == nbytes == sum(device.registered.values())
+    assert all(size <= SLAB_BYTES for size in device.registered.values())
+    assert len(device.threads) == 1
+    registration.close()
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 200), st.sampled_from([4096, 5 << 20, SLAB_BYTES, SLAB_BYTES + 4096]))

@@ -43,12 +43,29 @@ def test_a_rehearsal_gives_every_figure(tmp_path: Path, monkeypatch: pytest.Monk
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
     promised = [name for figures in FIGURES.values() for name in figures.names]
-    assert len(rows) == len(promised) == 37
+    assert len(rows) == len(promised) == 45
     assert all(any(row["figure"].startswith(name) for row in rows) for name in promised)
     if not torch.cuda.is_available():  # what cannot be measured is another matter there
         unmeasured = {row["figure"]: row["is_open"] for row in rows if not row["number"]}
         assert unmeasured == {"drive -> device, GdsHandle": True, "device -> drive, GdsHandle": True}
     assert list(tmp_path.iterdir()) == [], "something was left on the drive"
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_loses_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    from gpu import training
+    from gpu.bench import Bench
+
+    bad, good, *_ = training.TRAINING
+    monkeypatch.setattr(
+        training,
+        "TRAINING",
+        {bad: {**training.TRAINING[bad], "optimizer_state": "floppy"}, good: training.TRAINING[good]},
+    )
+    failed, *others = training.training(Bench(tmp_path, is_rehearsal=True))
+    assert (failed.figure, failed.status) == (bad, "FAILED") and "'floppy' is not known" in failed.reason
+    assert [row.figure for row in others] == [good, training.STREAMED] and all(row.number for row in others)
 
 
 @pytest.mark.slow

@@ -9,14 +9,17 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -60,8 +63,22 @@ def frozen(model: Model) -> None:
         parameter.requires_grad_(False)
 
 
+def base_frozen(model: Model) -> None:
+    """As for LoRA: large weights are frozen, small ones are trained. Some are padded on some ranks."""
+    tied(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.dim() == 1 and "up" not in name)
+
+
 def checkpointed(model: Model) -> None:
     model.checkpoints = True
+
+
+def unfreeze(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    more = list(model.blocks[1].parameters())
+    for parameter in more:
+        parameter.requires_grad_(True)
+    optimizer.add_param_group({"params": more, "lr": 5e-3})
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -88,6 +105,20 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients on NVMe": {"gradients": "nvme"},
     "gradients on NVMe, clipped and accumulated": {"gradients": "nvme", "clip": True, "passes": 2},
     "gradients on NVMe, zeroed": {"gradients": "nvme", "zeroed": True},
+    "external": {"init": "file", "change": base_frozen, "external": True},
+    "external, bf16 compute": {
+        "init": "file",
+        "change": base_frozen,
+        "external": True,
+        "policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    },
+    "unfrozen": {"change": frozen, "unfrozen_at": 2},
+    "unfrozen, gradients on NVMe": {"change": frozen, "unfrozen_at": 1, "gradients": "nvme"},
+    "unfrozen, parameters in host memory": {"change": frozen, "unfrozen_at": 1, "params": "host"},
+    "on meta, by a function": {"init": "function"},
+    "on meta, from a file": {"init": "file"},
+    "on meta, tied, by a function": {"init": "function", "change": tied},
+    "on meta, frozen, tied, from a file": {"init": "file", "change": lambda model: (tied(model), frozen(model))},
 }
 
 
@@ -97,10 +128,43 @@ def mesh_of(case: dict[str, Any]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-def make(case: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
+@torch.no_grad()
+def initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        module.reset_parameters()
+    if isinstance(module, Block):
+        module.scale.fill_(0.5)
+
+
+def make_whole(case: dict[str, Any]) -> Model:
     torch.manual_seed(0)
     model = Model()
     case.get("change", lambda model: None)(model)
+    if "init" in case:
+        torch.manual_seed(1)
+        for module in model.modules():
+            initialize(module)
+    return model
+
+
+def source_of_values(case: dict[str, Any], directory: Path) -> Any:
+    """Return `init=` of a model on meta, which gets the values of `make_whole`."""
+    if case.get("init") == "file":
+        if dist.get_rank() == 0:
+            values = dict(make_whole(case).named_parameters())
+            save_file({name: value.detach() for name, value in values.items()}, directory / "values.safetensors")
+        dist.barrier()
+        return directory / "values.safetensors"
+    return initialize if "init" in case else None
+
+
+def make(case: dict[str, Any], is_meta: bool = False) -> tuple[Model, torch.optim.Optimizer]:
+    if is_meta:
+        with torch.device("meta"):
+            model = Model()
+        case.get("change", lambda model: None)(model)
+    else:
+        model = make_whole(case)
     options: dict[str, Any] = {"reshard_after_forward": case.get("reshard", True)}
     if "policy" in case:
         options["mp_policy"] = case["policy"]
@@ -117,16 +181,23 @@ def loss_of(model: Any, batch: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def train(model: Any, optimizer: Any, case: dict[str, Any], scheduler: Any, step: int) -> torch.Tensor:
+def train(
+    model: Any, optimizer: Any, case: dict[str, Any], scheduler: Any, step: int, manager: Any = None
+) -> torch.Tensor:
+    """Train a step. `manager`: of the model, if it is swapped."""
     losses = []
     for number in range(passes := case.get("passes", 1)):
         if case.get("no_sync"):
             model.set_requires_gradient_sync(number == passes - 1)
-        loss = loss_of(model, 100 * step + number)
-        loss.backward()
+        with manager.accumulate() if manager is not None and number < passes - 1 else nullcontext():
+            loss = loss_of(model, 100 * step + number)
+            loss.backward()
         losses.append(loss.detach())
     if case.get("clip"):
         losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor())
+    if manager is not None:
+        updates = manager.current.run.model.updates
+        assert updates.has_begun_early == (updates.follows_backward and (step > 0 or not case.get("waits")))
     optimizer.step()
     optimizer.zero_grad(set_to_none=not case.get("zeroed"))
     if scheduler is not None:
@@ -149,21 +220,31 @@ def dist_objects(own: Any) -> list[Any]:
 def run(directory: Path, name: str, update: str) -> None:
     case = CASES[name]
     plain, plain_optimizer = make(case)
-    swapped, optimizer = make(case)
+    swapped, optimizer = make(case, is_meta="init" in case)
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
     placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
     placement["gradients"] = case.get("gradients", "auto")
+    values = source_of_values(case, directory.parent)
+    if "external" in case:
+        placement["external"] = swapper.ExternalWeights(path=values)
+    planned = make({}) if "unfrozen_at" in case else (swapped, optimizer)
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
-            manager.plan(swapped, optimizer, **placement)
+            manager.plan(*planned, **placement)
         except swapper.BudgetError as error:
             budget = max(dist_objects(named_budget(error)))
     with swapper.SwapManager(directory, host_memory=budget, resume="discard") as manager:
-        _, optimizer = manager.offload(swapped, optimizer, **placement)
+        torch.manual_seed(1)  # as in `make_whole`
+        _, optimizer = manager.offload(swapped, optimizer, **placement, init=values)
+        assert not any(parameter.is_meta for parameter in swapped.parameters())
         schedulers = make_scheduler(plain_optimizer), make_scheduler(optimizer)
         for step in range(4):
+            if step == case.get("unfrozen_at"):
+                unfreeze(plain, plain_optimizer)
+                unfreeze(swapped, optimizer)
             expected = train(plain, plain_optimizer, case, schedulers[0], step)
-            same(train(swapped, optimizer, case, schedulers[1], step), expected, f"{name}: losses of step {step}")
+            losses = train(swapped, optimizer, case, schedulers[1], step, manager)
+            same(losses, expected, f"{name}: losses of step {step}")
             assert manager.current.run.model.update_is_open == (update == "deferred" and "zeroed" not in case)
         with torch.no_grad():
             tokens = torch.arange(16).view(2, 8)
@@ -173,6 +254,17 @@ def run(directory: Path, name: str, update: str) -> None:
                 module.reshard()
         same_state(swapped, optimizer, plain, plain_optimizer, name)
         assert manager.counters.bytes_read > 0
+        if "external" in case:
+            inventory = manager.current.run.plan.inventory
+            assert "blocks.0.down.weight" in inventory.external or dist.get_world_size() == 3
+            manager.snapshot(directory.with_name(f"{directory.name}-snapshot")).result()
+            loaded = dict(plain.named_parameters())
+            for parameter in loaded.values():
+                parameter.data.zero_()
+            state = {"model": get_model_state_dict(plain)}
+            dcp.load(state, storage_reader=dcp.FileSystemReader(directory.with_name(f"{directory.name}-snapshot")))
+            for key, parameter in swapped.named_parameters():
+                same(parameter, loaded[key], f"{name}: {key} of the snapshot")
         assert bool(manager.counters.written_bytes["grad"]) == ("gradients" in case)
         if name == "plain":
             look_and_load(manager, swapped, optimizer, plain, plain_optimizer)
@@ -219,6 +311,8 @@ def look_and_load(manager: Any, swapped: Any, optimizer: Any, plain: Any, plain_
         for parameter in plain.parameters():
             parameter.mul_(1.5)
     same_state(swapped, optimizer, plain, plain_optimizer, "gathered")
+    if manager.current.run.model.updates.follows_backward:
+        return  # clipping is refused
     norms = []
     for model, used in ((swapped, optimizer), (plain, plain_optimizer)):
         model(torch.arange(16).view(2, 8)).sum().backward()

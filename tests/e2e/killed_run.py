@@ -1,13 +1,13 @@
 """A run that is killed again and again, as a program: it trains, its parent kills it, the next one goes on.
 
-Usage: killed_run.py DIRECTORY SEED KILLS [SECOND]. With SECOND, a directory, each run lies over two drives; with a state codec
-("8bit") in its place the state is encoded, and what is expected is a run of swapper that nobody killed. The parent has torch
-imported and forks each run, so that a kill costs little. A run writes a byte to a pipe at each forward and backward of each layer
-and around each step; the parent kills it with SIGKILL a little after a random number of them, so the kills fall anywhere in a step,
-with snapshots on their way, and every second time with the workers of a DataLoader alive. The runs take turns over all placements
-of parameters, state and gradients, and all times of the updates, each in the smallest budget that works; and after some kills
-somebody writes into a snapshot, which may be the very file that the run was to go on from. Whatever is seen must equal a run of
-plain torch that nobody killed: losses, parameters, random numbers, and every snapshot that has its name.
+Usage: killed_run.py DIRECTORY SEED KILLS [CODEC] [SECOND]. With SECOND, a directory, each run lies over two drives. With a state
+codec ("8bit") the model is in bf16 with fp32 masters, the state is encoded, and what is expected is a run of swapper that nobody
+killed. The parent has torch imported and forks each run, so that a kill costs little. A run writes a byte to a pipe at each forward
+and backward of each layer and around each step; the parent kills it with SIGKILL a little after a random number of them, so the
+kills fall anywhere in a step, with snapshots on their way, and every second time with the workers of a DataLoader alive. The runs
+take turns over all placements of parameters, state and gradients, and all times of the updates, each in the smallest budget that
+works; and after some kills somebody writes into a snapshot, which may be the very file that the run was to go on from. Whatever is
+seen must equal a run of plain torch that nobody killed: losses, parameters, random numbers, and every snapshot that has its name.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ LONGEST_DELAY_S = 0.02
 """After the last tick, so that kills do not all fall on one."""
 
 
-def make(dropout: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def make(dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(192, 192), nn.GELU())]
     model = nn.Sequential(nn.Embedding(WORDS, 192), *layers, nn.Linear(192, WORDS))
     if dropout:
         model.append(nn.Dropout(dropout))
+    model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
 
@@ -95,10 +96,11 @@ def run(directory: Path, losses: Path, tick: Callable[[bytes], Any], steps: int 
     workers = options.pop("workers", 0)
     options = {"host_memory": BUDGET, **options}
     placed = {"params": "nvme", "optimizer_state": "nvme"}
-    placed |= {name: options.pop(name) for name in (*placed, "gradients", "update", "state_codec") if name in options}
+    kinds = (*placed, "gradients", "update", "state_codec", "master_weights")
+    placed |= {name: options.pop(name) for name in kinds if name in options}
     keep = options.pop("keep", 2)
     drives = [directory, *options.pop("others", ())]
-    model, optimizer, scheduler = make(dropout=0.1)
+    model, optimizer, scheduler = make(0.1, torch.bfloat16 if "master_weights" in placed else torch.float32)
     warnings.simplefilter("ignore")  # the first layer's backward hook has no gradient to look at
     for module in model:
         module.register_forward_hook(lambda *_: tick(b"f") and None)
@@ -136,6 +138,7 @@ class Expected:
             if number < steps:
                 self.losses.append(train_step(model, optimizer, scheduler, number))
         self.optimizer = optimizer.state_dict()
+        self.masters: dict[str, Any] = {}
 
     def check(self, directory: Path, losses: Path) -> None:
         """Assert that a run which came to its end, however often it was killed, is the same."""
@@ -149,6 +152,7 @@ class Expected:
         for number, state in self.optimizer["state"].items():
             for name, value in state.items():
                 assert is_same(final["optimizer"]["state"][number][name], value), f"{name} differs after kills"
+        assert is_same(final.get("master", {}), self.masters), "masters differ after kills"
         self.check_snapshots(directory)
 
     def check_snapshots(self, directory: Path) -> None:
@@ -171,7 +175,7 @@ class ExpectedOfRun(Expected):
             "optimizer_state": "host",
             "host_memory": "1GiB",
             "keep": None,
-            "state_codec": codec,
+            **codec_options(codec),
         }
         child = fork(lambda: run(directory, directory / "losses", lambda _: None, **options))
         assert os.waitpid(child, 0)[1] == 0
@@ -179,7 +183,13 @@ class ExpectedOfRun(Expected):
         states = {path.name: torch.load(path, weights_only=True) for path in directory.glob("*.pt")}
         self.models = {state["swapper"]["step"]: state["model"] for state in states.values()}  # type: ignore[assignment]
         self.optimizer = states["final.pt"]["optimizer"]
+        self.masters = states["final.pt"]["master"]
         shutil.rmtree(directory)
+
+
+def codec_options(codec: str) -> dict[str, Any]:
+    """Return the options of `offload` for a codec: with one there are masters."""
+    return {} if codec == "exact" else {"state_codec": codec, "master_weights": torch.float32}
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -224,10 +234,10 @@ def find_kinds(directory: Path, codec: str = "exact") -> list[dict[str, Any]]:
     kinds = []
     names = ("params", "optimizer_state", "gradients", "update")
     for values in product(("nvme", "host"), ("nvme", "host"), ("nvme", "host"), ("step", "deferred", "backward")):
-        kind = {**dict(zip(names, values, strict=True)), "state_codec": codec}
+        kind = {**dict(zip(names, values, strict=True)), **codec_options(codec)}
         place = directory / "-".join(values)
         place.mkdir()
-        model, optimizer, _ = make(dropout=0.1)
+        model, optimizer, _ = make(0.1, torch.bfloat16 if "master_weights" in kind else torch.float32)
         try:
             budget = smallest_budget(place, model, optimizer, **kind)
         except (swapper.ConfigError, swapper.UnsupportedError):
@@ -295,6 +305,6 @@ def main(directory: Path, seed: int, kills: int, second: Path | None = None, cod
 
 
 if __name__ == "__main__":
-    more = sys.argv[4] if len(sys.argv) > 4 else ""
-    choice = {"codec": more} if more in PRESETS else {"second": Path(more)} if more else {}
+    more = sys.argv[4:]
+    choice = {"codec" if word in PRESETS else "second": word if word in PRESETS else Path(word) for word in more}
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), **choice)

@@ -42,7 +42,7 @@ class LateDevice(HostDevice):
         self.streams.append(super().new_stream())
         return self.streams[-1]
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         self.module.check()
         compute = self.module.current
         assert stream.knows((compute, compute.clock[compute])), "a copy that does not wait for earlier kernels"

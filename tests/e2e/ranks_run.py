@@ -3,7 +3,8 @@
 Usage: ranks_run.py DIRECTORY SIZE ORDER ... An order is name=value for all ranks, or name=RANK:value for one of them:
 steps (how many more to take), update, resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
 stall_s. "killed=RANK": that rank is killed right before the commit of its last step gets its name. "skips=RANK:N": it does
-not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "plain": without
+not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "breaks=RANK:N": the
+update of the first group in its Nth step fails. "plain": without
 DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made; "later": after offload.
 "full=RANK:N": in its Nth update the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With
 "retries" who gets an error says so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
@@ -14,6 +15,7 @@ bad input: depth (of the model), lr, optimizer (its class), update, version (of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -73,9 +75,13 @@ def die_before_commit(rank: int, begun: int, step: int) -> None:
 
 
 @contextlib.contextmanager
-def failing(sweep: Any) -> Iterator[None]:
+def failing(sweep: Any, error: Exception) -> Iterator[None]:
     """Within, an update fails half-way."""
-    apply, sweep._apply = sweep._apply, lambda run: 1 / 0
+
+    def fail(run: Any) -> None:
+        raise error
+
+    apply, sweep._apply = sweep._apply, fail
     try:
         yield
     finally:
@@ -98,6 +104,8 @@ def take_step(rank: int, orders: Orders, number: str, manager: Any, wrapped: Any
     trouble: Any = full_drive(manager.current.run.model._sweep) if is_full else contextlib.nullcontext()
     if orders.one("uncommitted") == number:
         trouble = no_commit()
+    if orders.one("breaks") == number:
+        trouble = failing(manager.current.run.model._sweep, swapper.IoError("write", "the drive", 0, 0, errno.EIO))
     try:
         with trouble:
             train_step(wrapped, optimizer)
@@ -219,7 +227,10 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                     loss_of(wrapped, tokens()).backward()
                     continue
                 if orders.one("fails") == number:
-                    with failing(manager.current.run.model._sweep), contextlib.suppress(ZeroDivisionError):
+                    with (
+                        failing(manager.current.run.model._sweep, ZeroDivisionError()),
+                        contextlib.suppress(ZeroDivisionError),
+                    ):
                         train_step(wrapped, optimizer)
                 if orders.one("torn") == number:
                     cut_off_files(directory, rank)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from infer.host_device import HostDevice
+import torch
+from infer.host_device import ORDERS, HostDevice, Stream
 from torch import nn
 from torch.optim import SGD
 
@@ -21,6 +22,7 @@ from e2e.device_twins import (
 from e2e.models import loss_of, tokens, train_step
 from swapper.device.device_storage import DeviceStorage
 from swapper.train.device.device_sweep import DeviceSweep, _Slot
+from swapper.train.device.train_device import TrainingDevice
 from swapper.train.updates.update_rates import faster_place
 
 __all__ = ["on_device"]
@@ -47,8 +49,13 @@ def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
     on_device: MakeTwins, monkeypatch: Any
 ) -> None:
     pair = on_device(update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="nvme")
+    pair.train(train_step, steps=1)
+    passed = pair.manager.current.run.on_device.device.record(Stream())
     monkeypatch.setattr(_Slot, "is_free", property(lambda self: True, lambda self, value: None))
-    with pytest.raises(AssertionError, match=r"memory was changed before its copy was over|used again before"):
+    monkeypatch.setattr(_Slot, "last_use", property(lambda self: passed, lambda self, value: None))
+    with pytest.raises(
+        AssertionError, match=r"memory was changed before its copy was over|used again before|may still"
+    ):
         pair.train(train_step, steps=2)
     forget_copies(pair)
 
@@ -67,7 +74,7 @@ def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_aga
     pair.finish(paged=False)
 
 
-@pytest.mark.parametrize("rate, place", [(0.0, "device"), (1.0, "cpu")])
+@pytest.mark.parametrize("rate, place", [(0.0, "device"), (100.0, "cpu")])
 def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate: float, place: str) -> None:
     times = iter([0.5, rate])
     monkeypatch.setattr("swapper.train.updates.update_rates.least_seconds", lambda act: next(times, 0.5))
@@ -94,3 +101,49 @@ def test_auto_leaves_an_optimizer_that_cannot_be_tried_on_the_cpu(on_device: Mak
     optimizer = Matrices(nn.Linear(8, 8, bias=False).parameters())
     assert faster_place(optimizer, HostDevice("late")) == "cpu"
     assert optimizer.seen == []
+
+
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_a_slice_is_copied_up_while_the_one_before_is_updated(
+    on_device: MakeTwins, monkeypatch: Any, update: str
+) -> None:
+    """Its copies know nothing of that update's kernels, once the ring has memory for all of its slices."""
+    device = HostDevice("late")
+    options = {
+        "optimizer_state": "nvme",
+        "params": "nvme",
+        "update": update,
+        "device_memory": 16 * MIB,
+        "device": device,
+    }
+    pair = on_device(update_on="device", **options)
+    updates: list[Any] = []  # moments on the compute stream before each
+    overlaps: list[bool] = []
+    bring_up, update_now = TrainingDevice.bring_up, DeviceSweep._update_on_device
+
+    def noted(self: TrainingDevice, storage: DeviceStorage, pieces: Any, last_use: Any = None) -> None:
+        if last_use is not None:
+            copies = device.new_stream()
+            device.let_wait(copies, last_use)
+            overlaps.append(not copies.knows(updates[-2]))
+        bring_up(self, storage, pieces, last_use)
+
+    def update_on_device(self: DeviceSweep, *arguments: Any) -> None:
+        updates.append(device.current_stream().tick())
+        update_now(self, *arguments)
+
+    monkeypatch.setattr(TrainingDevice, "bring_up", noted)
+    monkeypatch.setattr(DeviceSweep, "_update_on_device", update_on_device)
+    pair.train(train_step, steps=2)
+    assert overlaps and all(overlaps)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_counters_that_are_on_the_device_come_back_with_their_slice(on_device: MakeTwins, order: str) -> None:
+    def fused(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+    pair = on_device(None, fused, order=order, update_on="device", device_memory=8 * MIB, optimizer_state="nvme")
+    pair.train(train_step, steps=3)
+    pair.finish(paged=False)  # compares them too

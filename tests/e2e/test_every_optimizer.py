@@ -179,7 +179,7 @@ def test_what_an_optimizer_counts_outside_of_its_state_advances_once_a_step(twin
         (third_party.Remembering, "'flat' holds parameters"),
         (
             third_party.LowBit,
-            r"for a parameter of \[131, 67\] it keeps 'momentum' as torch.int8.*in another form for a smaller",
+            r"for a parameter of \[128, 96\] it keeps 'momentum' as torch.int8.*in another form for a smaller",
         ),
         (third_party.LowBitTensors, "it keeps 'momentum' as a Quantized"),
         (third_party.ListOfTensors, "it keeps 'factors' as a list"),

@@ -16,7 +16,7 @@ from sampling import runs_a_sample
 from torch.distributed.fsdp import fully_shard
 
 import swapper
-from e2e import fsdp_open_step, fsdp_run
+from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_unfrozen
 from e2e.processes import run_python
 from e2e.twins import named_budget
 
@@ -30,6 +30,7 @@ def torchrun(ranks: int, program: ModuleType, *arguments: object) -> list[str]:
 
 
 def run(directory: Path, ranks: int, cases: list[str], update: str) -> None:
+    cases = [case for case in cases if update != "backward" or "clip" not in fsdp_run.CASES[case]]
     said = torchrun(ranks, fsdp_run, directory, update, *cases)
     assert said == sorted(f"rank {rank}, {case}: same" for rank in range(ranks) for case in cases)
 
@@ -40,13 +41,13 @@ def some_loops(number: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", ["step", "deferred"])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_two_ranks_train_load_and_go_on(tmp_path: Path, update: str) -> None:
     run(tmp_path, 2, ["plain", *some_loops(1)], update)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", ["step", "deferred"])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
     run(tmp_path, ranks, some_loops(3) if runs_a_sample() else list(fsdp_run.CASES), update)
@@ -63,6 +64,17 @@ def test_whoever_looks_while_a_deferred_step_is_open_sees_what_plain_torch_has(t
     assert torchrun(ranks, fsdp_open_step, tmp_path, *looks) == [f"rank {rank}: same" for rank in range(ranks)]
 
 
+@pytest.mark.slow
+def test_more_is_trained_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    said = torchrun(2, fsdp_unfrozen, tmp_path)
+    first, second = ([line for line in said if line.startswith(f"rank {rank}: ")] for rank in range(2))
+    assert len(first) == len(second) == 5, said
+    for reason, count in (("has a gradient", 2), ("lr=0.02 in group 0", 2), ("File too large", 4), (": same", 2)):
+        assert sum(reason in line for line in said) == count, said
+    assert sum("rank 1: StateError: a sharded model" in line for line in said) == 1
+    assert sum("rank 0: StateError: another rank could not train more" in line for line in said) == 3
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
@@ -75,7 +87,6 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"update": "backward"}, "update='backward'"),
         ({"master_weights": torch.float32}, "master_weights"),
     ],
     ids=str,
@@ -89,6 +100,16 @@ def test_what_is_not_done_yet_is_refused_by_name(
         pytest.raises(swapper.UnsupportedError, match=named),
     ):
         manager.offload(model, optimizer, **options)
+
+
+def test_a_model_on_meta_without_values_is_refused(tmp_path: Path, alone: None) -> None:
+    model, optimizer = fsdp_run.make({}, is_meta=True)
+    with (
+        swapper.SwapManager(tmp_path, host_memory="64MiB") as manager,
+        pytest.raises(swapper.UnsupportedError, match=r"embedding.weight is on the meta device.*init="),
+    ):
+        manager.offload(model, optimizer)
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_part_that_is_sharded_in_a_model_that_is_not_is_refused(tmp_path: Path, alone: None) -> None:
@@ -159,6 +180,13 @@ def test_a_step_of_another_optimizer_is_refused(tmp_path: Path, alone: None, whi
         model(torch.arange(8).view(1, 8)).sum().backward()
         with pytest.raises(swapper.StateError, match=r"manager\.offload"):
             (optimizer if which == "given" else fsdp_run.adamw(model)).step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_snapshot_of_one_rank_has_what_torch_saves(tmp_path: Path) -> None:
+    """Of more ranks: test_fsdp_ranks.py."""
+    fsdp_snapshot.stage(tmp_path, None)
+    fsdp_snapshot.damage(tmp_path / "ours-1")
 
 
 @pytest.mark.usefixtures("alone")

@@ -118,6 +118,21 @@ def test_a_deferred_update_that_fails_on_one_rank_ends_all_and_they_go_on_from_o
         assert_same(one, other)
 
 
+@pytest.mark.slow
+def test_an_update_in_backward_that_fails_on_one_rank_is_undone_on_all_at_the_step(tmp_path: Path) -> None:
+    """The failing rank goes on with that backward, in which the others wait for its gradients, and both repeat the step."""
+    failing, well = tmp_path / "failing", tmp_path / "well"
+    failing.mkdir(), well.mkdir()
+    orders = ["steps=4", "sharded", BUDGET, "update=backward"]
+    said = launch(failing, *orders, "breaks=1:3", "retries", f"snapshot={failing / 'end'}")
+    assert any("rank 0: StateError at 2: step 3 failed on another rank" in line for line in said), said
+    assert any("rank 1: IoError at 2: write of" in line for line in said), said
+    launch(well, *orders, f"snapshot={well / 'end'}")
+    for rank in range(2):
+        one, other = (torch.load(path / "end" / f"rank-{rank}.pt", weights_only=True) for path in (failing, well))
+        assert_same(one, other)
+
+
 def assert_same(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(one, dict):

@@ -266,14 +266,3 @@ def test_a_prediction_needs_to_know_the_drive(tmp_path: Path) -> None:
     predicted = plan.predict(tokens=64, drive_read="1MB", drive_write="1MB")
     assert predicted.total.computing_s > 0 and predicted.total.update_s > 0
     assert predicted.total.wait_s > 0.5 * plan.traffic.total_read_bytes / 10**6
-
-
-def test_a_prediction_that_would_measure_something_else_is_refused(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    two = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
-    with swapper.SwapManager(tmp_path, host_memory="8MiB") as manager:
-        several = manager.plan(model, two)
-        on_device = manager.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), device=HostDevice())
-    for plan, what in ((several, "several optimizers"), (on_device, "a model on an accelerator")):
-        with pytest.raises(swapper.UnsupportedError, match=f"predict does not go with {what}"):
-            plan.predict(tokens=64, drive_read="1GB", drive_write="1GB")

@@ -4,7 +4,7 @@ whatever the budget, placement, update time and number of threads, over a close 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,12 @@ class Run:
     """A run of `Net` in bf16 with fp32 masters."""
 
     def __init__(
-        self, directory: Path, codec: Any, make_optimizer: Callable[[Any], Any] = adamw, **options: Any
+        self,
+        directory: Path,
+        codec: Any,
+        make_optimizer: Callable[[Any], Any] = adamw,
+        others: Sequence[Path] = (),
+        **options: Any,
     ) -> None:
         self.model = bf16_net()
         trained = options.pop("select", lambda model: model)(self.model)
@@ -70,7 +75,8 @@ class Run:
         self.options = {"params": "nvme", "optimizer_state": "nvme", "master_weights": torch.float32, **options}
         self.options["state_codec"] = codec
         budget = budget or smallest_budget(directory, self.model, self.optimizer, **self.options)
-        self.manager = swapper.SwapManager(directory, resume="auto", **for_manager({"host_memory": budget}))
+        directories = [directory, *others] if others else directory
+        self.manager = swapper.SwapManager(directories, resume="auto", **for_manager({"host_memory": budget}))
         _, self.optimizer = self.manager.offload(self.model, self.optimizer, **self.options)
         torch.manual_seed(self.manager.step)
 
@@ -123,6 +129,46 @@ def test_results_do_not_depend_on_placement_budget_or_update_time(tmp_path: Path
     assert_same(content, expected[1])
 
 
+@pytest.mark.parametrize(
+    "drives, threads, place", [(2, 3, "all on the drive"), (3, 1, "deferred"), (3, 2, "in backward")]
+)
+@pytest.mark.parametrize("codec", ["split", *LOSSY])
+def test_results_do_not_depend_on_drives_and_threads(
+    tmp_path: Path, second_drive: Path, codec: str, drives: int, threads: int, place: str
+) -> None:
+    """The state lies over all of them, a snapshot is of one file, and the run goes on from them."""
+    losses, content = run_of(tmp_path / "one", codec, steps=4)
+    others = [second_drive, tmp_path / "third"][: drives - 1]
+    for path in (tmp_path / "first", *others):
+        path.mkdir(exist_ok=True)
+    before = torch.get_num_threads()
+
+    def run(steps: int) -> Run:
+        run = Run(tmp_path / "first", codec, others=others, host_memory="12MiB", **PLACES[place])
+        run.optimizer.register_step_pre_hook(lambda *_: torch.set_num_threads(threads))
+        run.optimizer.register_step_post_hook(lambda *_: torch.set_num_threads(before))
+        seen.extend(run.train(steps))
+        return run
+
+    seen: list[float] = []
+    first = run(2)
+    coded = [s for s in first.manager.current.run.sections if any(":" in slot.spec.kind for slot in s.plan.slots)]
+    assert {page.drive for section in coded for page in section.pages} == set(range(drives))
+    random_state = torch.get_rng_state()
+    first.close()
+    torch.set_rng_state(random_state)
+    second = run(0)
+    torch.set_rng_state(random_state)
+    seen.extend(second.train(2))
+    assert seen == losses
+    assert_same(second.content(), content)
+    second.manager.snapshot(tmp_path / "snapshot.pt").wait()
+    second.close()
+    loaded = swapper.checkpoint.load(tmp_path / "snapshot.pt")
+    assert_same(loaded["optimizer"]["state"], content["state"])
+    assert_same({key: loaded["master"][key] for key in content["masters"]}, content["masters"])
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "nadam", "adamw amsgrad"])
 def test_other_optimizers_run_between_the_codecs(tmp_path: Path, optimizer: str) -> None:
     """torch.optim.AdamW is updated in one pass, and others by their own code."""
@@ -138,9 +184,10 @@ class OwnAdamW(torch.optim.AdamW):
     """Is not updated in one pass, as it may do anything."""
 
 
-def test_one_pass_is_near_the_codecs_around_the_optimizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", LOSSY)
+def test_one_pass_is_near_the_codecs_around_the_optimizer(tmp_path: Path, codec: str) -> None:
     fused, around = (
-        run_of(tmp_path / name, "8bit", make_optimizer=partial(make, lr=1e-3), steps=2)
+        run_of(tmp_path / name, codec, make_optimizer=partial(make, lr=1e-3), steps=2)
         for name, make in (("fused", torch.optim.AdamW), ("around", OwnAdamW))
     )
     assert fused[0] == pytest.approx(around[0], rel=1e-4)
@@ -373,6 +420,62 @@ def test_values_that_a_codec_cannot_hold_are_refused_by_name(tmp_path: Path) -> 
         run.optimizer.state[weight]["exp_avg_sq"] = -torch.ones(weight.shape)
     assert_same(run.content(), before)
     run.close()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, OwnAdamW])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_an_infinite_gradient_is_refused_by_a_code_of_8_bits_and_kept_by_others(
+    tmp_path: Path, value: float, make: Any
+) -> None:
+    contents = {}
+    for codec in ("exact", "split", "bf16", "8bit"):
+        run = Run(tmp_path / codec, codec, partial(make, lr=1e-3))
+        run.train(1)
+        run.manager.current.run.committer.finish()
+        before = run.content()
+        torch.manual_seed(5)
+        run.model(torch.randint(0, 100, (2, 8))).float().sum().backward()
+        run.model.blocks[1].up.weight.grad[3, 7] = value
+        if codec == "8bit":
+            with pytest.raises(swapper.StateError, match=r"blocks\.1\.up\.weight.*cannot hold"):
+                run.optimizer.step()
+            assert_same(run.content(), before)
+        else:
+            run.optimizer.step()
+            contents[codec] = run.content()
+        run.close()
+    for codec in ("split", "bf16"):
+        weight = contents[codec]["parameters"]["blocks.1.up.weight"]
+        assert torch.equal(weight.isnan(), contents["exact"]["parameters"]["blocks.1.up.weight"].isnan())
+        assert weight.isnan().sum() == 1
+        for key in ("exp_avg", "exp_avg_sq"):
+            kept, exact = (
+                next(s[key] for s in contents[c]["state"].values() if not s[key].isfinite().all())
+                for c in (codec, "exact")
+            )
+            assert torch.equal(kept.isfinite(), exact.isfinite())
+            assert torch.equal(kept.isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize("value, codec", [(torch.nan, "moment8"), (torch.inf, "moment8"), (-1.0, "variance8")])
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_state_that_is_loaded_must_fit_its_code(tmp_path: Path, value: float, codec: str, update: str) -> None:
+    run = Run(tmp_path / "run", "8bit", update=update)
+    run.train(1)
+    before = run.content()
+    number = number_of(run, run.model.blocks[0].up.weight)
+    state = copy.deepcopy(run.optimizer.state_dict())
+    state["state"][number]["exp_avg" if codec == "moment8" else "exp_avg_sq"][2, 2] = value
+    with pytest.raises(ValueError, match=rf"blocks\.0\.up\.weight.*{codec}.*state_codec"):
+        run.optimizer.load_state_dict(state)
+    assert_same(run.content(), before)
+    run.close()
+    model = bf16_net()
+    optimizer = adamw(model.parameters())
+    optimizer.load_state_dict(state)
+    with swapper.SwapManager(tmp_path / "other", host_memory="64MiB") as manager:
+        with pytest.raises(swapper.StateError, match=rf"blocks\.0\.up\.weight.*{codec}"):
+            manager.offload(model, optimizer, master_weights=torch.float32, state_codec="8bit", update=update)
 
 
 WRONG = {

@@ -153,7 +153,7 @@ class GlobalState(Optimizer):
 
 
 class LowBit(Optimizer):
-    """Keeps the momentum of tensors of 4,096 elements and more in 8 bits, as bitsandbytes does."""
+    """Keeps the momentum of tensors of 4,096 elements and more in 8 bits, as bitsandbytes and, in whole blocks, torchao do."""
 
     def __init__(self, params: Any):
         super().__init__(params, {"lr": 1e-2})
@@ -163,7 +163,7 @@ class LowBit(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
-                coded = p.numel() >= 4096
+                coded = p.numel() >= 4096 and p.numel() % 256 == 0
                 momentum = (state["momentum"].float() / 127 if coded else state["momentum"]) if state else p.grad
                 momentum = momentum.lerp(p.grad, 0.1)
                 state["momentum"] = momentum.clamp(-1, 1).mul(127).round().to(torch.int8) if coded else momentum
@@ -181,7 +181,7 @@ class LowBitTensors(LowBit):
     def step(self, closure: Any = None) -> Any:
         super().step()
         for state in self.state.values():
-            if state["momentum"].numel() >= 4096:
+            if state["momentum"].dtype == torch.int8:
                 state["momentum"] = state["momentum"].float().as_subclass(Quantized)
 
 
@@ -201,3 +201,60 @@ class NeedsClosure(Lion):
     def step(self, closure: Any) -> Any:
         closure()
         return super().step(closure)
+
+
+class ScheduleFree(Optimizer):
+    """Trains at a point between an average and a fast iterate; `eval()` replaces the parameters by the average, `train()` back."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def _move(self, is_training: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not is_training:
+                for p in group["params"]:
+                    if "z" in (state := self.state[p]):
+                        p.lerp_(state["z"], weight=1 - (group["beta"] if is_training else 1 / group["beta"]))
+                group["train_mode"] = is_training
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("call train() first")
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"] = p.clone()
+                p.lerp_(state["z"], weight=1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+                state["z"].sub_(p.grad, alpha=group["lr"])
+
+
+class SquareOfVectors(Optimizer):
+    """Keeps a square matrix for a vector, as Shampoo does, which takes minutes for a root of a large one."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                assert p.numel() <= 2048, "this would take minutes"
+                state = self.state[p]
+                flat = p.grad.reshape(-1, 1)
+                state["square"] = state.get("square", 0) + flat @ flat.T
+                p.sub_(p.grad / (1 + state["square"].diagonal().sqrt().view_as(p)), alpha=group["lr"])

@@ -194,7 +194,7 @@ class HostDevice(Device):
         stream.tick()
         return stream
 
-    def copy(self, target, source, stream):
+    def _copy(self, target, source, stream):
         key = target.untyped_storage()._cdata
         if key not in self.taken:
             self.copy_to_host(target, source, stream)

@@ -2,60 +2,209 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import Result
+from safetensors.torch import save_file
+from torch import nn
 from typer.testing import CliRunner
 
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.cli import app
+from swapper.cli.planning.forecast import Forecaster, Machine, Setting
+from swapper.cli.planning.model_source import make_model, with_layers
+from swapper.cli.planning.search import Row, smallest_budget, undominated
+from swapper.errors import BudgetError
+from swapper.io.tuning import Tuning, keep_tuning
+from swapper.paging.virtual_drive import DriveRates
+
+SMALL = GptConfig(vocabulary=512, context=32, layers=4, width=256)
+GIVEN = ["--host", "24MB", "--nvme", "100MB/s,50MB/s", "--flops", "1e12", "--updates", "1e9", "--tokens", "64"]
+SOURCE = "unit.test_plan_command:small_gpt"
+DRIVE = DriveRates(100e6, 50e6, 150e6)
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "num_key_value_heads": 2, "vocab_size": 256,
+}  # fmt: skip
 
 
 def run(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).invoke(app, list(arguments))
 
 
-def small_gpt() -> object:
+def figures(*arguments: str) -> dict[str, Any]:
+    done = run("plan", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def small_gpt() -> nn.Module:
     """A model for `swapper plan`, which makes it on the meta device."""
-    return make_gpt(GptConfig(vocabulary=512, context=32, layers=4, width=256), torch.get_default_dtype())
+    return make_gpt(SMALL, torch.get_default_dtype())
+
+
+def gpt_of(layers: int) -> nn.Module:
+    return make_gpt(GptConfig(vocabulary=512, context=32, layers=layers, width=256), torch.get_default_dtype())
+
+
+def meta_gpt() -> nn.Module:
+    return make_model(SOURCE, torch.bfloat16)
+
+
+def machine(host_bytes: int, **more: Any) -> Machine:
+    return Machine(host_bytes, DRIVE, flops=1e12, updates=1e9, **more)
 
 
 def test_plan_predicts_a_step_from_a_models_function_alone() -> None:
-    command = [
-        "plan",
-        "unit.test_plan_command:small_gpt",
-        "--host",
-        "24MB",
-        "--drive-read",
-        "100MB",
-        "--drive-write",
-        "50MB",
-    ]
-    command += ["--tokens", "64", "--flops", "1e12", "--updates", "1e9"]
-    done = run(*command, "--json")
-    assert done.exit_code == 0, done.output
-    figures = json.loads(done.stdout)
-    assert figures["places"]["state"] == "nvme"
-    parameters = GptConfig(vocabulary=512, context=32, layers=4, width=256).parameters
-    assert figures["step_s"] >= max(figures["read_bytes"] / 100e6, figures["written_bytes"] / 50e6) * 0.9
-    assert sum(phase["update_s"] for phase in figures["phases"].values()) == pytest.approx(parameters / 1e9, rel=0.01)
-    assert figures["upgrades_step_s"]["a drive twice as fast"] < 0.6 * figures["step_s"]
-    text = run(*command).stdout
-    assert "optimizer state" in text and "with twice the host memory" in text
+    found = figures(SOURCE, *GIVEN, "--endurance", "1TB")
+    assert found["places"]["state"] == "nvme" and found["bytes_are_exact"]
+    assert found["step_s"] >= max(found["read_bytes"] / 100e6, found["written_bytes"] / 50e6) * 0.9
+    assert sum(phase["update_s"] for phase in found["phases"].values()) == pytest.approx(
+        SMALL.parameters / 1e9, rel=0.01
+    )
+    assert found["days_to_endurance"] * found["written_bytes_a_day_a_drive"] == pytest.approx(1e12)
+    upgrades = {one["what"]: one for one in found["upgrades"]}
+    assert upgrades["a drive twice as fast"]["step_s"] < 0.6 * found["step_s"]
+    assert found["upgrades"] == sorted(found["upgrades"], key=lambda one: -one["saved_s"])
+    assert {row["codec"] for row in found["table"]} >= {"8bit"}
+    assert found["planned_in_s"] > 0
+    text = run("plan", SOURCE, *GIVEN).stdout
+    assert "optimizer state" in text and "a drive twice as fast" in text and "no other beats" in text
+
+
+def test_the_smallest_memory_that_is_named_works_and_less_does_not() -> None:
+    forecaster = Forecaster(meta_gpt(), 64)
+    smallest = smallest_budget(forecaster, machine(1 << 30), Setting())
+    forecaster.plan(machine(smallest), Setting())
+    with pytest.raises(BudgetError):
+        forecaster.plan(machine(smallest - (2 << 20)), Setting())
+
+
+def test_a_step_moves_what_the_plan_says_and_one_of_larger_pages_nearly_that() -> None:
+    forecaster = Forecaster(meta_gpt(), 64)
+    for update, host_bytes in (("step", 24 << 20), ("deferred", 24 << 20), ("step", 16 << 20)):
+        exact = forecaster.forecast(machine(host_bytes), Setting(update=update))
+        plan = forecaster.plan(machine(host_bytes), Setting(update=update))
+        assert exact.exact
+        assert (exact.read_bytes, exact.written_bytes) == (
+            plan.traffic.total_read_bytes,
+            plan.traffic.total_written_bytes,
+        )
+        rough = forecaster.forecast(machine(host_bytes), Setting(update=update), pages=60)
+        assert not rough.exact and rough.plan.budget.page_bytes > plan.budget.page_bytes
+        assert rough.written_bytes == pytest.approx(exact.written_bytes, rel=0.1)
+        assert rough.step.wall_s == pytest.approx(exact.step.wall_s, rel=0.1)
+
+
+def test_each_pass_reads_parameters_again_and_updates_once() -> None:
+    forecaster = Forecaster(meta_gpt(), 64)
+    for update in ("step", "deferred", "backward"):
+        setting = Setting(update=update, params="nvme", optimizer_state="nvme", gradients="nvme")
+        on = machine(smallest_budget(forecaster, machine(1 << 30), setting))
+        one, three = (forecaster.forecast(on, replace(setting, passes=passes)).step for passes in (1, 3))
+        assert three.total.update_s == pytest.approx(one.total.update_s)
+        more = three.total.read_bytes["param"] - one.total.read_bytes["param"]
+        parameter_bytes = 2 * SMALL.parameters
+        assert 2 * parameter_bytes < more <= 4.2 * parameter_bytes, update
+        assert three.total.read_bytes["grad"] > one.total.read_bytes["grad"]
+
+
+def test_ranks_share_a_model_and_their_nodes_drives() -> None:
+    common = ["--nvme", "100MB/s,50MB/s", "--flops", "1e12", "--updates", "1e9", "--tokens", "64", "--no-table"]
+    one = figures(SOURCE, "--host", "32MB", *common, "--dtype", "float32")
+    four = figures(SOURCE, "--host", "32MB", *common, "--ranks", "4", "--nodes", "4")
+    assert four["written_bytes"] < 0.3 * one["written_bytes"]
+    assert any("network takes no time" in said for said in four["assumed"])
+    slow = figures(SOURCE, "--host", "32MB", *common, "--ranks", "4", "--nodes", "4", "--network", "1MB/s")
+    gathered_s = 3 * SMALL.parameters / 4 * 2 / 1e6  # by a rank, from three others, in a forward; a backward takes two
+    assert slow["step_s"] >= 3 * gathered_s
+
+
+def test_an_accelerator_waits_for_its_link() -> None:
+    given = [*GIVEN, "--host", "64MB", "--device", "24MiB", "--no-table"]
+    fast, slow = figures(SOURCE, *given), figures(SOURCE, *given, "--link", "5MB/s")
+    assert slow["step_s"] >= max(fast["step_s"], 2 * 2 * SMALL.parameters / 5e6 * 0.9)
+    assert slow["upgrades"][0]["what"] == "a link twice as fast"
+
+
+def test_the_largest_model_for_a_time_is_as_fast_as_it_says() -> None:
+    found = figures(SOURCE, *GIVEN, "--host", "64MB", "--at-most", "5s", "--no-table")
+    layers = found["largest"]["layers"]
+    assert layers > SMALL.layers and found["largest"]["step_s"] <= 5
+    with torch.device("meta"):
+        assert found["largest"]["parameters"] == sum(p.numel() for p in gpt_of(layers).parameters())
+    exact = Forecaster(with_layers(meta_gpt(), layers), 64).forecast(machine(64 * 10**6), Setting())
+    assert exact.step.wall_s == pytest.approx(found["largest"]["step_s"], rel=0.15)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 9])
+def test_a_model_has_as_many_layers_as_asked_for(layers: int) -> None:
+    with torch.device("meta"):
+        made, model = gpt_of(layers), with_layers(gpt_of(4), layers)
+    assert {name: p.shape for name, p in model.named_parameters()} == {n: p.shape for n, p in made.named_parameters()}
+
+
+def test_a_checkpoints_header_alone_is_planned_as_its_model(tmp_path: Path) -> None:
+    model = make_gpt(SMALL, torch.bfloat16)
+    save_file(dict(model.state_dict()), tmp_path / "whole.safetensors")
+    content = (tmp_path / "whole.safetensors").read_bytes()
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    (tmp_path / "model-1.safetensors").write_bytes(content[:header_end])
+    index = {"weight_map": dict.fromkeys(model.state_dict(), "model-1.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    wanted = figures(SOURCE, *GIVEN, "--no-table")
+    for source in (tmp_path / "model-1.safetensors", tmp_path / "model.safetensors.index.json", tmp_path):
+        found = figures(str(source), *GIVEN, "--no-table")
+        assert found["parameters"] == SMALL.parameters
+        assert found["smallest_host_bytes"] == pytest.approx(wanted["smallest_host_bytes"], rel=0.05)
+        assert found["written_bytes"] == pytest.approx(wanted["written_bytes"], rel=0.05)
+
+
+def test_of_settings_only_those_stay_that_no_other_beats() -> None:
+    def row(step_s: float, memory: int, written: int) -> Row:
+        return Row("exact", "step", "-", 1, step_s, memory, written)
+
+    best, smaller, beaten, equal = row(1, 9, 5), row(2, 4, 5), row(2, 5, 5), row(1, 9, 5)
+    assert undominated([beaten, best, equal, smaller]) == [best, smaller]
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
+def test_a_picture_has_the_step_and_the_tiers(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"step{suffix}"
+    figures(SOURCE, *GIVEN, "--no-table", "--picture", str(path))
+    begins = {".svg": b"<?xml", ".png": b"\x89PNG", ".html": b"<!doctype html>"}
+    assert path.read_bytes().startswith(begins[suffix])
+    again = run("plan", SOURCE, *GIVEN, "--no-table", "--picture", str(path))
+    assert again.exit_code == 2 and "exists" in again.output
+
+
+def test_without_matplotlib_a_picture_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = builtins.__import__
+
+    def importing(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imports(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", importing)
+    done = run("plan", SOURCE, *GIVEN, "--picture", str(tmp_path / "step.svg"))
+    assert done.exit_code == 2 and "swapper[chart]" in done.output
 
 
 def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_net.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(64, 64)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
-    command = ["plan", "my_net:net", "--host", "1GB", "--drive-read", "1GB", "--drive-write", "1GB"]
-    done = run(*command, "--flops", "1e12", "--updates", "1e9", "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["step_s"] > 0
+    assert figures("my_net:net", *GIVEN, "--no-table")["step_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -64,15 +213,90 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
         (["nowhere/config.json"], "nowhere/config.json does not exist"),
         (["no_such_module:model"], "no_such_module:model cannot be imported"),
         (["unit.test_plan_command:run"], "returned a Result: it must return a torch.nn.Module"),
-        (["builtins:chr"], "no model can be made from builtins:chr: TypeError"),
-        (["unit.test_plan_command:small_gpt", "--optimizer", "shampoo"], "--optimizer shampoo is not known"),
-        (["unit.test_plan_command:small_gpt", "--flops", "0"], "--flops"),
-        (["unit.test_plan_command:small_gpt", "--host", "much"], "--host='much' is not a size"),
+        (["unit.test_plan_command:gpt_of"], "needs layers, which a command cannot give"),
+        (["unit.test_plan_command:SMALL"], "is a GptConfig: give a function"),
+        (["builtins:chr"], "needs i, which a command cannot give"),
+        ([SOURCE, "--optimizer", "shampoo"], "--optimizer shampoo is not known"),
+        ([SOURCE, "--codec", "4bit"], "--codec 4bit is not known: use one of exact, split, bf16, 8bit"),
+        ([SOURCE, "--update", "never"], "--update never is not known"),
+        ([SOURCE, "--flops", "0"], "--flops"),
+        ([SOURCE, "--host", "much"], "--host='much' is not a size"),
+        ([SOURCE, "--host", "64Gb"], "say 64GB for bytes of 1000, 64GiB for those of 1024"),
+        ([SOURCE, "--host", "64G"], "G could mean bits or bytes"),
+        ([SOURCE, "--nvme", "7Gb/s,5GB/s"], "--nvme 7Gb: Gb could mean bits or bytes"),
+        ([SOURCE, "--nvme", "7gbps,5GB/s"], "say 7GB for bytes"),
+        ([SOURCE, "--nvme", "7GB/s"], "--nvme 7GB/s: there is no such directory"),
+        ([SOURCE, "--nvme", "1GB/s,2GB/s,3GB/s"], "give two rates, read and write"),
+        ([SOURCE, "--nvme", "/no/drive"], "--nvme /no/drive: there is no such directory"),
+        ([SOURCE, "--at-most", "60"], "--at-most 60 is not a time: give a number and s, min or h"),
+        ([SOURCE, "--at-most", "0.001s", "--no-table"], "not even of one layer"),
+        ([SOURCE, "--ranks", "3", "--nodes", "2"], "give a multiple of --nodes 2"),
+        ([SOURCE, "--tokens", "3", "--accumulate", "4"], "need at least 4"),
+        ([SOURCE, "--link", "25GB/s"], "give --device"),
+        ([SOURCE, "--network", "25GB/s"], "give --ranks"),
+        ([SOURCE, "--picture", "step.jpg"], "end its name with one of .svg, .png, .html"),
     ],
     ids=str,
 )
 def test_plan_says_what_is_wrong(arguments: list[str], named: str) -> None:
-    given = ["--host", "24MB", "--drive-read", "100MB", "--drive-write", "50MB"]
+    given = (
+        [*GIVEN] if "--nvme" not in arguments else [each for each in GIVEN if each not in ("--nvme", "100MB/s,50MB/s")]
+    )
     done = run("plan", arguments[0], *given, *arguments[1:])
-    assert done.exit_code == 2
+    assert done.exit_code == 2, done.output
     assert named in done.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "llama9000"}, "has the model_type 'llama9000', which this transformers does not know"),
+        ({"model_type": None}, "has no model_type"),
+        ({"num_attention_heads": 5}, "hidden_size 64 is no multiple of num_attention_heads 5"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be at least 1"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_makes_no_model_is_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    done = run("plan", str(tmp_path), *GIVEN)
+    assert done.exit_code == 2, done.output
+    assert named in done.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("config.json", b"{not json", "is not JSON"),
+        ("config.json", b"[1]", "has a list instead of an object"),
+        ("model.safetensors", b"\x40\0\0\0\0\0\0\0{}", "is cut off within its header of 64 bytes"),
+        ("model.safetensors", b"\x02\0\0\0\0\0\0\0[]", "its header is not a JSON object"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a.weight": "x.safetensors"}}', "which is not beside it"),
+        ("model.safetensors.index.json", b"{}", "has no weight_map"),
+        ("a.safetensors", b'\x29\0\0\0\0\0\0\0{"a.weight": {"dtype": "I8", "shape": [3]}}', "quantized weights cannot"),
+    ],
+    ids=str,
+)
+def test_a_damaged_source_is_named(name: str, content: bytes, named: str, tmp_path: Path) -> None:
+    if name == "a.safetensors":
+        text = content[8:]
+        content = len(text).to_bytes(8, "little") + text
+    (tmp_path / name).write_bytes(content)
+    done = run("plan", str(tmp_path / name), *GIVEN)
+    assert done.exit_code == 2, done.output
+    assert named in done.output.replace("\n", "") and name in done.output.replace("\n", "")
+
+
+def test_a_drive_is_named_by_a_directory_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    given = ["--host", "24MB", "--flops", "1e12", "--updates", "1e9", "--tokens", "64", "--no-table"]
+    refused = run("plan", SOURCE, *given, "--nvme", str(tmp_path))
+    assert refused.exit_code == 2 and "has no measurement of this drive" in refused.output
+    keep_tuning(tmp_path, Tuning(1 << 20, 8, "threads", 100e6, 50e6))
+    measured = figures(SOURCE, *given, "--nvme", str(tmp_path))
+    said = figures(SOURCE, *given, "--nvme", "100MB/s,50MB/s")
+    two = figures(SOURCE, *given, "--nvme", str(tmp_path), "--nvme", "100MB/s,50MB/s")
+    assert measured["step_s"] == said["step_s"]
+    assert two["step_s"] < 0.6 * said["step_s"]

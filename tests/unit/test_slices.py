@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,16 @@ from swapper.io.alignment import SECTOR_BYTES
 from swapper.paging.planning.layout import TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.inventory import find_places, find_trainables, make_sections, take_inventory
-from swapper.train.layout.slices import CUT_ELEMENTS, ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
+from swapper.train.layout.slices import (
+    CUT_ELEMENTS,
+    SAME_AGAIN,
+    ParameterLocations,
+    Slice,
+    SlicePiece,
+    TensorLocation,
+    plan_slices,
+)
+from swapper.train.layout.state_codecs import StateCodecs
 from swapper.train.layout.train_placement import StepKind, frames_needed
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 
@@ -213,3 +223,24 @@ def test_a_step_in_which_parameters_have_no_gradient_fits_into_the_frames_too(la
             pages = set(part.access.pages)
             assert len(before | pages) <= frames
             before = pages
+
+
+@pytest.mark.parametrize("codec", ["exact", "split", "8bit"])
+def test_the_frames_of_large_equal_layers_are_those_of_all_slices(codec):
+    """Few pieces of few groups are looked at: pages of 24 KiB cut these tensors into hundreds of pieces."""
+    with torch.device("meta"):
+        layers = [nn.Linear(1024, 9001), nn.Linear(1024, 9001), nn.Linear(992, 5003, bias=False), nn.Linear(1024, 9001)]
+        model = nn.Sequential(*layers).to(torch.bfloat16)
+    optimizers = OptimizerSet([torch.optim.AdamW(model.parameters(), fused=True)])
+    codecs = StateCodecs.parse(codec, torch.float32)
+    inventory = take_inventory(model, optimizers, torch.float32, may_be_meta=True, state_codecs=codecs)
+    page_bytes = 6 * SECTOR_BYTES
+    sections = make_sections(inventory.plans, [0] * len(inventory.plans), lambda plan: False, page_bytes)
+    most = longest = 0
+    for trainable in find_trainables(inventory, find_places(sections)):
+        slices = plan_slices(trainable.group, trainable.places, [True] * len(trainable.places), page_bytes)
+        longest = max(longest, len(slices))
+        most = max(most, *(len(part.access.pages) for part in slices))
+    assert longest > 2 * SAME_AGAIN
+    update_alone = replace(inventory, units=[])
+    assert frames_needed(update_alone, lambda plan: plan.family == "grad", page_bytes, StepKind()) == 2 * most + 2

@@ -7,7 +7,8 @@ loses nothing. It verifies its bytes outside of the measured time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +117,20 @@ class Bench:
 
 
 Measurement = Callable[[Bench], Iterator[Row]]
+
+
+def each(*attempts: tuple[Sequence[str], Callable[[], Iterable[Row]]]) -> Iterator[Row]:
+    """Yield the rows of each attempt, given with the figures that it is to yield; one that fails loses its own rows only."""
+    for figures, act in attempts:
+        left = list(figures)
+        try:
+            for row in act():
+                left = [figure for figure in left if not row.figure.startswith(figure)]
+                yield row
+        except Exception as error:
+            traceback.print_exc()
+            for figure in left:
+                yield Row(figure, reason=f"{type(error).__name__}: {error}"[:300])
 
 
 def ratio(figure: str, nbytes: int, seconds: float, limit: float, of: str, bar: float | None) -> Row:

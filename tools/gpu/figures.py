@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpu import activations, checkpoints, copies, drive, inference, kernels, placed, training
+from gpu import activations, checkpoints, copies, drive, facts, inference, kernels, placed, training
 from gpu.bench import Measurement
 
 
@@ -18,6 +18,7 @@ class Figures(NamedTuple):
 
 
 FIGURES: dict[str, Figures] = {
+    "facts": Figures(facts.facts, (facts.MEMORY, *facts.REGISTERED), 60),
     "copies": Figures(copies.arena_copies, (copies.UP, copies.DOWN), 40),
     "adamw": Figures(kernels.adamw_kernel, kernels.ADAMW, 45),
     "activations": Figures(activations.activations, activations.FIGURES, 100),
@@ -26,7 +27,7 @@ FIGURES: dict[str, Figures] = {
     "large": Figures(training.four_times_the_budget, (training.LARGE,), 45),
     "training": Figures(
         training.training,
-        (training.STREAMED, training.HOST, training.NVME, training.DEFERRED, training.BACKWARD),
+        (*training.TRAINING, training.STREAMED),
         130,
     ),
     "placed": Figures(placed.placed, (placed.BY_KERNEL, *placed.PLACED), 60),

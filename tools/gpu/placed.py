@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from gpu.bench import Bench, Row
-from gpu.training import plain_step, streamed_update, swapped_step
+from gpu.bench import Bench, Row, each
+from gpu.training import MICROBATCHES, ON_DEVICE, streamed_update, train_beside_plain
 from swapper import Accelerator
 
-SHORT_STEP_S = 1.0
-THERE = Accelerator(update_on="device")
 BY_US = Accelerator(update_on="device", update_with="kernel")
 PLACED: dict[str, dict[str, Any]] = {
     "training, state streamed to the device": {"gradients": "host"},
@@ -31,12 +30,13 @@ BY_KERNEL = "update of streamed state by the kernel, of the link"
 def placed(bench: Bench) -> Iterator[Row]:
     layers, width = bench.size(8, 2), bench.size(1536, 32)
     value = torch.randn(bench.size(4, 1), bench.size(1024, 16), width, dtype=torch.bfloat16, device=bench.device)
-    microbatches, plain_s = plain_step(bench, layers, width, value, SHORT_STEP_S)
     with tempfile.TemporaryDirectory(dir=bench.directory) as place:
-        yield streamed_update(bench, layers, width, place, BY_KERNEL, "kernel")
-        for figure, options in PLACED.items():
-            options = {"optimizer_state": "host", "accelerator": THERE, **options}
-            taken_s, _ = swapped_step(bench, layers, width, value, microbatches, place, options)
-            yield Row(
-                figure, "", f"{plain_s / taken_s:.3f} of plain torch (a step of {taken_s:.2f} s, plain {plain_s:.2f} s)"
-            )
+
+        def row(figure: str) -> Iterator[Row]:
+            options = {"optimizer_state": "host", "accelerator": ON_DEVICE, **PLACED[figure]}
+            yield Row(figure, "", str(train_beside_plain(bench, layers, width, value, MICROBATCHES, place, options)))
+
+        yield from each(
+            ((BY_KERNEL,), lambda: [streamed_update(bench, layers, width, place, BY_KERNEL, "kernel")]),
+            *(((figure,), partial(row, figure)) for figure in PLACED),
+        )

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,39 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 
 import swapper
-from gpu.bench import Bench, Row, ratio
+from gpu.bench import Bench, Row, each, ratio
 from gpu.checkpoints import drive_rates
 from gpu.copies import link_rates
 from gpu.install import ROOT
 from gpu.transformer import loss_of, transformer
 from swapper import Accelerator, CommitPolicy
 
-HOST, NVME = "training, state in host memory", "training, state on NVMe"
-DEFERRED = "training, state on NVMe, updates deferred"
-BACKWARD = "training, state on NVMe, updates in backward"
+HOST_BAR, NVME_BAR = 0.95, 0.90
+ON_DEVICE, ON_CPU = Accelerator(update_on="device"), Accelerator(update_on="cpu")
+THERE: dict[str, Any] = {"gradients": "device", "accelerator": ON_DEVICE}
+TRAINING: dict[str, dict[str, Any]] = {
+    "training, state in host memory, updated on the device": {"optimizer_state": "host", **THERE},
+    "training, state in host memory, updated on the CPU": {
+        "optimizer_state": "host",
+        "gradients": "host",
+        "accelerator": ON_CPU,
+    },
+    "training, state in host memory, update_on='auto'": {
+        "optimizer_state": "host",
+        "gradients": "host",
+        "accelerator": Accelerator(update_on="auto"),
+    },
+    "training, state in host memory, in backward": {"optimizer_state": "host", "update": "backward", **THERE},
+    "training, state on NVMe": {"optimizer_state": "nvme", **THERE},
+    "training, state on NVMe, updates deferred": {"optimizer_state": "nvme", "update": "deferred", **THERE},
+    "training, state on NVMe, updates in backward": {"optimizer_state": "nvme", "update": "backward", **THERE},
+}
+"""Options of `offload` for each figure. All but those updated on the CPU have a bar."""
 LARGE = "a model of 4 x device_memory trains, losses equal"
 STREAMED = "update of streamed state on the device, of the link"
-HOST_BAR, NVME_BAR = 0.95, 0.90
-STEP_S = 4.0
+TOKENS = 65536
+"""Of a step: at most MICROBATCHES of 16 thousand."""
+MICROBATCHES = 8
 STATE_BYTES = 12  # of a parameter: fp32 masters and moments
 STEPS = 3
 MIB = 1 << 20
@@ -56,28 +76,29 @@ def roomy(bench: Bench) -> int:
 
 
 def training(bench: Bench) -> Iterator[Row]:
-    bars = (f"{HOST_BAR} of plain torch's throughput", f"{NVME_BAR} x min(1, limit)")
     layers, width = bench.size(8, 2), bench.size(1536, 32)
     value = torch.randn(bench.size(8, 1), bench.size(2048, 16), width, dtype=torch.bfloat16, device=bench.device)
-    microbatches, plain_s = plain_step(bench, layers, width, value)
+    microbatches = 2 if bench.is_rehearsal else min(TOKENS // (value.shape[0] * value.shape[1]), MICROBATCHES)
     with tempfile.TemporaryDirectory(dir=bench.directory) as place:
-        for figure, bar, where, least, update in (
-            (HOST, bars[0], "host", HOST_BAR, "step"),
-            (NVME, bars[1], "nvme", NVME_BAR, "step"),
-            (DEFERRED, bars[1], "nvme", NVME_BAR, "deferred"),
-            (BACKWARD, bars[1], "nvme", NVME_BAR, "backward"),
-        ):
-            options = {"optimizer_state": where, "update": update, "accelerator": Accelerator(update_on="auto")}
-            taken_s, state_bytes = swapped_step(bench, layers, width, value, microbatches, place, options)
-            limit, told = 1.0, ""
-            if where == "nvme":
+
+        def row(figure: str) -> Iterator[Row]:
+            options = TRAINING[figure]
+            beside = train_beside_plain(bench, layers, width, value, microbatches, place, options)
+            limit, told, bar, least = 1.0, "", f"{HOST_BAR} of plain torch's throughput", HOST_BAR
+            if options["optimizer_state"] == "nvme":
                 writes, reads = drive_rates(bench, Path(place) / "rate", bench.size(1 << 30, 1 << 20))
-                drive_s = state_bytes / min(writes, reads)
-                limit, told = min(1.0, plain_s / drive_s), f"; the drive needs {drive_s:.2f} s"
-            found = plain_s / taken_s
-            number = f"{found:.3f} (a step of {taken_s:.2f} s, plain {plain_s:.2f} s{told})"
-            yield Row(figure, bar, number, found >= least * limit)
-        yield streamed_update(bench, layers, width, place)
+                drive_s = beside.state_bytes / min(writes, reads)
+                limit, told = min(1.0, beside.plain_s / drive_s), f"; the drive needs {drive_s:.2f} s"
+                bar, least = f"{NVME_BAR} x min(1, limit)", NVME_BAR
+            if options["accelerator"] is not ON_DEVICE:
+                yield Row(figure, "", f"{beside}{told}")
+            else:
+                yield Row(figure, bar, f"{beside}{told}", beside.ratio >= least * limit)
+
+        yield from each(
+            *(((figure,), partial(row, figure)) for figure in TRAINING),
+            ((STREAMED,), lambda: [streamed_update(bench, layers, width, place)]),
+        )
 
 
 def step(
@@ -108,18 +129,26 @@ def seconds(bench: Bench, act: Callable[[], None], rounds: int) -> float:
     return min(times[1:])
 
 
-def plain_step(
-    bench: Bench, layers: int, width: int, value: torch.Tensor, least_s: float = STEP_S
-) -> tuple[int, float]:
-    """Return how many microbatches make a step long enough, and its time, all in device memory."""
-    model = transformer(layers, width, torch.bfloat16, bench.device)
-    optimizer = AdamW(model.parameters(), fused=True)
-    one_s = seconds(bench, lambda: step(model, optimizer, value, 1), STEPS)
-    microbatches = 2 if bench.is_rehearsal else max(round(least_s / one_s), 1)
-    return microbatches, seconds(bench, lambda: step(model, optimizer, value, microbatches), 1)
+@dataclass(frozen=True)
+class Beside:
+    """Steps of plain torch and of swapper, by turns: seconds of the shortest of each."""
+
+    plain_s: float
+    taken_s: float
+    state_bytes: int  # of the optimizer's state, read and written in a step
+    tokens: int
+    told: str
+
+    @property
+    def ratio(self) -> float:
+        return self.plain_s / self.taken_s
+
+    def __str__(self) -> str:
+        times = f"a step of {self.taken_s:.3f} s, plain {self.plain_s:.3f} s, {self.tokens} tokens"
+        return f"{self.ratio:.3f} ({times}; {self.told})"
 
 
-def swapped_step(
+def train_beside_plain(
     bench: Bench,
     layers: int,
     width: int,
@@ -127,12 +156,14 @@ def swapped_step(
     microbatches: int,
     place: str,
     options: dict[str, Any],
-) -> tuple[float, int]:
-    """Return the time of a step, and the bytes of the optimizer's state that it reads and writes.
+) -> Beside:
+    """Train the same model in plain torch, all in device memory, and swapped, by turns.
 
     Args:
         options: of `offload`, in addition to the common ones.
     """
+    plain = transformer(layers, width, torch.bfloat16, bench.device)
+    plain_act = partial(step, plain, AdamW(plain.parameters(), fused=True), value, microbatches)
     model = transformer(layers, width, torch.bfloat16, "cpu")
     count = sum(parameter.numel() for parameter in model.parameters())
     host = count * (4 + (2 if options["optimizer_state"] == "nvme" else STATE_BYTES)) * 5 // 4 + roomy(bench)
@@ -140,8 +171,14 @@ def swapped_step(
     with swapper.SwapManager(place, host, resume="discard", commits=CommitPolicy(every=None)) as manager:
         given = AdamW(model.parameters(), fused=options["accelerator"].update_with != "kernel")
         model, optimizer = manager.offload(model, given, **options)
-        act = partial(step, model, optimizer, value, microbatches, manager.accumulate)
-        return seconds(bench, act, 2), count * STATE_BYTES
+        swapped_act = partial(step, model, optimizer, value, microbatches, manager.accumulate)
+        run: Any = manager.current.run
+        swapped_act()  # the first step's copies register what there is
+        run.on_device.host.wait()
+        plain_s, taken_s = bench.seconds_by_turns([plain_act, swapped_act], STEPS, 1)
+        told = f"{run.on_device.host.describe()}, updates on the {'device' if run.on_device.updates else 'CPU'}"
+    tokens = microbatches * value.shape[0] * value.shape[1]
+    return Beside(plain_s, taken_s, count * STATE_BYTES, tokens, told)
 
 
 def streamed_update(

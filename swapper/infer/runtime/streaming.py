@@ -55,7 +55,7 @@ class Streaming(Resources[WeightFiles]):
         super().__init__(counters)
         self._small_runs = plan.small_runs  # not the plan: it has the modules, which must not be kept alive
         self._source = source
-        self.sections = _paged_sections(plan, placement.page_bytes)
+        self.sections = paged_sections(plan, placement.page_bytes)
         self.small: list[Section] = [_section(0, run, None, 0) for run in plan.small_runs]
         self.cycle = _cycle(self.sections, plan.used_groups, one_by_one=device is not None)
         runs = {
@@ -121,7 +121,8 @@ def _cycle(sections: Sequence[Sequence[Section]], used: Collection[int], one_by_
     return cycle
 
 
-def _paged_sections(plan: StreamingPlan, page_bytes: int) -> list[list[Section]]:
+def paged_sections(plan: StreamingPlan, page_bytes: int) -> list[list[Section]]:
+    """Return for each group a paged section for each of its runs, without memory."""
     sections: list[list[Section]] = []
     page_count = 0
     for group in plan.groups:

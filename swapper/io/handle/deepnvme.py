@@ -22,6 +22,7 @@ from swapper import _C
 from swapper.errors import ConfigError, IoError, StateError
 from swapper.io.files import Target
 from swapper.io.handle.operation import Operation
+from swapper.io.registered import CudaRegistrar, Registrar, Registration
 
 logger = logging.getLogger("swapper.io")
 
@@ -226,7 +227,7 @@ def _async_of(async_op: bool | None, named: dict[str, Any]) -> bool:
 
 
 def new_locked_tensor(elements: int, dtype: torch.dtype, *, must_lock: bool = True) -> torch.Tensor:
-    """Return a tensor of `elements` zeros in page-locked memory.
+    """Return a tensor of `elements` zeros in page-locked memory, which CUDA knows too once the program has used it.
 
     Raises:
         ConfigError: a negative number of elements.
@@ -244,11 +245,20 @@ def new_locked_tensor(elements: int, dtype: torch.dtype, *, must_lock: bool = Tr
         remedy = "raise the limit (ulimit -l, LimitMEMLOCK=, docker --ulimit memlock=-1), or use strict=False"
         raise IoError("mlock", "", 0, nbytes, errno.ENOMEM, f"{reason}; {remedy}")
     memory = (ctypes.c_char * nbytes).from_buffer(arena.view(0, nbytes))
-    address = arena.address
+    address, registrar = arena.address, registrar_in_use()
+    if registrar is not None:  # as a whole: its user copies it by torch
+        registration = Registration(registrar, arena, [(0, nbytes)])
+        registration.wait()
+        weakref.finalize(memory, registration.close).atexit = False  # the memory is still there
     arena.close()  # the view keeps the memory
     _locked_bytes[address] = nbytes
     weakref.finalize(memory, _forget, address).atexit = False
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def registrar_in_use() -> Registrar | None:
+    """Return CUDA's registrar if the program has used CUDA: a first use takes memory of the device."""
+    return CudaRegistrar() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def free_locked_tensor(tensor: torch.Tensor) -> bool:

@@ -54,6 +54,7 @@ def divide(
     frames_needed: Callable[[int], int],
     explain: str,
     page_bytes: int | None = None,
+    least_frames: Callable[[int], int] = lambda page_bytes: 0,
 ) -> Budget:
     """Return how `host_bytes` are used.
 
@@ -64,16 +65,21 @@ def divide(
         frames_needed: for a page size, how many frames a step needs at once so that it can never deadlock.
         explain: of `kept_bytes`, for the error message.
         page_bytes: the size of a page if it is given, as in a resumed run.
+        least_frames: at most as many as `frames_needed`, found sooner.
 
     Raises:
         BudgetError: with the smallest budget that works.
     """
     rest = f"stay in memory ({explain}); raise host_memory, or place more on NVMe"
-    frames_needed = functools.cache(frames_needed)  # which goes through all slices; the search asks for few sizes
+    frames_needed = functools.cache(frames_needed)  # which goes through slices; the search asks for few sizes
+    least_frames = functools.cache(least_frames)
+
+    def is_enough(frames: int, size: int) -> bool:
+        return frames >= least_frames(size) and frames >= frames_needed(size)
 
     def fit(pool_bytes: int) -> PoolSize | None:
         if paged:
-            return _fit(pool_bytes, paged, frames_needed, page_bytes)
+            return _fit(pool_bytes, paged, frames_needed, is_enough, page_bytes)
         return PoolSize(page_bytes or RESIDENT_SLICE_BYTES, 0) if pool_bytes >= 0 else None
 
     size = divide_host_memory(host_bytes, kept_bytes, fit, "this model and optimizer need", lambda: rest)
@@ -134,13 +140,17 @@ def resident_bytes(sections: Sequence[int]) -> int:
 
 
 def _fit(
-    pool_bytes: int, paged: Sequence[int], frames_needed: Callable[[int], int], page_bytes: int | None
+    pool_bytes: int,
+    paged: Sequence[int],
+    frames_needed: Callable[[int], int],
+    is_enough: Callable[[int, int], bool],
+    page_bytes: int | None,
 ) -> PoolSize | None:
     """Return what a pool of `pool_bytes` consists of, or None if it is too small. No more frames than pages."""
     if pool_bytes < SECTOR_BYTES:
         return None
     size = page_bytes or choose_page_bytes(paged, pool_bytes)
-    while pool_bytes // size < frames_needed(size):
+    while not is_enough(pool_bytes // size, size):
         size = max(round_up(size // 2, SECTOR_BYTES), SECTOR_BYTES)
         if page_bytes is not None or size < SMALL_SECTION_BYTES:
             return None

@@ -173,8 +173,7 @@ class DeviceTensorCache:
         host = self._host_memory(stored.nbytes)
         self._device.let_wait(self._down, self._device.record(stored.stream))
         try:
-            for begin, run in self._locked.runs(host):
-                self._device.copy(run, stored.memory[begin : begin + run.numel()], self._down)
+            self._device.copy(host, stored.memory, self._down)
             stored.copied, stored.is_ordered = self._device.record(self._down), False
             self._going_down.append((stored.copied, host))
         except BaseException:
@@ -233,8 +232,7 @@ class DeviceTensorCache:
         current = self._device.current_stream()
         self._device.let_wait(self._up, self._device.record(current))  # the memory's previous user
         self._device.let_wait(self._up, stored.copied)
-        for begin, run in self._locked.runs(host):
-            self._device.copy(memory[begin : begin + run.numel()], run, self._up)
+        self._device.copy(memory, host, self._up)
         stored.memory, stored.stream = memory, current
         stored.filled, stored.is_ordered = self._device.record(self._up), False
         self._going_up.append((stored.filled, host))

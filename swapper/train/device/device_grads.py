@@ -1,8 +1,8 @@
 """Copies gradients from an accelerator to host memory or NVMe, as autograd accumulates them.
 
 `parameter.grad` is a ColdGradient (cold_grad.py) in both cases, because torch allows a gradient on the parameter's device
-only. A gradient that is added to an earlier one is copied in pieces to separate memory, and added on the CPU. A location
-is read only after all copies to it have arrived.
+only. For a gradient that is added to an earlier one, that one is copied up in pieces, and added there: Python waits for no
+kernel. A location is read only after all copies to it have arrived.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from swapper.device.registered_memory import STAGING_BYTES
+from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.paging.pager import Pager
-from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, TrainingDevice
+from swapper.train.device.train_device import EARLIER_SHARE, PAGES_ON_THEIR_WAY, TrainingDevice
 from swapper.train.gradients.cold_grad import GradientMeta, GradientPart, GradientSlot
 from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.layout.slices import TensorLocation
 
-PIECE_BYTES = STAGING_BYTES // 4
-"""Bytes. Gradients that are added are copied in pieces of this size."""
+MAX_PIECE_BYTES = 64 << 20
+"""Of an earlier gradient that is on the device at once, to be added: a choice."""
 
 
 class DeviceGradients(PagedGradients):
@@ -35,11 +35,8 @@ class DeviceGradients(PagedGradients):
     def __init__(
         self, places: list[tuple[str, nn.Parameter, TensorLocation]], pager: Pager, on_device: TrainingDevice
     ) -> None:
-        self._host = on_device.host
-        self._device = on_device.device.device
-        self._gradient_came = on_device.gradient_came
+        self._on_device = on_device
         self._downloads = on_device.downloads
-        self._free = list(on_device.host.new_staging().view(-1, PIECE_BYTES))
         self._pages_leased = 0
         self._in_flight: Counter[int] = Counter()  # by id of the parameter: parts of its gradient
         super().__init__(places, pager)
@@ -57,57 +54,51 @@ class DeviceGradients(PagedGradients):
 
     def _stand_in(self, slot: GradientSlot) -> torch.Tensor:
         spec = slot.place.slot.spec
-        here = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
+        here = torch.empty((), dtype=spec.dtype, device=self._on_device.device.device).expand(spec.shape)
         here.swapper_where = "off the device"  # type: ignore[attr-defined]
         return here
 
     @torch.no_grad()
     def _move(self, slot: GradientSlot, gradient: torch.Tensor, adding: bool) -> None:
-        self._gradient_came(id(slot.parameter))
+        self._on_device.gradient_came(id(slot.parameter))
+        if adding:
+            self.settle([slot.parameter])  # copies of an earlier backward
         before, slot.content = slot.content, GradientMeta()
-        if not adding:
-            slot.content.norms = {kind: torch.linalg.vector_norm(gradient, kind) for kind in self._norm_types}
         flat = gradient.view(-1)
-        elements = PIECE_BYTES // flat.element_size()
         for part in self._parts(slot):
             self._lease(slot, part)
             self._in_flight[id(slot.parameter)] += 1
             landing = _Landing(slot, partial(self._landed, slot, part))
             try:
-                if adding:
-                    for begin in range(part.begin, part.end, elements):
-                        end = min(begin + elements, part.end)
-                        there = part.view[begin - part.begin : end - part.begin]
-                        self._add(there, flat[begin:end], before, landing)
-                elif part.end > part.begin:
-                    self._put(part, flat[part.begin : part.end], landing)
+                if part.end > part.begin:
+                    source = flat[part.begin : part.end]
+                    memory = self._on_device.host.of(part.page)[part.at : part.at + source.nbytes]
+                    if adding and not before.zero:
+                        self._add(source, memory, before)
+                    landing.began()
+                    self._downloads.send([(memory, source.view(torch.uint8))], landing.ended, landing.failed)
             finally:
                 landing.ended()
+        slot.content.norms = {kind: torch.linalg.vector_norm(gradient, kind) for kind in self._norm_types}
 
-    def _put(self, part: GradientPart, source: torch.Tensor, landing: _Landing) -> None:
-        memory = self._host.of(part.page)[part.at : part.at + source.nbytes]
-        landing.began()
-        self._downloads.send([(memory, source.view(torch.uint8))], landing.ended, landing.failed)
-
-    def _add(self, there: torch.Tensor, source: torch.Tensor, before: GradientMeta, landing: _Landing) -> None:
-        """Add `source` to `there` when it has arrived; `before` is the metadata of the content there."""
-        while not self._free:
-            self._downloads.wait_for_oldest()
-        piece = self._free.pop()
-        memory = piece[: source.nbytes]
-
-        def arrived() -> None:
-            with torch.inference_mode(False), torch.no_grad():
-                there.copy_(memory.view(there.dtype).add_(before.of(there)))
-            self._free.append(piece)
-            landing.ended()
-
-        def lost(error: BaseException) -> None:
-            self._free.append(piece)
-            landing.failed(error)
-
-        landing.began()
-        self._downloads.send([(memory, source.view(torch.uint8))], arrived, lost)
+    def _add(self, gradient: torch.Tensor, memory: torch.Tensor, before: GradientMeta) -> None:
+        """Add an earlier gradient, in `memory` on the host, to `gradient` on the device; `before` is its metadata."""
+        nbytes = min(
+            max(self._downloads.most_bytes // EARLIER_SHARE, DEVICE_ALIGNMENT_BYTES), MAX_PIECE_BYTES, memory.numel()
+        )
+        nbytes -= nbytes % gradient.element_size()
+        storage = self._on_device.new_storage(
+            nbytes, "an earlier gradient", "say gradients='device', or add fewer of them"
+        )
+        try:
+            for begin in range(0, memory.numel(), nbytes):
+                piece = memory[begin : begin + nbytes]
+                self._on_device.bring_up(storage, [(0, piece)])
+                earlier = storage.read(0, piece.numel()).view(gradient.dtype)
+                first = begin // gradient.element_size()
+                gradient[first : first + earlier.numel()].add_(before.of(earlier))
+        finally:
+            storage.free()
 
     def _landed(self, slot: GradientSlot, part: GradientPart) -> None:
         self._in_flight[id(slot.parameter)] -= 1

@@ -44,10 +44,12 @@ class _Slot:
     Attributes:
         storage: its memory, allocated at the first use.
         is_free: no copy to or from it is in flight.
+        last_use: the event of the copies down; None before the first.
     """
 
     storage: DeviceStorage | None = None
     is_free: bool = True
+    last_use: torch.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class DeviceSweep(Sweep):
         self._over: deque[Access] = deque()  # arrived, and leased until the next slice is
         self._slots = [_Slot() for _ in range(RING)]
         self._turn = 0
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
         self._usual_bytes = 0  # of a slot
 
     def update(self, update: GroupUpdate) -> None:
@@ -152,14 +155,14 @@ class DeviceSweep(Sweep):
         if slot.storage is None or slot.storage.nbytes < nbytes:
             if slot.storage is not None:
                 slot.storage.free()
-                slot.storage = None
+                slot.storage = slot.last_use = None
             self._usual_bytes = self._usual_bytes or ring_bytes(self.trainables, self._page_bytes) // RING
             slot.storage = self.on_device.new_storage(max(nbytes, self._usual_bytes))
         return slot
 
     def _free_slots(self) -> None:
         for slot in self._slots:
-            storage, slot.storage, slot.is_free = slot.storage, None, True
+            storage, slot.storage, slot.last_use, slot.is_free = slot.storage, None, None, True
             if storage is not None:
                 storage.free()
 
@@ -173,7 +176,8 @@ class DeviceSweep(Sweep):
         started = time.monotonic()
         try:
             parts = _parts(update, part, self.gradient_of)
-            self.on_device.bring_up(storage, [copied for p in parts if p.copied_up for copied in self._pieces(p)])
+            up = [copied for p in parts if p.copied_up for copied in self._pieces(p)]
+            self.on_device.bring_up(storage, up, slot.last_use)
             run = list(self._runs(update, part, parts, storage))
             if self.on_device.kernel is None:
                 self._proxies.update([one.work for one in run])
@@ -183,13 +187,15 @@ class DeviceSweep(Sweep):
                 self._store(one)
             found = [copied for p in parts if p.copied_down for copied in self._pieces(p)]
             down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
+            counts, self._counts = self._counts, []
         except BaseException:
+            self._counts.clear()
             self.on_device.finish()  # some of its copies may be in flight
             self._pager.release(part.access)
             raise
         slot.is_free = False
-        self.on_device.downloads.send(
-            down,
+        slot.last_use = self.on_device.downloads.send(
+            down + counts,
             lambda: self._arrived(part.access, slot),
             lambda error: self._lost(part.access, slot),
             is_held=False,
@@ -229,11 +235,24 @@ class DeviceSweep(Sweep):
             settings = trainable.settings[piece.parameter]
             there = self._proxies.counts_on_device(settings)
             state = {
-                key: value.to(target.device) if isinstance(value, torch.Tensor) and (there or value.dim()) else value
+                key: self._on_device(value, target.device, there) if isinstance(value, torch.Tensor) else value
                 for key, value in state.items()
             }
             work = Work(settings, target.detach(), gradient, state)
             yield Update(work, places, piece.begin, piece.end, homes, target, None if master is None else param)
+
+    @staticmethod
+    def _on_device(value: torch.Tensor, device: torch.device, counts_there: bool) -> torch.Tensor:
+        """Return a piece of state on the device; a counter only if it is counted there, written by a kernel: no wait."""
+        if value.dim():
+            return value.to(device)
+        return torch.full((), value.item(), dtype=value.dtype, device=device) if counts_there else value
+
+    def _keep(self, settings: int, stored: torch.Tensor, value: torch.Tensor) -> None:
+        if stored.dim() or not self._proxies.counts_on_device(settings):
+            super()._keep(settings, stored, value)
+        else:  # it comes with the slice: reading it now would wait for the kernels
+            self._counts.append((stored.view(1).view(torch.uint8), value.view(1).view(torch.uint8)))
 
     def _state_of(
         self,

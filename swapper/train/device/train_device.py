@@ -42,6 +42,8 @@ from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
 from swapper.train.updates.adamw_kernel import AdamWKernel
 
+EARLIER_SHARE = 4
+"""An earlier gradient, to which one is added, is on the device in pieces of this part of the bytes for downloads."""
 PAGES_ON_THEIR_WAY = 2
 """Maximum frames leased for gradients at once: one is copied while the next is queued."""
 RING = 3
@@ -90,6 +92,8 @@ class TrainingDevice(ModelDevice):
         self._pager = pager
         self.downloads = Downloads(device, counters, placement.down_bytes)
         self.order = StreamOrder(device)
+        self._counters = counters
+        self._slices = device.new_stream()  # slices that are updated do not wait behind images
         self._images: list[DeviceCopy] = []
         self._image_of: dict[int, DeviceCopy] = {}  # by id of a parameter
         self._used: list[DeviceCopy] = []  # in this step, in order
@@ -175,14 +179,15 @@ class TrainingDevice(ModelDevice):
             finally:
                 self._pager.release(access, only)
 
-    def new_storage(self, nbytes: int) -> DeviceStorage:
+    def new_storage(
+        self, nbytes: int, purpose: str = "the update of a slice", remedy: str = "say update_on='cpu'"
+    ) -> DeviceStorage:
         """Return memory on the device; if that is short, idle images are dropped for it.
 
         Raises:
-            BudgetError: there is too little.
+            BudgetError: there is too little for `purpose`; `remedy` helps.
         """
-        where = "the update of a slice", "say update_on='cpu'"
-        storage = self._evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, *where)
+        storage = self._evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, purpose, remedy)
         storage.free()
         storage.allocate()
         return storage
@@ -217,16 +222,28 @@ class TrainingDevice(ModelDevice):
                 f"up: lower device_memory, or {remedy} ({error})"
             ) from error
 
-    def bring_up(self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Refill a storage after the kernels that have used it; kernels that are queued next wait for the copies."""
-        storage.invalidate()
-        self._uploads.fill(storage, pieces)
+    def bring_up(
+        self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]], last_use: torch.Event | None = None
+    ) -> None:
+        """Refill a storage, on a stream of its own; kernels that are queued next wait for the copies.
+
+        Args:
+            pieces: (offset in bytes, host memory), which the caller leaves unchanged until the copies are over.
+            last_use: of what the storage has: see `DeviceStorage.invalidate`.
+        """
+        if storage.filled_at is not None:
+            storage.invalidate(last_use)
+        storage.fill(pieces, self._slices)
+        storage.all_is_queued()
+        self._counters.uploaded_bytes += sum(source.numel() for _, source in pieces)
         storage.wait_on_current_stream()
 
     def finish(self) -> None:
         """Wait for all copies, also of failed passes. Copies from a failed device are lost."""
         with contextlib.suppress(DeviceError):
             self.downloads.finish()
+        with contextlib.suppress(DeviceError):
+            self.device.wait_for(self.device.record(self._slices))
         self.tier.finish()
 
     def forget_uses(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from swapper.errors import CheckpointError
@@ -45,8 +46,13 @@ class FrozenFiles:
         """
         return cls(open_source(external.path), external.rename)
 
-    def find(self, model: nn.Module, frozen: Mapping[str, nn.Parameter]) -> dict[str, StoredTensor]:
+    def find(
+        self, model: nn.Module, frozen: Mapping[str, nn.Parameter], shapes: Mapping[int, torch.Size] | None = None
+    ) -> dict[str, StoredTensor]:
         """Return the stored tensor of each of the `frozen` parameters of `model`, by name. Empty ones are in no file.
+
+        Args:
+            shapes: of whole parameters, by id, if they are shards.
 
         Raises:
             CheckpointError: the file lacks one, or has another shape or dtype.
@@ -63,7 +69,8 @@ class FrozenFiles:
             if tensor is None:
                 missing.append(name)
             else:
-                found[name] = self._check(name, parameter, tensor)
+                shape = parameter.shape if shapes is None else shapes[id(parameter)]
+                found[name] = self._check(name, parameter.dtype, shape, tensor)
         if missing:
             shown = ", ".join(missing[:SHOWN_NAMES]) + (", ..." if len(missing) > SHOWN_NAMES else "")
             raise CheckpointError(
@@ -73,11 +80,11 @@ class FrozenFiles:
             )
         return found
 
-    def _check(self, name: str, parameter: nn.Parameter, tensor: Any) -> StoredTensor:
+    def _check(self, name: str, dtype: torch.dtype, shape: torch.Size, tensor: Any) -> StoredTensor:
         path = self.source.path
-        if tuple(parameter.shape) != tuple(tensor.shape) or parameter.dtype != tensor.dtype:
+        if tuple(shape) != tuple(tensor.shape) or dtype != tensor.dtype:
             raise CheckpointError(
-                f"frozen parameter {name} is of {parameter.dtype} {list(parameter.shape)}, and {tensor.name!r} in {path} of "
+                f"frozen parameter {name} is of {dtype} {list(shape)}, and {tensor.name!r} in {path} of "
                 f"{tensor.dtype} {list(tensor.shape)}: build the model with the file's dtype and shape; or {REMEDY}"
             )
         if not isinstance(tensor, StoredTensor) or tensor.stride is not None or tensor.path in self.source.joined:

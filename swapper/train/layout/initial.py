@@ -19,6 +19,7 @@ from swapper.formats.sources import Source, open_source
 from swapper.formats.stored import StoredTensor
 from swapper.io.engines import Engine
 from swapper.io.waiting import all_over
+from swapper.modules.groups import Group
 
 Initialize = Callable[[nn.Module], Any]
 
@@ -67,9 +68,15 @@ class Values:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._done: set[int] = set()
 
-    def missing(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of `parameters` that need values: those that were on the meta device, or all if none was."""
-        return [parameter for parameter in parameters if id(parameter) in self._wanted]
+    def batches(self, groups: Iterable[Group]) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
+        """Yield the parameters to `fill` together, and all that must be in memory for that.
+
+        Those that were on the meta device need values, or all if none was.
+        """
+        for group in groups:
+            missing = [parameter for _, parameter in group.parameters if id(parameter) in self._wanted]
+            if missing:
+                yield missing, self._owners_of(missing)
 
     @torch.no_grad()
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -81,7 +88,7 @@ class Values:
             if id(module) not in self._done:
                 self._initialize(module)
 
-    def owners(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def _owners_of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return all parameters that must be in memory for `fill(parameters)`: those of the modules that own one."""
         found = {id(parameter): parameter for parameter in parameters}
         for _, own in self._owning(list(found.values())) if self._call is not None else ():

@@ -21,8 +21,16 @@ from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
-from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_dtypes, check_supported, is_plain
+from swapper.train.optimizer.optimizer_probe import (
+    OptimizerProbe,
+    StateForm,
+    check_dtypes,
+    check_masters,
+    check_supported,
+    is_plain,
+)
 from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.sharded.shard_values import rows_of
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
@@ -155,13 +163,15 @@ def take_inventory(
             elif index is not None and name in with_gradient:
                 forms[name] = discovery.form(index, updated, parameter.dim())
                 dtypes.setdefault(index, set()).add(updated)
+                if updated != parameter.dtype:
+                    check_masters(optimizers.members[optimizers.locate(index)[0]])
             else:
                 continue
             _check_state(name, parameter, optimizers.state_of(parameter), forms[name], updated)
             shape = shapes.get(id(parameter), parameter.shape)
             codecs[name] = chosen.of(name, parameter, updated, forms[name], shape)
             part = state.setdefault(homes.get(name, 0), [])
-            part += _state_specs(name, parameter, updated, forms[name], codecs[name])
+            part += state_specs_of(name, parameter, updated, forms[name], codecs[name])
         for parameters in _apart(group.parameters, with_gradient, homes):
             specs = [_spec(n, "param", p, padded.get(id(p), 0)) for n, p in parameters]
             param_plans += plan_group(group.index, "param", [spec for spec in specs if spec.owner not in external])
@@ -199,7 +209,13 @@ def _find_external(
             f"external= ({str(frozen.source.path)!r}) has frozen parameters, and the model has none: call requires_grad_(False) "
             "before manager.offload"
         )
-    return frozen.find(model, wanted)
+    if not isinstance(model, Shards):
+        return frozen.find(model, wanted)
+    shards = {shard.name: shard for shard in model.all}
+    # FSDP2 reads the padding of a shard too, which is not in the file: that shard has a copy of its own.
+    whole = {name: p for name, p in wanted.items() if shards[name].padded_numel == p.numel()}
+    found = frozen.find(model, whole, model.whole_shapes)
+    return {name: rows_of(stored, shards[name]) for name, stored in found.items()}
 
 
 def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: Inventory | None) -> frozenset[str]:
@@ -278,7 +294,7 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], TensorLo
             others = {key: place for key, place in of_key.items() if key not in like}
             found.parameters.append(parameter)
             grad = places.get((name, "grad"))
-            paged_grad = grad if grad is not None and grad.section.pages else None
+            paged_grad = grad if grad is not None and grad.section.page_count else None
             stays = group.index in inventory.staying_state
             param = places[name, "param"]
             found.places.append(ParameterLocations(name, param, state, others, form.may_cut, paged_grad, stays, coded))
@@ -306,7 +322,7 @@ def make_sections(
     for plan, offset in zip(plans, file_offsets, strict=True):
         section = Section(plan, offset, None if resident(plan) else page_bytes, first_page)
         section.guards_writes = plan.family == "param"
-        first_page += len(section.pages)
+        first_page += section.page_count
         sections.append(section)
     return sections
 
@@ -417,7 +433,7 @@ def _spec(name: str, kind: str, parameter: nn.Parameter, padded_numel: int = 0) 
     return TensorSpec(name, kind, parameter.dtype, tuple(parameter.shape), padded_numel)
 
 
-def _state_specs(
+def state_specs_of(
     name: str, parameter: nn.Parameter, updated: torch.dtype, form: StateForm, codecs: dict[str, StateCodec]
 ) -> list[TensorSpec]:
     """Return one parameter's state in its section's order: other shapes, master, then its own shape."""

@@ -12,6 +12,7 @@ kernel's vector body and its scalar tail. A trial finds out which optimizers are
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from swapper.paging.section import Section
 CUT_ELEMENTS = 64
 """Elements. See [Note: where a parameter may be cut]."""
 
+SAME_AGAIN = 128
+"""Pieces: see `largest_slice_pages`. 32 would do: a part of encoded state has 4 bytes for 32 elements at least."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLocation:
@@ -32,11 +36,11 @@ class TensorLocation:
     section: Section
     slot: Slot
 
-    def pages(self, begin: int, end: int) -> list[int]:
+    def pages(self, begin: int, end: int) -> range:
         """Return the indices of the pages of elements [begin, end)."""
         itemsize = self.slot.spec.dtype.itemsize
         at = self.slot.offset
-        return [page.index for page in self.section.pages_of(at + begin * itemsize, at + end * itemsize)]
+        return self.section.indices_of(at + begin * itemsize, at + end * itemsize)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,11 +150,34 @@ def plan_slices(
     return slices
 
 
+def largest_slice_pages(parameters: Sequence[ParameterLocations], page_bytes: int) -> int:
+    """Return the most pages that a slice of a step in which all parameters have gradients needs. See `plan_slices`.
+
+    A large parameter's pieces have one page of a tensor each. So, within their pages, the other tensors begin at the same places
+    again after SAME_AGAIN pieces at the latest, and only as many at both ends need to be looked at.
+    """
+    most = 0
+    for pieces in _runs(parameters, [True] * len(parameters), page_bytes, sys.maxsize, SAME_AGAIN):
+        pages: set[int] = set()
+        for piece in pieces:
+            pages |= _pages_of(parameters[piece.parameter], piece.begin, piece.end)
+        most = max(most, len(pages))
+    return most
+
+
+def _pages_of(places: ParameterLocations, begin: int, end: int) -> set[int]:
+    return {*_state_pages(places, begin, end), *places.param.pages(begin, end), *_grad_pages(places, begin, end)}
+
+
 def _runs(
-    parameters: Sequence[ParameterLocations], active: Sequence[bool], page_bytes: int, most_pages: int
+    parameters: Sequence[ParameterLocations],
+    active: Sequence[bool],
+    page_bytes: int,
+    most_pages: int,
+    at_each_end: int = sys.maxsize,
 ) -> Iterator[tuple[SlicePiece, ...]]:
     """Yield the pieces of each slice: whole small parameters together, large ones cut one page of a state tensor at a
-    time."""
+    time. Of such a one only the first and last `at_each_end` pieces are there."""
     run: list[SlicePiece] = []
     run_bytes = 0
     run_pages: set[int] = set()
@@ -158,21 +185,18 @@ def _runs(
         if not active[number]:
             continue
         cuts = _cuts(places, page_bytes) if places.may_cut else [places.numel]
-        begin = 0
-        for end in cuts:
+        spans = list(itertools.pairwise([0, *cuts]))
+        if len(spans) > 2 * at_each_end:
+            spans = [*spans[:at_each_end], *spans[-at_each_end:]]
+        for begin, end in spans:
             nbytes = (end - begin) * _lead(places).slot.spec.dtype.itemsize
-            pages = {
-                *_state_pages(places, begin, end),
-                *places.param.pages(begin, end),
-                *_grad_pages(places, begin, end),
-            }
+            pages = _pages_of(places, begin, end)
             if run and (run_bytes + nbytes > page_bytes or len(run_pages | pages) > most_pages):
                 yield tuple(run)
                 run, run_bytes, run_pages = [], 0, set()
             run.append(SlicePiece(number, begin, end))
             run_bytes += nbytes
             run_pages |= pages
-            begin = end
     if run:
         yield tuple(run)
 
@@ -212,7 +236,7 @@ def _pages_made_anew(parameters: Sequence[ParameterLocations], active: Sequence[
     }
     for section in sections:
         for slot in section.plan.slots:
-            of_slot = {page.index for page in section.pages_of(slot.offset, slot.end)}
+            of_slot = section.indices_of(slot.offset, slot.end)
             (pages if slot.spec.owner in rewritten else keep).update(of_slot)
     return pages - keep
 
@@ -228,8 +252,8 @@ def _state_pages(places: ParameterLocations, begin: int, end: int) -> list[int]:
     return pages + [page for coded in places.coded.values() for page in coded.pages(begin, end)]
 
 
-def _grad_pages(places: ParameterLocations, begin: int, end: int) -> list[int]:
-    return places.grad.pages(begin, end) if places.grad is not None else []
+def _grad_pages(places: ParameterLocations, begin: int, end: int) -> range:
+    return places.grad.pages(begin, end) if places.grad is not None else range(0)
 
 
 def _access(

@@ -6,11 +6,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
 from swapper.device.device_placement import DeviceBudget, DevicePlacement, place_on_device
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
-from swapper.device.registered_memory import STAGING_BYTES
 from swapper.errors import BudgetError, ConfigError
 from swapper.io.alignment import round_up
 from swapper.modules.groups import largest_working_set, working_sets
@@ -21,9 +21,9 @@ from swapper.paging.planning.layout import SectionPlan, Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.runtime.sizes import format_bytes
-from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING
+from swapper.train.device.train_device import EARLIER_SHARE, PAGES_ON_THEIR_WAY, RING
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
-from swapper.train.layout.slices import TensorLocation, plan_slices
+from swapper.train.layout.slices import TensorLocation, largest_slice_pages
 from swapper.train.updates.sweep import Trainable, decoded_bytes
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
@@ -111,8 +111,6 @@ def _divide(
     kept = [p for p in inventory.plans if resident(p)]
     kept_grads = [p for p in inventory.grad_plans if resident(p)]
     kept_bytes = resident_bytes([p.nbytes for p in kept]) + resident_bytes([p.nbytes for p in kept_grads])
-    if step.on_device:
-        kept_bytes += STAGING_BYTES
     kept_bytes += _decoded_bytes(inventory)
     explain = ", ".join(
         f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *kept_grads) if p.family == family))}"
@@ -125,6 +123,7 @@ def _divide(
         lambda size: frames_needed(inventory, resident, size, step),
         explain,
         page_bytes,
+        lambda size: _frames_of_uses(inventory, resident, size, step)[0] + 2,
     )
 
 
@@ -160,7 +159,7 @@ def place_on_accelerator(
     down_bytes = 0 if gradients == "device" else _down_bytes(inventory, budget)
     kept = [frozenset(sizes) if wish == "device" else frozenset[int]() for wish, sizes in wishes]
     kept_bytes = sum(sizes[group] for (_, sizes), groups in zip(wishes, kept, strict=True) for group in groups)
-    other_bytes = buffer_bytes + down_bytes + kept_bytes
+    other_bytes = buffer_bytes + down_bytes + down_bytes // EARLIER_SHARE + kept_bytes
     fixed = "buffers, slices of an update, gradients and state"
     placement = place_on_device(budget.nbytes, other_bytes, images, units, where, budget.device, fixed)
     if params == "device" and len(placement.resident_set) < len(images):
@@ -232,26 +231,57 @@ def frames_needed(
         resident: tells if a section stays in memory.
         step: its variant.
     """
-    plans = [*inventory.plans, *inventory.grad_plans]
+    most, meanwhile = _frames_of_uses(inventory, resident, page_bytes, step)
+    kinds = _group_kinds(inventory)
+    plans = [plan for plan in (*inventory.plans, *inventory.grad_plans) if plan.group in kinds]
     sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
+    some = replace(inventory, groups=[group for group in inventory.groups if group.index in kinds])
+    for trainable in find_trainables(some, find_places(sections)):
+        # Several slices are leased at once: any, as parameters without gradients are skipped.
+        pages = largest_slice_pages(trainable.places, page_bytes)
+        most = max(most, meanwhile + (RING + 1 if step.updates_there else 2) * pages)
+    return most + 2
+
+
+def _frames_of_uses(
+    inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int, step: StepKind
+) -> tuple[int, int]:
+    """Return the maximum of frames that a forward or backward leases at once, and of those that it leases during an update."""
     group_pages = [0] * len(inventory.groups)
-    for section in sections:
-        if section.plan.family == "param":
-            group_pages[section.plan.group] += len(section.pages)
+    for plan in inventory.plans:
+        if plan.family == "param" and not resident(plan):
+            group_pages[plan.group] += -(-plan.nbytes // page_bytes)
     most, _ = largest_working_set(inventory.units, group_pages)
-    leaving = int(
-        any(section.transient and section.pages for section in sections)
-    )  # a page through which a gradient is written
+    leaving = int(not all(map(resident, inventory.grad_plans)))  # a page through which a gradient is written
     if step.on_device:
         most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
-    meanwhile = 0 if step.update == "step" else most + leaving * step.on_device
-    most += leaving
-    for trainable in find_trainables(inventory, find_places(sections)):
-        everything = [True] * len(trainable.places)
-        for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
-            # Several slices are leased at once: any, as parameters without gradients are skipped.
-            most = max(most, meanwhile + (RING + 1 if step.updates_there else 2) * len(part.access.pages))
-    return most + 2
+    return most + leaving, 0 if step.update == "step" else most + leaving * step.on_device
+
+
+def _group_kinds(inventory: Inventory) -> frozenset[int]:
+    """Return one group of each kind, the layers of a transformer being one: groups with equal sections have equal slices."""
+    plans: dict[int, list[SectionPlan]] = {}
+    for plan in (*inventory.plans, *inventory.grad_plans):
+        plans.setdefault(plan.group, []).append(plan)
+    kinds: dict[Any, int] = {}
+    for group in inventory.groups:
+        number = {name: at for at, (name, _) in enumerate(group.parameters)}
+        tensors = [
+            (
+                plan.family,
+                plan.dtype,
+                plan.nbytes,
+                slot.offset,
+                number[slot.spec.owner],
+                slot.spec.kind,
+                slot.spec.shape,
+            )
+            for plan in plans.get(group.index, ())
+            for slot in plan.slots
+        ]
+        forms = [inventory.forms.get(name) for name in number]
+        kinds.setdefault((tuple(tensors), tuple(forms), group.index in inventory.staying_state), group.index)
+    return frozenset(kinds.values())
 
 
 ByGroup = Mapping[int, Sequence[Task]]
@@ -264,6 +294,7 @@ def expected_tasks(
     page_bytes: int,
     update: str,
     resident_set: Collection[int] | None = None,
+    passes: int = 1,
 ) -> list[Task]:
     """Predict a step from module order: forward, backward, optimizer. The first observed step replaces the prediction.
 
@@ -272,6 +303,7 @@ def expected_tasks(
         update: when.
         resident_set: the groups that stay on a device, if there is one: pages of parameters are used one by one there,
             and those of these groups for the first use after an update.
+        passes: forwards and backwards in a step, whose gradients accumulate.
     """
     pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
     for section in sections:
@@ -285,18 +317,28 @@ def expected_tasks(
     for group, indices in pages.items():
         uses = _uses(group, indices, resident_set is not None) if group not in kept or group in updated else []
         forward[group] = [Task("forward", group, uses)]
-    for group in sorted(pages, reverse=True):
-        uses = _uses(group, pages[group], resident_set is not None) if group not in kept else []
-        for places in reversed(updated[group].places if group in updated else ()):
-            uses += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
-        backward[group] = [Task("backward", group, uses)]
+    accumulating = dict(backward)  # with gradients of an earlier pass
+    for of_pass in (backward, accumulating):
+        for group in sorted(pages, reverse=True):
+            uses = _uses(group, pages[group], resident_set is not None) if group not in kept else []
+            for places in reversed(updated[group].places if group in updated else ()):
+                uses += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
+            of_pass[group] = [Task("backward", group, uses)]
     updates = {group: _updates_of(of, (True,) * len(of.places), page_bytes) for group, of in updated.items()}
     steps = [_step_of(updated, groups, page_bytes) for groups in inventory.ranges]
+    later = [by_group for _ in range(passes - 1) for by_group in (forward, accumulating)]
     if update == "deferred":
-        return list(_updating_in_forward(forward, backward, updates))
+        return [*_updating_in_forward(forward, backward, updates), *_in_order(later)]
     if update == "backward":
-        return list(_updating_in_backward(forward, backward, updates, 0 if resident_set is None else UPDATED_BEHIND))
-    return [task for by_group in (forward, backward, *steps) for of in by_group.values() for task in of]
+        *others, last = [backward, *later[1::2]]
+        before = [by_group for of in others for by_group in (forward, of)]
+        behind = 0 if resident_set is None else UPDATED_BEHIND
+        return [*_in_order(before), *_updating_in_backward(forward, last, updates, behind)]
+    return list(_in_order([forward, backward, *later, *steps]))
+
+
+def _in_order(parts: Sequence[ByGroup]) -> Iterator[Task]:
+    return (task for by_group in parts for of in by_group.values() for task in of)
 
 
 def _step_of(updated: Mapping[int, Trainable], groups: range, page_bytes: int) -> ByGroup:

@@ -86,7 +86,8 @@ class CodedTensors:
             lost = coded.codec.encode(piece, made)
             if lost:
                 raise ValueError(
-                    f"the state {key!r} of {name} has {lost} values that the codec {coded.codec.name!r} cannot hold"
+                    f"the state {key!r} of {name} has {lost} values that the codec {coded.codec.name!r} cannot hold: they are not "
+                    f"finite, or negative in a second moment. Mend them, or offload with a state_codec that keeps {key!r} exact"
                 )
 
     def write(self, name: str, key: str, value: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from swapper.errors import StateError, UnsupportedError
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.process import is_off
+from swapper.train.optimizer.optimizer_set import MODES, has_modes
 from swapper.train.optimizer.state_view import StateView
 
 
@@ -82,6 +84,8 @@ class PagedOptimizer(Optimizer):
             self._owner.view.replace(state)
 
     def __getattr__(self, name: str) -> Any:
+        if name in MODES and "_original" in vars(self) and has_modes(self._original):
+            return partial(self._switch, name)
         return getattr(self._original_with(name), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -91,6 +95,16 @@ class PagedOptimizer(Optimizer):
         else:
             super().__setattr__(name, value)
 
+    def _switch(self, mode: str) -> None:
+        """Call `train()` or `eval()` of the user's class, which set each parameter from its state.
+
+        They change parameters by operations of their own, which find their pages, and read copies of the state.
+        """
+        caller = object.__new__(type(self._original))
+        caller.__dict__.update(vars(self._original), state=self.state)
+        getattr(caller, mode)()
+        vars(self._original).update({k: value for k, value in vars(caller).items() if k not in ("state", "step")})
+
     def _original_with(self, name: str) -> Optimizer:
         if not self._is_shared(name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -99,7 +113,8 @@ class PagedOptimizer(Optimizer):
     def _is_shared(self, name: str) -> bool:
         """Return True for an option of the original.
 
-        Not for its methods, which expect the state in place, nor for torch's marks of its `step`, which is not ours.
+        Not for its methods but MODES, as they expect the state in place, nor for torch's marks of its `step`, which is not
+        ours.
         """
         return not name.startswith("_") and name in vars(vars(self).get("_original", self))
 

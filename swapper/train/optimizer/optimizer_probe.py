@@ -18,18 +18,21 @@ decay, Rprop; fused AdamW, Adam and Adagrad. All others are updated whole there.
 [Note: shapes of state] The shape of a state tensor follows from the parameter's: each of its dimensions is one of the
 parameter's or a constant (Adafactor's factors). Two tensors with different sizes in all dimensions show which.
 
-[Note: large tensors] Low-bit optimizers (bitsandbytes, torchao) keep the state of parameters of 4,096 elements or more
-in another form than that of smaller ones. A tensor of twice as many takes one more step, and its state must have the
-form that the small ones showed.
+[Note: large tensors] Low-bit optimizers keep the state of parameters of 4,096 elements or more in another form than that
+of smaller ones: bitsandbytes of all, torchao of those in whole blocks of 256. A tensor of at least twice as many takes
+one more step, and its state must have the form that the small ones showed. Not if that state had more than
+MAX_TRIAL_STATE elements: Shampoo has two square matrices for a vector, and takes minutes for the root of a large one.
 
 [Note: tried once] The behavior of torch's own classes follows from their settings, and from torch's default dtype
-(counters): one trial serves all instances. Other classes may depend on the instance, and each has trials of its own.
+(counters): one trial serves all instances. Other classes may depend on the instance, and each has trials of its own:
+one for all values of the settings that a step itself changes (counters), else there would be one a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +42,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, 
 
 from swapper.errors import UnsupportedError
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
-from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
+from swapper.train.optimizer.optimizer_set import OptimizerSet, has_modes, kind_of
 
 STEPS = 4  # of the trial: state that appears later is not seen
 SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -53,13 +56,16 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 """By number of dimensions, two shapes for the trial; no dimension of one is the same in the other."""
 LARGE_SHAPES: tuple[tuple[int, ...], ...] = (
     (),
-    (8209,),
-    (131, 67),
-    (23, 19, 29),
-    (7, 11, 13, 9),
-    (5, 7, 6, 11, 4),
+    (8192,),
+    (128, 96),
+    (32, 16, 24),
+    (8, 16, 12, 8),
+    (8, 4, 12, 4, 8),
 )
-"""By number of dimensions, a shape of more than 8,192 elements. See [Note: large tensors]."""
+"""By number of dimensions, a shape of 8,192 elements or more, in whole blocks. See [Note: large tensors]."""
+MAX_TRIAL_STATE = 1 << 20
+"""Elements of state of a tensor of LARGE_SHAPES. See [Note: large tensors]."""
+FEWER_BITS = "use torch.optim.AdamW, or another that keeps fp32, and state_codec='8bit', which stores that in 8 bits"
 LR_NAMES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 TRIAL_LR = 1e-2
 """Replaces a learning rate of zero, as at the start of a warm-up, which would show nothing."""
@@ -70,11 +76,7 @@ CUT_NARROW_FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, Adagrad)
 PLAIN = (int, float, bool, str, type(None))
 
 _of_torch: dict[Any, StateForm] = {}
-"""See [Note: large tensors] Low-bit optimizers (bitsandbytes, torchao) keep the state of parameters of 4,096 elements or more
-in another form than that of smaller ones. A tensor of twice as many takes one more step, and its state must have the
-form that the small ones showed.
-
-[Note: tried once]."""
+"""See [Note: tried once]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ class OptimizerProbe:
         self._forms: list[dict[Any, StateForm]] = [
             _of_torch if type(member).__module__.startswith("torch.optim.") else {} for member in optimizers.members
         ]
+        self._counters: list[set[str]] = [set() for _ in optimizers.members]  # see [Note: tried once]
 
     def form(self, settings: int, dtype: torch.dtype, ndim: int) -> StateForm:
         """Return the form for parameters (or masters) of `dtype` with `ndim` dimensions in group `settings`.
@@ -139,18 +142,25 @@ class OptimizerProbe:
         member, local = self._optimizers.locate(settings)
         optimizer, forms = self._optimizers.members[member], self._forms[member]
         group = optimizer.param_groups[local]
-        chosen = sorted(
-            (key, type(value).__name__ if key in LR_NAMES else repr(value))
-            for key, value in group.items()
-            if key not in {"params", NAMES}
-        )
-        key = (type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, torch.get_default_dtype())
+
+        def key_of() -> Any:
+            left_out = {"params", NAMES, *self._counters[member]}
+            chosen = sorted(
+                (key, type(value).__name__ if key in LR_NAMES else repr(value))
+                for key, value in group.items()
+                if key not in left_out
+            )
+            return type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, torch.get_default_dtype()
+
+        key = key_of()
         if key not in forms:
             if ndim >= len(SHAPES):
                 raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")
             check_settings(optimizer, group, dtype)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                forms[key] = _Trial(optimizer, local, dtype, SHAPES[ndim]).run()
+                form = _Trial(optimizer, local, dtype, SHAPES[ndim]).run()
+            self._counters[member] |= form.sets
+            forms[key := key_of()] = form
         return forms[key]
 
     def skipped_state(self, settings: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -195,7 +205,8 @@ class _Trial:
             raise UnsupportedError(
                 f"{self._kind} cannot be paged: what it does to one parameter depends on the others, on how often it is called "
                 "or on chance, so updating them one after the other would give other values. Use an optimizer that treats "
-                "parameters separately"
+                "parameters separately; if it estimates its learning rate (Prodigy, D-Adaptation), use AdamW with the rate that it "
+                "finds for a smaller model in memory"
             )
         keys = tuple(self._key(name) for name in self._seen[0])
         always = frozenset(self._always or ())
@@ -207,17 +218,20 @@ class _Trial:
     def _check_large(self, keys: Sequence[StateKey]) -> None:
         """Raise UnsupportedError unless a large tensor's state has the same form. See [Note: large tensors]."""
         shape = LARGE_SHAPES[len(self._shapes[0])]
+        forms = {key.name: (key.dtype, key.shape(shape)) for key in keys}
+        if sum(math.prod(kept) for _, kept in forms.values()) > MAX_TRIAL_STATE:
+            return
         generator = torch.Generator().manual_seed(0x5AFE)
         value, gradient = (_random(shape, self._dtype, generator) for _ in range(2))
         work = Work(self._settings, value, gradient, self._initial(shape))
         self._try(OptimizerProxy(copy_for_trial(self._optimizer)), [work])
-        forms = {key.name: (key.dtype, key.shape(shape)) for key in keys}
         for name, kept in work.state.items():
             self._check_kept(name, kept)
             if isinstance(kept, torch.Tensor) and forms.get(name) != (kept.dtype, tuple(kept.shape)):
                 raise UnsupportedError(
                     f"{self._kind} cannot be paged: for a parameter of {list(shape)} it keeps {name!r} as {kept.dtype} "
-                    f"{list(kept.shape)}, and in another form for a smaller one, as low-bit optimizers do, whose state is not paged"
+                    f"{list(kept.shape)}, and in another form for a smaller one, as low-bit optimizers do, whose state is not "
+                    f"paged: {FEWER_BITS}"
                 )
 
     def _changed_settings(self, after: list[dict[str, Any]]) -> frozenset[str]:
@@ -285,6 +299,7 @@ class _Trial:
         return UnsupportedError(
             f"{self._kind} cannot be paged: a step of it on a tensor of shape {list(self._shapes[0])} and "
             f"{self._dtype}, as in swapper's sweep, failed with {type(error).__name__}: {error}"
+            + (". Call its train() before manager.offload, and before each step" if has_modes(self._optimizer) else "")
         )
 
     def _template(self) -> Callable[[tuple[int, ...]], dict[str, Any]] | None:
@@ -320,7 +335,8 @@ class _Trial:
         if type(value) is not torch.Tensor and not is_plain(value):
             raise UnsupportedError(
                 f"{self._kind} cannot be paged: it keeps {name!r} as a {type(value).__name__}; only dense tensors of torch's own "
-                "class, numbers and strings can be kept in a file that plain torch.load reads"
+                "class, numbers and strings, each under a key of its own, can be kept in a file that plain torch.load reads"
+                + (f": {FEWER_BITS}" if isinstance(value, torch.Tensor) else "")
             )
 
     def _key(self, name: str) -> StateKey:
@@ -467,6 +483,15 @@ def check_supported(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__}({option}=True) cannot be paged: build it with {option}=False"
                 )
     _check_attributes(kind, optimizer)
+
+
+def check_masters(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError for an optimizer that cannot update fp32 masters in the place of parameters."""
+    if has_modes(optimizer):
+        raise UnsupportedError(
+            f"{kind_of(optimizer)} changes parameters in its train() and eval(), which fp32 masters would not follow: leave out "
+            "master_weights, and train in fp32"
+        )
 
 
 def check_settings(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> None:

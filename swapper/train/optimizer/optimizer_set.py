@@ -94,6 +94,17 @@ def kind_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
+MODES = ("train", "eval")
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return True for an optimizer with `train()` and `eval()`, which replace parameters by their average and back.
+
+    Schedule-free ones have them, https://arxiv.org/abs/2405.15682.
+    """
+    return all(callable(getattr(type(optimizer), name, None)) for name in MODES)
+
+
 def members_of_given(given: Any) -> list[Any]:
     """Return the optimizers in what the user gives `offload`: one, a list, or an object with a list `optimizers`.
 

@@ -198,6 +198,10 @@ class AccumulationPass(BatchedPass):
             batch.awaits = None
         batch.to_come -= {parameter}
 
+    def adds_to(self, parameter: int) -> bool:
+        """Return True if a micro-batch may still add to the gradient of the parameter with this id."""
+        return any(_adds_to(batch, parameter) for batch in self._batches)
+
     def _is_captured(self, parameter: int) -> bool:
         """Return True if torch.autograd.grad returns the gradient, which is added to nothing."""
         try:

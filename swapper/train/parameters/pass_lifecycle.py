@@ -119,7 +119,8 @@ class PassLifecycle:
             self._hooks.share(together)
             self._order.running = together
             try:
-                return together.run()
+                with self._updates.together(together.adds_to, together.make_room):
+                    return together.run()
             except BaseException:
                 self._hooks.abandon_batches()
                 self.forget_leases()
@@ -148,7 +149,6 @@ class PassLifecycle:
         """Raise UnsupportedError unless micro-batches can run together."""
         for is_so, why in (
             (self._on_device is not None, "a model on an accelerator, whose backwards run in one thread of autograd's"),
-            (self._updates.follows_backward, "update='backward'"),
             (self._fault_handler.changes_itself, "forwards that change parameters, as Embedding(max_norm=...) does"),
             (_has_modes(), "the modes and transforms that are active here (torch.func, TorchDispatchMode)"),
         ):

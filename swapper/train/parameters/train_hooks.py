@@ -182,7 +182,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     def _lease_with_room(self, group: GroupParameters) -> None:
         """Lease `group`, at the cost of batches that wait, if they lease too much at once: they take different ways."""
         assert self._batches is not None
-        if self._updates.is_open:
+        if self._updates.is_open and not self._updates.follows_backward:
             self._batches.make_room()  # the update before the lease needs some too
         try:
             group.lease()
@@ -231,7 +231,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             self._take_turn()
             if self._batches is not None and unit.groups and not _in_backward():
                 self._batches.arrive(self._groups[unit.groups[0]])
-                if self._updates.is_open:
+                if self._updates.is_open and not self._updates.follows_backward:
                     self._batches.make_room()
             self._check_usable()
             is_functional = self._has_other_members(unit, module)

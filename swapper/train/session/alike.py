@@ -40,11 +40,12 @@ def digests(request: Request) -> Digests:
     }
 
 
-def check_alike(request: Request, ranks: Ranks, told: Sequence[Sequence[Any]]) -> None:
+def check_alike(request: Request, ranks: Ranks, told: Sequence[Sequence[Any]], verb: str = "manager.offload") -> None:
     """Compare the digests of all ranks. All ranks must call it.
 
     Args:
         told: for each rank the result of `digests`.
+        verb: what they are about to call.
 
     Raises:
         ConfigError: they differ; names the first difference.
@@ -61,7 +62,7 @@ def check_alike(request: Request, ranks: Ranks, told: Sequence[Sequence[Any]]) -
         lines = ranks.gather(_subjects(request)[name], "compare what ranks give")
         mine, theirs = _first_difference(lines[rank], lines[other])
         raise ConfigError(
-            f"ranks give different {name.rstrip('s')}s to manager.offload: rank {rank} has {mine}, and rank {other} has {theirs}. "
+            f"ranks give different {name.rstrip('s')}s to {verb}: rank {rank} has {mine}, and rank {other} has {theirs}. "
             f"{remedy}"
         )
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper.errors import StateError
+from swapper.modules.cold import is_cold
+from swapper.modules.guarded import is_guarded
+from swapper.modules.operations import OperationTimes, least_seconds, record
 from swapper.paging.dry_run import Task
+from swapper.paging.planning.layout import SectionPlan
 from swapper.train.layout.inventory import Inventory
-from swapper.train.updates.update_rates import least_seconds, update_seconds
+from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.updates.update_rates import update_seconds
+from swapper.train.updates.update_times import find_update_times
 
-LARGEST_ROWS, LARGEST_SIDE = 1024, 2048
-"""A trial's largest matrices; larger ones take longer in proportion: then they are far beyond a cache anyway."""
+log = logging.getLogger("swapper")
+
+COPIED_BYTES = 32 << 20
+"""Of a trial copy: more than most caches."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +36,107 @@ class ComputeTimes:
     Attributes:
         forward_s, backward_s: by group of parameters.
         update_s: of the optimizer, for one element.
+        group_update_s: the same by group, where it is known.
+        slice_s: of a slice of the optimizer's, in addition.
+        copied_byte_s: of a byte of a gradient that swapper copies to its slot.
+        activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
+        with_gradients_bytes: the same with all gradients, which stay autograd's own.
     """
 
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
     update_s: float
+    group_update_s: Mapping[int, float] = field(default_factory=dict)
+    slice_s: float = 0.0
+    copied_byte_s: float = 0.0
+    activation_bytes: int | None = None
+    with_gradients_bytes: int | None = None
 
     def of(self, task: Task) -> float:
         """Return the seconds of one task of a step."""
         if task.updated:
-            return task.updated * self.update_s
+            return task.updated * self.group_update_s.get(task.group, self.update_s) + self.slice_s
         return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
+
+    def faster(self, times: float) -> ComputeTimes:
+        """Return the seconds on a processor that is so many times as fast."""
+        forward, backward, update = (
+            {group: seconds / times for group, seconds in of.items()}
+            for of in (self.forward_s, self.backward_s, self.group_update_s)
+        )
+        return replace(
+            self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
+            slice_s=self.slice_s / times, copied_byte_s=self.copied_byte_s / times,
+        )  # fmt: skip
+
+    def with_copies(self, plans: Sequence[SectionPlan]) -> ComputeTimes:
+        """Return the seconds with those in which backward copies gradients to these sections."""
+        backward = dict(self.backward_s)
+        for plan in plans:
+            backward[plan.group] += plan.nbytes * self.copied_byte_s
+        return replace(self, backward_s=backward)
+
+
+def calibrate(
+    model: nn.Module,
+    inventory: Inventory,
+    optimizers: OptimizerSet,
+    page_bytes: int,
+    tokens: int,
+    example: Sequence[Any] | Mapping[str, Any] | None,
+) -> ComputeTimes:
+    """Measure on this processor how long a step computes: each operation of forward and backward, and the update as it is done.
+
+    Args:
+        model: not offloaded yet.
+        page_bytes: of the plan.
+        tokens: of a step; if there is no `example`, the model is tried with integers of shape (1, tokens).
+        example: arguments of the model, of a step, as they are or by name; its result is, or has, the loss.
+
+    Raises:
+        StateError: the model is offloaded.
+    """
+    if any(is_cold(parameter) or is_guarded(parameter) for parameter in model.parameters()):
+        raise StateError("the model is offloaded already: predict its step before manager.offload")
+    given: Any = (torch.zeros(1, tokens, dtype=torch.long, device="meta"),) if example is None else example
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
+    update = find_update_times(inventory, optimizers, page_bytes)
+    try:
+        recording = record(model, inventory.units, args, kwargs, bool(inventory.forms))
+    except Exception as error:  # of the user's model: what it needs is not known
+        log.warning(
+            "the model's operations could not be recorded (%s: %s): a prediction counts products of matrices only. Give "
+            "predict(..., example=(tensors,)), the arguments of a forward",
+            type(error).__name__, str(error).strip().split("\n")[0][:200],
+        )  # fmt: skip
+        found = find_compute(model, inventory, None, tokens, update_s=0.0)
+        return replace(
+            found, group_update_s=update.element_s, slice_s=update.parameter_s, copied_byte_s=_copying_seconds()
+        )
+    times = OperationTimes()
+    by_phase = {
+        phase: {
+            group.index: times.of(phase, recording.counts.get((phase, group.index), {})) for group in inventory.groups
+        }
+        for phase in ("forward", "backward")
+    }
+    return ComputeTimes(
+        by_phase["forward"],
+        by_phase["backward"],
+        0.0,
+        update.element_s,
+        update.parameter_s,
+        _copying_seconds(),
+        recording.peak_bytes,
+        recording.with_gradients_bytes,
+    )
+
+
+def _copying_seconds() -> float:
+    """Return how long it takes to copy a byte of a gradient."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return least_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
 
 
 def find_compute(
@@ -61,27 +160,18 @@ def find_compute(
     forward: dict[int, float] = {group.index: 0.0 for group in inventory.groups}
     backward = dict(forward)
     group_of = {id(parameter): group.index for group in inventory.groups for _, parameter in group.parameters}
-    product_seconds = functools.cache(_product_seconds)
+    times = OperationTimes() if flops is None else None
     for module in model.modules():
         for parameter in () if isinstance(module, nn.Embedding) else module._parameters.values():
             if parameter is not None and parameter.dim() >= 2:
                 outputs, group = parameter.shape[0], group_of[id(parameter)]
                 inputs = parameter.numel() // outputs
-                if flops is None:
-                    seconds = product_seconds(tokens, outputs, inputs, parameter.dtype)
+                if times is not None:
+                    seconds = times.product(tokens, outputs, inputs, parameter.dtype)
                 else:
-                    seconds = 2 * tokens * outputs * inputs / flops
+                    seconds = 2 * tokens * outputs * inputs / (flops or math.inf)
                 forward[group] += seconds
                 backward[group] += (2 if parameter.requires_grad else 1) * seconds
     if update_s is None:
         update_s = 0.0 if optimizer is None else update_seconds(optimizer) or 0.0
     return ComputeTimes(forward, backward, update_s)
-
-
-def _product_seconds(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
-    """Return the seconds of a product of (rows, inputs) and (outputs, inputs) matrices: of a part of it, if they are large."""
-    part = min(rows, LARGEST_ROWS), min(outputs, LARGEST_SIDE), min(inputs, LARGEST_SIDE)
-    x, weight = torch.ones(part[0], part[2], dtype=dtype), torch.ones(part[1], part[2], dtype=dtype)
-    with torch.no_grad():
-        seconds = least_seconds(lambda: F.linear(x, weight), times=3)
-    return seconds * (rows * outputs * inputs) / math.prod(part)

@@ -7,9 +7,10 @@ real pager (paging/dry_run.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from swapper.device.device_placement import DevicePlacement
 from swapper.durability.committer import steps_between_commits
@@ -23,7 +24,8 @@ from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section, pieces_of
 from swapper.paging.store.swap_files import TURNS
-from swapper.paging.virtual_drive import DriveRates, VirtualDrive
+from swapper.paging.virtual_drive import DRIVE_CPU_S_A_BYTE, DriveRates, VirtualDrive
+from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.sizes import format_bytes, parse_bytes
 from swapper.runtime.stats import StepStats, by_family
 from swapper.train.device.device_sweep import ring_bytes
@@ -34,17 +36,21 @@ from swapper.train.layout.train_placement import (
     StepKind,
     choose_placement,
     expected_tasks,
+    frames_needed,
     groups_in_memory,
     is_resident,
     place_on_accelerator,
     state_bytes,
     without_gradients,
 )
-from swapper.train.session.compute_times import ComputeTimes, find_compute
+from swapper.train.session.compute_times import ComputeTimes, calibrate
 from swapper.train.session.request import Request
 from swapper.train.sharded.buffers import buffer_bytes
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import Trainable
+
+COARSER = 1.1
+"""A coarser plan may have a pool larger by this: one of few large frames needs more. A choice."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,15 @@ class Traffic:
         return sum(self.written_bytes.values())
 
 
+@dataclass
+class Prediction:
+    """What is known of a plan's step beforehand: its times, its computing, and why the plan was chosen."""
+
+    step: StepStats | None = None
+    compute: ComputeTimes | None = None
+    why: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The placement of a model's parameters, gradients and optimizer state, and its costs. Print it, or pass it to `offload`.
@@ -81,6 +96,7 @@ class Plan:
         commit_every: steps from commit to commit; None: no commits.
         tuning: the drive's measurements by `swapper tune`, if any.
         on_device: the division of an accelerator's memory, if any.
+        found: what `predict` has found so far.
     """
 
     request: Request
@@ -92,6 +108,7 @@ class Plan:
     commit_every: int | None
     tuning: Tuning | None
     on_device: DevicePlacement | None
+    found: Prediction = field(default_factory=Prediction, compare=False, repr=False)
 
     def make_sections(self) -> list[Section]:
         """Return the sections of parameters and optimizer state, without memory."""
@@ -190,10 +207,10 @@ class Plan:
         """Return the expected accesses of a step, in order."""
         return [access for task in self._tasks(sections, trainables) for access in task.accesses]
 
-    def _tasks(self, sections: Sequence[Section], trainables: Sequence[Trainable]) -> list[Task]:
+    def _tasks(self, sections: Sequence[Section], trainables: Sequence[Trainable], passes: int = 1) -> list[Task]:
         stay = None if self.on_device is None else self.on_device.resident_set
         return expected_tasks(
-            self.inventory, sections, trainables, self.budget.page_bytes, self.request.options.update, stay
+            self.inventory, sections, trainables, self.budget.page_bytes, self.request.options.update, stay, passes
         )
 
     @property
@@ -204,32 +221,55 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """The bytes of a step, found by a dry run. Commits of content in memory add `commit_bytes`."""
-        return Traffic(*self._dry_run().traffic())
+        return self.traffic_of(1)
+
+    def traffic_of(self, passes: int) -> Traffic:
+        """Return the bytes of a step of so many forwards and backwards."""
+        return Traffic(*self._dry_run(passes=passes).traffic())
 
     def predict(
-        self, tokens: int, *, drive_read: int | str | None = None, drive_write: int | str | None = None
+        self,
+        tokens: int,
+        *,
+        example: Sequence[Any] | Mapping[str, Any] | None = None,
+        drive_read: int | str | None = None,
+        drive_write: int | str | None = None,
     ) -> StepStats:
         """Predict how long a step takes, by phase, and what it waits for: by the dry run, on a drive that is simulated.
 
-        The computing is measured here and now, in a second or so. It has the products of matrices and the optimizer; attention,
-        norms, the loss, and coding of encoded state are not in it.
+        The computing is measured here and now, in some seconds (train/session/compute_times.py): each operation of the model, on
+        tensors without its weights, and the update as the sweep does it. Once the plan is carried out, `manager.stats()` shows
+        this beside what was achieved.
 
         Args:
             tokens: of a step, of all samples together.
+            example: arguments of the model, of a step: a tuple, or a dictionary by name; its result is, or has, the loss. Its
+                tensors may be on the meta device. Default: integers of shape (1, tokens), as of a language model; the sum of the
+                result counts as its loss. If the model takes something else, only its products of matrices are counted.
             drive_read, drive_write: bytes a second, or strings such as "7GB". Default: what `swapper tune` measured.
 
         Raises:
             ConfigError: the drive's speed is not known, or a value is not positive.
-            UnsupportedError: there are several optimizers, or the model is on an accelerator or sharded.
+            StateError: the model is offloaded already.
+            UnsupportedError: the model is on an accelerator or sharded.
         """
         if type(tokens) is not int or tokens < 1:
             raise ConfigError(
                 f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together"
             )
-        rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
-        members = self.request.optimizers.members
+        drive = self.drive_rates(drive_read, drive_write)
+        return self.predict_on(drive, self.with_copies(self.measure_compute(tokens, example)))
+
+    def predict_on(self, drive: DriveRates, compute: ComputeTimes) -> StepStats:
+        """Predict a step, as `predict`, on a drive with these rates and with this computing."""
+        step = self.simulate(drive, compute)
+        self.found.step = replace(step, savings=self._savings(drive, compute, step.wall_s))
+        self.found.compute = compute
+        return self.found.step
+
+    def measure_compute(self, tokens: int, example: Sequence[Any] | Mapping[str, Any] | None = None) -> ComputeTimes:
+        """Measure what a step computes on this processor: an input of `simulate`. Args and Raises: see `predict`."""
         unmeasured = {
-            "several optimizers": len(members) > 1,
             "a model on an accelerator": self.request.device is not None,
             "a sharded model": isinstance(self.request.model, Shards),
         }
@@ -237,8 +277,29 @@ class Plan:
             raise UnsupportedError(
                 f"predict does not go with {what} so far, whose computing it does not measure: print the plan for its bytes"
             )
-        compute = find_compute(self.request.model, self.inventory, members[0], tokens)
-        return self.simulate(DriveRates(*rates, sum(rates)), compute)
+        request = self.request
+        return calibrate(
+            request.model, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example
+        )  # fmt: skip
+
+    def with_copies(self, compute: ComputeTimes) -> ComputeTimes:
+        """Return what is computed with this placement: it has copies of gradients too."""
+        return compute.with_copies(self._placed_grad_plans)
+
+    def _savings(self, drive: DriveRates, compute: ComputeTimes, step_s: float) -> dict[str, float]:
+        """Return the seconds of a step that a better machine would save, by what is better: by simulation."""
+        budget = replace(self.budget, frame_count=2 * self.budget.frame_count)
+        better = {
+            "a drive twice as fast": self.simulate(drive.faster(2), compute),
+            "a processor twice as fast": self.simulate(drive, compute.faster(2)),
+            "twice the pool": replace(self, budget=budget).simulate(drive, compute),
+        }
+        return {what: step_s - step.wall_s for what, step in better.items()}
+
+    def drive_rates(self, drive_read: int | str | None = None, drive_write: int | str | None = None) -> DriveRates:
+        """Return the rates of the drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
+        rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
+        return DriveRates(*rates, sum(rates), DRIVE_CPU_S_A_BYTE)
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:
         if given is not None:
@@ -252,22 +313,54 @@ class Plan:
             )
         return rate
 
-    def simulate(self, drive: DriveRates, compute: ComputeTimes) -> StepStats:
-        """Return how a step goes on a drive with these rates, with this computing. See `predict`."""
-        return self._dry_run(VirtualDrive(drive), compute.of).time()
+    def simulate(
+        self,
+        drive: DriveRates | VirtualDrive,
+        compute: ComputeTimes,
+        passes: int = 1,
+        noting: Callable[[Callable[[Task], float]], Callable[[Task], float]] = lambda seconds: seconds,
+    ) -> StepStats:
+        """Return how a step goes on a drive with these rates, with this computing. See `predict`.
+
+        Args:
+            passes: forwards and backwards in a step, whose gradients accumulate; `compute` is of one.
+            noting: wraps the function that returns a task's seconds, to see the tasks.
+        """
+        virtual = drive if isinstance(drive, VirtualDrive) else VirtualDrive(drive)
+        return self._dry_run(virtual, noting(compute.of), passes).time()
 
     def _dry_run(
-        self, drive: VirtualDrive | None = None, seconds: Callable[[Task], float] = lambda task: 0.0
+        self, drive: VirtualDrive | None = None, seconds: Callable[[Task], float] = lambda task: 0.0, passes: int = 1
     ) -> DryRun:
         sections = self.make_sections()
         grad_sections = self.make_grad_sections(sum(len(section.pages) for section in sections))
         found = find_regions(sections, grad_sections) if self.request.device is None else {}
         rooms = {page: room.section.plan.group for page, room in found.items()}
         sections += grad_sections
-        tasks = self._tasks(sections, find_trainables(self.inventory, find_places(sections)))
+        tasks = self._tasks(sections, find_trainables(self.inventory, find_places(sections)), passes)
         return DryRun(
             sections, self.budget.frame_count, tasks, self.window_pages, self.lazy, self.max_deferred_writes, rooms, drive, seconds
         )  # fmt: skip
+
+    def coarser(self, most_pages: int) -> Plan:
+        """Return this plan with pages of several: it is simulated sooner, and its bytes are those of this one but for a few pages.
+
+        Args:
+            most_pages: aim for so many. A pool that is small for its pages stays finer.
+        """
+        grad_sections = self.make_grad_sections(0)
+        pages = sum(section.page_count for section in (*self.make_sections(), *grad_sections))
+        step = StepKind(self.request.options.update, self.request.device is not None, self.request.updates_there)
+        budget, times = self.budget, -(-pages // most_pages)
+        kept = without_gradients(self.inventory, self.on_device.gradients if self.on_device is not None else ())
+        while times > 1 and budget.frame_count:
+            size = budget.page_bytes * times
+            needed = frames_needed(kept, lambda plan: is_resident(plan, self.places), size, step)
+            if needed * times <= budget.frame_count * COARSER:
+                frames = max(budget.frame_count // times, needed)
+                return replace(self, budget=replace(budget, page_bytes=size, frame_count=frames))
+            times = times * 3 // 4
+        return self
 
     @property
     def commit_bytes(self) -> int:
@@ -284,6 +377,30 @@ class Plan:
         """Peak of FSDP2's own buffers in a step on this rank, outside of `host_memory`; None if the model is not sharded."""
         model = self.request.model
         return buffer_bytes(model) if isinstance(model, Shards) else None
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The peak of host memory by part, in bytes, beyond the imported libraries.
+
+        Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. Gradients
+        that stay autograd's own are with them: when they have come, activations have gone. The allocator's part is what swapper
+        lets the heap keep free (runtime/free_memory.py).
+        """
+        budget, compute = self.budget, self.found.compute
+        gradients = sum(plan.nbytes for plan in self._grad_plans if is_resident(plan, self.places))
+        placed = sum(plan.nbytes for plan in self._placed_grad_plans if is_resident(plan, self.places))
+        activations = None if compute is None else compute.activation_bytes
+        if compute is not None and not placed and gradients:
+            activations = compute.with_gradients_bytes
+        parts = {
+            "what stays": budget.resident_bytes - gradients,
+            "gradients": placed if activations is not None else gradients,
+            "pool": budget.pool_bytes,
+            "activations": activations or 0,
+            "FSDP2's buffers": self.buffer_bytes or 0,
+            "allocator": kept_free_bytes(self.request.manager.host_bytes),
+        }
+        return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
     @property
     def drive_seconds(self) -> float | None:
@@ -330,6 +447,12 @@ class Plan:
             lines.append(("drive time", f"{self.drive_seconds:.2f} s a step at least, by what `swapper tune` measured"))
         else:
             lines.append(("drive time", "not known: `swapper tune DIR` measures the drive"))
+        if self.found.step is not None:
+            lines.append(("predicted", f"{self.found.step.wall_s:.3f} s a step, bound by {self.found.step.bound}"))
+            memory = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.memory.items())
+            lines.append(("peak memory", f"{format_bytes(sum(self.memory.values()))}: {memory}"))
+        if self.found.why:
+            lines.append(("chosen", self.found.why))
         daily = self.traffic.total_written_bytes + self.commit_bytes / (self.commit_every or 1)
         lines.append(("wear", f"{format_bytes(1000 * daily)} written in 1000 steps"))
         return lines

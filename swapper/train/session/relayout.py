@@ -16,20 +16,25 @@ import gc
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from swapper.durability.commit import read_commit
+from swapper.durability.ranks import Ranks
 from swapper.errors import BudgetError, StateError
 from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CarriedSource
+from swapper.train.session.alike import check_alike, digests
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
+from swapper.train.sharded.shards import Shards
 
+VERB = "train more parameters"
 DETACHED = (
     "this graph was made before the optimizer got more to train (add_param_group), which moved what it refers to: run the forward "
     "again, and add groups where no backward is still to come"
@@ -67,8 +72,7 @@ class Relayout:
             IoError: a transfer failed.
         """
         run = self._current.running("add_param_group")
-        _check_between_steps(run)
-        run.committer.write_all(step)
+        self._ranks_of(run.plan).settle(VERB, partial(_write_all, run, step), lambda _: None)
         run.committer.before_change_of_layout()
         run.publisher.raise_failure()
         before, members = run.plan, run.plan.request.optimizers.members
@@ -79,15 +83,26 @@ class Relayout:
             for member, count in zip(members, counts, strict=True):
                 del member.param_groups[count:]
 
-        try:
+        def prepare() -> Plan | None:
             add()
             plan = _plan_more(before)
             if plan is not None:
                 self._directory.require_space(plan.space_by_drive())
+            return plan
+
+        try:
+            plan, told = self._ranks_of(before).settle(VERB, prepare, lambda _: digests(before.request))
+            check_alike(before.request, self._ranks_of(before), told, "add_param_group")
+            if plan is not None:
                 self._change(plan, step, undo)
         except BaseException:
             undo()
             raise
+
+    def _ranks_of(self, plan: Plan) -> Ranks:
+        """Return those that change their layouts together. Others may do so alone."""
+        are_together = isinstance(plan.request.model, Shards) or plan.commit_every is not None
+        return self._directory.ranks if are_together else Ranks()
 
     def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:
         run = self._current.running("add_param_group")
@@ -100,7 +115,8 @@ class Relayout:
             del run
             self._detach()
             try:
-                self._open_new(plan, old, content, stash, step)
+                open_new = partial(self._open_new, plan, old, content, stash, step)
+                self._ranks_of(plan).settle(VERB, open_new, lambda _: None)
             except BaseException:
                 undo()
                 if self._current.run is not None:
@@ -146,6 +162,11 @@ class Relayout:
     def _committed_files(self) -> set[str]:
         record = read_commit(self._directory.path)
         return set() if record is None else set(record.files.values())
+
+
+def _write_all(run: TrainingSession, step: int) -> None:
+    _check_between_steps(run)
+    run.committer.write_all(step)
 
 
 def _check_between_steps(run: TrainingSession) -> None:

@@ -217,9 +217,7 @@ def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None
     """Raise UnsupportedError for options that a model sharded by fully_shard does not support yet."""
     asked = {
         "device": device is not None,
-        "external": options.external is not None,
         "master_weights": options.master_weights is not None,
-        "update='backward'": options.update == "backward",
     }
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from swapper.durability.commit import (
     CommitRecord,
@@ -17,6 +19,7 @@ from swapper.durability.commit import (
 )
 from swapper.durability.recovery import Commit, follow_placement, page_bytes_of
 from swapper.errors import ConfigError, StateError, UnsupportedError
+from swapper.io.engines import Engine
 from swapper.io.tuning import find_tuning_of
 from swapper.train.layout.content import GivenSource
 from swapper.train.layout.frozen import check_external
@@ -32,6 +35,7 @@ from swapper.train.session.request import Request
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.session.training_step import TrainingStep
+from swapper.train.sharded.shard_values import ShardValues
 from swapper.train.sharded.sharded_state import ShardedState
 from swapper.train.sharded.shards import Shards
 
@@ -115,7 +119,7 @@ class SessionFactory:
         values = None
         if init is not None and record is None:
             assert run.engine is not None
-            values = Values(init, request.model, run.engine, plan.inventory.external)
+            values = make_values(init, request.model, run.engine, plan.inventory.external)
         if record is not None:
             self._clock.counters.step = record.step
         run.adopt(GivenSource(request.optimizers) if record is None else None)
@@ -126,7 +130,7 @@ class SessionFactory:
             run.committer.step_done(0)
         run.begin(values)
         self._user.restore_rng()
-        self._clock.start(None if plan.tuning is None else plan.tuning.seconds_for)
+        self._clock.start(None if plan.tuning is None else plan.tuning.seconds_for, plan.found.step)
         return self._optimizers
 
     def give_up(self) -> None:
@@ -149,9 +153,15 @@ class SessionFactory:
     def _with_buffers(self, plan: Plan, has_init: bool) -> Plan:
         """Return `plan`. Raise UnsupportedError if buffers of the model have no values, and there is no source of them."""
         if self._record is not None:
-            check_buffers(plan.request.model, "a resumed run")
+            check_buffers(_whole(plan.request.model), "a resumed run")
         elif plan.request.frozen is not None and not has_init:
-            check_buffers(plan.request.model, "external")
+            check_buffers(_whole(plan.request.model), "external")
+            for name, parameter in plan.request.model.named_parameters():
+                if parameter.is_meta and parameter.numel() and name not in plan.inventory.external:
+                    raise UnsupportedError(
+                        f"parameter {name} is on the meta device, and this rank cannot read its shard from external= in place, for "
+                        "FSDP2 pads it: pass the path as init= too, and it gets a copy of its own"
+                    )
         return plan
 
     def _agree(self, make: Callable[[], Plan]) -> Plan:
@@ -208,11 +218,10 @@ class SessionFactory:
         with current.turns.turn():
             current.check()
             current.training_step.check_between("training more parameters")
-            if isinstance(current.running("add_param_group").model.model, Shards):
-                raise UnsupportedError(
-                    "a sharded model cannot get more to train after manager.offload: unfreeze it, and give the optimizer all "
-                    "groups, before"
-                )
+            shards = current.running("add_param_group").model.model
+            if isinstance(shards, Shards):
+                self._directory.ranks.settle("train more parameters", shards.check_without_gradients, lambda _: None)
+                shards.follow_requires_grad()
             self._bind(None)
             step = self._clock.counters.step
             try:
@@ -237,6 +246,18 @@ class SessionFactory:
         """Give the optimizers their state in `run`."""
         for member, optimizer in enumerate(self._optimizers):
             optimizer.bind(None if run is None else state_for(run, member))
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    """Return the user's model, of which `model` may have only the shards."""
+    return model.model if isinstance(model, Shards) else model
+
+
+def make_values(init: Any, model: nn.Module, engine: Engine, external: Collection[str]) -> Values:
+    """Return the source of initial values of `model`."""
+    if isinstance(model, Shards):
+        return ShardValues(init, model, engine, external)
+    return Values(init, model, engine, external)
 
 
 def state_for(run: TrainingSession, member: int) -> StateOwner:

@@ -1,6 +1,11 @@
 """Leases a rank's shards while FSDP2 gathers them, and takes the gradients that it has reduced to their places.
 
 What of FSDP2 is private is used here and in shards.py alone, and looked for when a model is offloaded.
+
+[Note: when a sharded group may be updated] With updates in backward (updates/during_backward.py). FSDP2 reduces a group's
+gradients in its `post_backward`, which autograd calls once for each `pre_forward`, or FSDP2 when the backward is over; after that
+nothing gathers the group. So a use begins with `pre_forward` and ends with `post_backward`. Where FSDP2 calls that less often (a
+module called twice), uses are left, and the group waits for `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -14,13 +19,14 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
+from swapper.modules.own_hook import OwnHook
 from swapper.paging.section import own_storage
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.open_shards import OpenShards, local_of
-from swapper.train.sharded.shards import Shard, Shards
+from swapper.train.sharded.shards import Shard, Shards, sharded_like
 from swapper.train.updates.at_step import Updates
 
 
@@ -55,6 +61,8 @@ class ShardHooks:
         self._enter_phase = enter_phase
         self._updates = updates
         self._handles: list[Any] = []
+        self._uses: dict[int, list[ShardUse]] = {}  # by id of an FSDPParamGroup: those whose backward is still to come
+        self._tasks: set[int] = set()  # running backwards, one within the other
         group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._paged = {key for key, group in group_of.items() if group.paged}
         for param_group, members in shards.by_group:
@@ -63,7 +71,10 @@ class ShardHooks:
                 if shard.local.requires_grad:
                     hook = _take_gradient(shard, updates)
                     self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            self._lease_around(param_group, list(dict.fromkeys(group_of[id(shard.local)] for shard in members)))
+            needed = list(dict.fromkeys(group_of[id(shard.local)] for shard in members))
+            self._lease_around(param_group, needed)
+            if updates.follows_backward:
+                self._follow_backward(param_group, needed)
         self._open_shards = []
         for group in groups:
             of_group = {id(local) for local in group.parameters}
@@ -76,7 +87,10 @@ class ShardHooks:
             for shard in self._shards.all:
                 if shard.parameter.grad is None:
                     shard.local.grad = None  # its place is free
+            self._tasks.clear()
             self._enter_forward()
+            if self._updates.has_begun_early:
+                self._updates.finish()  # it refuses, before this rank enters a collective
             self._enter_phase("forward")
 
     def shown(self) -> str | None:
@@ -88,26 +102,35 @@ class ShardHooks:
         for shard in self._shards.all:
             gradient: Any = shard.parameter.grad
             shard.local.grad = None if gradient is None else local_of(gradient)
+        for uses in self._uses.values():
+            uses.clear()
 
-    def remove(self) -> None:
-        """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises."""
+    def remove(self, keep_cold: bool = True) -> None:
+        """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises.
+
+        Args:
+            keep_cold: else no shard keeps its memory, as others are to be bound instead.
+        """
         for handle in self._handles:
             handle.remove()
         for open_shards in self._open_shards:
             open_shards.show()
         for param_group, members in self._shards.by_group:
-            for name in ("unshard", "wait_for_unshard"):
+            for name in ("unshard", "wait_for_unshard", "pre_forward", "post_backward"):
                 vars(param_group).pop(name, None)
             vars(param_group)["unshard"] = _refuse
             for shard in members:
                 shard.local.grad = None
                 if isinstance(getattr(shard.parameter.grad, "_local_tensor", None), ColdShard):
                     shard.parameter.grad = None
-                if id(shard.local) in self._paged:
+                if not keep_cold:
+                    shard.fsdp_param._sharded_param_data = torch.empty(0, dtype=shard.local.dtype)
+                if not keep_cold or id(shard.local) in self._paged:
                     shard.parameter._local_tensor = _ClosedShard(shard.parameter._local_tensor)  # type: ignore[attr-defined]
 
     def _lease_around(self, param_group: Any, groups: list[GroupParameters]) -> None:
         """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
+        vars(param_group).pop("unshard", None)  # of an earlier session
         unshard, wait_for_unshard = param_group.unshard, param_group.wait_for_unshard
         alone = param_group._all_gather_process_group.size() == 1
 
@@ -116,7 +139,7 @@ class ShardHooks:
             taken = []
             try:
                 if _in_backward():
-                    self._enter_phase("backward")
+                    self._enter_backward()
                     self._updates.finish(in_order=True)
                 else:
                     self._enter_phase("forward")
@@ -149,6 +172,60 @@ class ShardHooks:
 
         param_group.unshard, param_group.wait_for_unshard = unshard_leased, wait_leased
 
+    # --- updates in backward: see [Note: when a sharded group may be updated] -----------------------------------------
+
+    def _follow_backward(self, param_group: Any, groups: list[GroupParameters]) -> None:
+        """Tell `updates` of the uses of `param_group`, and when its gradients are reduced."""
+        pre_forward, post_backward = param_group.pre_forward, param_group.post_backward
+        uses = self._uses.setdefault(id(param_group), [])
+
+        def begin_use(*arguments: Any) -> Any:
+            use = ShardUse(id(param_group), [group.index for group in groups])
+            count = self._updates.uses.called_again if _in_backward() else self._updates.uses.called
+            count(use, torch.is_grad_enabled())
+            if torch.is_grad_enabled():
+                uses.append(use)
+            return pre_forward(*arguments)
+
+        def end_use(*unused: Any) -> None:
+            was_used = param_group._training_state.name == "PRE_BACKWARD"
+            post_backward(*unused)
+            try:
+                self._enter_backward()
+                if uses and was_used and not self._updates.uses.graph_stays:
+                    self._updates.uses.end(uses.pop())
+                self._updates.backward_goes_on()
+            except BaseException as error:
+                self._lose_ranks(error)
+                raise
+
+        param_group.pre_forward, param_group.post_backward = begin_use, end_use
+
+    def _enter_backward(self) -> None:
+        """Note that a backward goes on, and begin it if it is new."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        self._enter_phase("backward")
+        self._tasks.add(task)
+        self._updates.backward_begins(task)
+        torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._end_backward(task)))
+
+    def _end_backward(self, task: int) -> None:
+        self._tasks.discard(task)
+        self._updates.backward_ends(task)
+        if not self._tasks:
+            self._enter_phase("between")
+
+
+class ShardUse:
+    """A use of an FSDPParamGroup, from its forward to its backward. See at_step.Caller."""
+
+    def __init__(self, module: int, groups: list[int]) -> None:
+        self.module = module
+        self.groups = groups
+        self.use = -1
+
 
 def _bind(shard: Shard, place: TensorLocation) -> None:
     """Have FSDP2's tensors at the shard's place. They share a storage, by which FSDP2 knows that they belong together."""
@@ -156,8 +233,13 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
     nbytes = shard.padded_numel * slot.spec.dtype.itemsize
     whole = own_storage(section.memory[slot.offset : slot.offset + nbytes]) if nbytes else section.memory[:0]
     data = whole.view(slot.spec.dtype)
+    local = data[: slot.spec.numel].view(slot.spec.shape)
+    parameter = shard.parameter
+    if parameter.is_meta:
+        real = nn.Parameter(sharded_like(local, parameter), requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]  # keeps the object
     shard.fsdp_param._sharded_param_data = data
-    shard.parameter._local_tensor = data[: slot.spec.numel].view(slot.spec.shape)  # type: ignore[attr-defined]
+    parameter._local_tensor = local  # type: ignore[attr-defined]
 
 
 def _take_gradient(shard: Shard, updates: Updates) -> Callable[[Any], None]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.errors import UnsupportedError
+from swapper.errors import StateError, UnsupportedError
 from swapper.train.optimizer.optimizer_probe import StateForm
 
 
@@ -42,6 +42,13 @@ class Shard:
         """The model's parameter, a DTensor."""
         sharded: nn.Parameter = self.fsdp_param.sharded_param
         return sharded
+
+    @property
+    def rows(self) -> range:
+        """The rows of the whole parameter that this rank has."""
+        begin = self.fsdp_param.mesh_info.shard_mesh_rank * (self.fsdp_param.padded_sharded_param_size[0])
+        begin = min(begin, self.parameter.shape[0])
+        return range(begin, begin + (self.local.shape[0] if self.local.dim() else 0))
 
 
 class _Group(nn.Module):
@@ -101,8 +108,11 @@ class Shards(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        if recurse:
+        if recurse and remove_duplicate:
             yield from ((shard.name, shard.local) for shard in self.all)
+        elif recurse:
+            named = self.model.named_parameters(prefix, remove_duplicate=False)
+            yield from ((name, self.of[id(parameter)].local) for name, parameter in named)
 
     def check_optimizer(self, forms: Iterable[StateForm], name: str) -> None:
         """Raise UnsupportedError if the optimizer looks at more than one element: it would see a shard for the whole."""
@@ -111,6 +121,21 @@ class Shards(nn.Module):
                 f"{name} does not treat each element by itself, and a rank has only a shard of each parameter: use an elementwise "
                 "optimizer (AdamW, SGD, ...) with a model that fully_shard has sharded"
             )
+
+    def check_without_gradients(self) -> None:
+        """Raise StateError if a parameter has a gradient, whose place is about to change."""
+        for shard in self.all:
+            if shard.parameter.grad is not None:
+                raise StateError(
+                    f"a sharded model gets more to train while {shard.name} has a gradient: call optimizer.add_param_group(...) "
+                    "between optimizer.zero_grad() and the next forward, with the parameters that are unfrozen then. Leave frozen "
+                    "ones out of the groups until then"
+                )
+
+    def follow_requires_grad(self) -> None:
+        """Have shards require gradients where the model's parameters do by now."""
+        for shard in self.all:
+            shard.local.requires_grad_(shard.parameter.requires_grad)
 
     @property
     def padded_numel(self) -> dict[int, int]:
@@ -147,7 +172,14 @@ def _begin(model: nn.Module) -> None:
         raise UnsupportedError(
             "parts of the model are sharded by fully_shard, and the model itself is not: call fully_shard(model) last"
         )
-    model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+    groups = param_groups_of(model)
+    for group in groups:
+        vars(group)["_validate_no_meta_params"] = lambda: None  # shards on meta get memory when they are bound
+    try:
+        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+    finally:
+        for group in groups:
+            del vars(group)["_validate_no_meta_params"]
 
 
 def _shard(name: str, fsdp_param: Any) -> Shard:
@@ -163,7 +195,7 @@ def _shard(name: str, fsdp_param: Any) -> Shard:
             f"parameter {name} has a CPUOffloadPolicy, which keeps all shards in host memory: leave it out, swapper decides"
         )
     part = fsdp_param.sharded_param._local_tensor
-    if part.device.type != "cpu":
+    if part.device.type not in ("cpu", "meta"):
         raise UnsupportedError(
             f"parameter {name} is sharded on {part.device}: so far swapper pages the shards of models on the CPU"
         )
@@ -216,6 +248,9 @@ class _GroupsOfShards(Sequence[Any]):
         if isinstance(index, slice):
             return [_GroupOfShards(group, self._shards) for group in groups]
         return _GroupOfShards(groups, self._shards)
+
+    def __delitem__(self, index: slice) -> None:
+        del self._optimizer.param_groups[index]
 
     def __len__(self) -> int:
         return len(self._optimizer.param_groups)

@@ -95,6 +95,16 @@ class Updates:
         """Mark backwards within the context as not the last ones of their step."""
         yield
 
+    @contextmanager
+    def together(self, adds_to: Callable[[int], bool], make_room: Callable[[], object]) -> Iterator[None]:
+        """Take all backwards within the context for one: those of micro-batches that run together.
+
+        Args:
+            adds_to: returns True if one of them may still add to the gradient of the parameter with this id.
+            make_room: releases leases of those that wait.
+        """
+        yield
+
     # --- notifications by passes --------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:

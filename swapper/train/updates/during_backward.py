@@ -14,6 +14,9 @@ whole gradients. So a backward updates a group when
   does not: parameters that are used detached, and reentrant checkpointing, which accumulates in graph tasks of its own,
   one for each segment. It is updated between nodes of the outermost backward, and not in the middle of one.
 
+Backwards of micro-batches that run together (`together`) count as one: a group is updated when none of them may still
+add to its gradients.
+
 In all other cases (retained graphs, calls that no backward reached, a pass that only accumulates) `step()` updates the
 group, which is always right. If something uses or adds to a group after its update, that raises an error, by the
 version of the parameter at the latest.
@@ -27,6 +30,9 @@ see that: parameters of updated groups are cold, and refuse leases and accesses;
 changed (`UsedGradient`); gather, state, snapshots and the like are refused. `step()` checks that gradients and settings
 are those that were used. Without a `step()`, because the backward fails or the manager is closed, groups are restored
 if the step before is committed; else the manager can only be closed.
+
+[Note: a failure that waits] The other ranks of a sharded model wait in this backward for a rank's shards and gradients. So a
+rank whose update has failed and was undone goes on without updates, and raises in `step()`, where all ranks undo theirs.
 """
 
 from __future__ import annotations
@@ -66,9 +72,11 @@ class StepInBackward(Updates):
         undo: see Undo.
         check_usable: raises StateError if undoing has failed.
         have_arrived: returns True if gradients have arrived.
+        fails_at_step: see [Note: a failure that waits].
     """
 
     follows_backward = True
+    _failure: Exception | None = None
 
     def __init__(
         self,
@@ -78,8 +86,10 @@ class StepInBackward(Updates):
         undo: Undo,
         check_usable: Callable[[], None],
         have_arrived: Callable[[Trainable], bool],
+        fails_at_step: bool = False,
     ) -> None:
         super().__init__(sweep)
+        self._fails_at_step = fails_at_step
         self._groups = groups
         self._begin = begin
         self._undo = undo
@@ -94,6 +104,7 @@ class StepInBackward(Updates):
         self._task: int | None = None  # the outermost backward that runs, or has failed
         self._waits = False  # all wait for `step`, whatever this backward does
         self._accumulating = 0
+        self._together: tuple[Callable[[int], bool], Callable[[], object]] | None = None  # see `together`
         self._protected: list[torch.Tensor] = []  # gradients
         self._hooks = AccumulationHooks()
 
@@ -117,7 +128,7 @@ class StepInBackward(Updates):
 
     @property
     def has_begun_early(self) -> bool:
-        return bool(self._done)
+        return bool(self._done) or self._failure is not None
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -127,7 +138,19 @@ class StepInBackward(Updates):
         finally:
             self._accumulating -= 1
 
+    @contextmanager
+    def together(self, adds_to: Callable[[int], bool], make_room: Callable[[], object]) -> Iterator[None]:
+        self._together = adds_to, make_room
+        try:
+            yield
+        finally:
+            self._together = None
+        if self._task is not None:  # failed backwards are noticed by `pass_begins`
+            self.backward_ends(self._task)
+
     def take_step(self, member: int) -> None:
+        if self._failure is not None:
+            raise self._failure
         if self._done:
             self._check_as_used()
             left = [t for t in self._sweep.trainables if t.group not in self._done]
@@ -148,7 +171,7 @@ class StepInBackward(Updates):
             return
         if torch._C._current_graph_task_id() == -1:
             self.pass_begins()
-        if self._done:
+        if self.has_begun_early:
             raise StateError(
                 "backward has updated a part of the parameters, and optimizer.step() has not been called: with update='backward' "
                 f"nothing of the model and the optimizer can be used between the two; {REMEDY}"
@@ -176,7 +199,7 @@ class StepInBackward(Updates):
         self._done, self._versions, self._protected = {}, {}, []
         self._arrivals = {}
         self._next.clear()
-        self._task = None
+        self._task = self._failure = None
 
     # --- notifications by passes --------------------------------------------------------------------------------------
 
@@ -193,7 +216,7 @@ class StepInBackward(Updates):
         """
         if self._task is not None:
             return  # one within the other
-        if self._done:
+        if self.has_begun_early:
             raise StateError(
                 f"a second backward began before optimizer.step(), and the first has updated parameters already: {REMEDY}"
             )
@@ -207,7 +230,8 @@ class StepInBackward(Updates):
     def backward_goes_on(self) -> None:
         """Update the groups that may be. See [Note: when a group may be updated]."""
         task = torch._C._current_graph_task_id()
-        if self._waits or task != self._task or torch._C._len_torch_dispatch_stack():
+        is_part = task == self._task or self._together is not None
+        if self._waits or not is_part or torch._C._len_torch_dispatch_stack():
             return  # selective checkpointing has modes of its own, in which nothing else may be computed
         for group, came_in in self._arrivals.items():
             if came_in and group not in self._done and self._is_complete(group, task):
@@ -218,9 +242,11 @@ class StepInBackward(Updates):
                     self._waits = True
                     return
                 self._update(group)
+                if self._failure is not None:
+                    return
 
     def backward_ends(self, task: int) -> None:
-        if task == self._task:
+        if task == self._task and self._together is None:
             self._task = None
             self._sweep.rejoin()
             for trainable in self._sweep.trainables if self._done else ():  # also those that wait for the step
@@ -239,7 +265,15 @@ class StepInBackward(Updates):
         self._arrivals.setdefault(group, {})[id(parameter)] = torch._C._current_graph_task_id()
 
     def _is_complete(self, group: int, task: int) -> bool:
-        if self.uses.has(group) or self._groups[group].is_leased:
+        if self.uses.has(group):
+            return False
+        if self._together is not None:
+            adds_to, make_room = self._together
+            if any(adds_to(id(parameter)) for parameter in self._trainables[group].parameters):
+                return False
+            make_room()
+            return not self._groups[group].is_leased
+        if self._groups[group].is_leased:
             return False
         came_in = self._arrivals[group]
         return all(
@@ -258,8 +292,9 @@ class StepInBackward(Updates):
                 self._sweep.give_back()
                 self._close_group(group, update)
         except BaseException as error:
-            self._restore(error)
-            raise
+            if not self._restore(error) or not self._fails_at_step or not isinstance(error, Exception):
+                raise
+            self._failure = error
 
     def _close_group(self, group: int, update: GroupUpdate) -> None:
         """See [Note: between backward and step]."""

@@ -1,9 +1,9 @@
 """Updates encoded state of torch.optim.AdamW in one pass: decode, AdamW, encode (swapper/codecs/coded_adamw.py).
 
-It is used where masters and both moments are stored in the 8-bit codecs, and the optimizer is torch's own AdamW without
-amsgrad. Its order of operations is not torch's: results differ from codecs around torch's AdamW in the last bits, before
-they are rounded to codes. Whether it is used follows from the optimizer and the codecs alone, so results do not depend on
-placements and budgets.
+It is used where both moments are stored rounded, masters encoded too ("8bit" and "bf16"), and the optimizer is torch's
+own AdamW without amsgrad. Its order of operations is not torch's: results differ from codecs around torch's AdamW in the
+last bits of fp32, far below what rounding the moments changes. Where moments are exact ("split") it is not used. Whether
+it is follows from the optimizer and the codecs alone, so results do not depend on placements and budgets.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from swapper.errors import StateError
 from swapper.train.layout.slices import ParameterLocations
 
 ADAMW = "torch.optim.adamw.AdamW"
-CODECS = {"master": "master24", "exp_avg": "moment8", "exp_avg_sq": "variance8"}
-"""Codecs by key of the state."""
+MOMENTS = {"exp_avg", "exp_avg_sq"}
+"""Keys of the state, whose codecs all round."""
 
 
 def is_fused(kind: str, settings: Mapping[str, Any], places: ParameterLocations) -> bool:
@@ -30,10 +30,9 @@ def is_fused(kind: str, settings: Mapping[str, Any], places: ParameterLocations)
         kind: the optimizer's class.
         settings: of the parameter's group.
     """
-    codecs = {key: coded.codec.name for key, coded in places.coded.items()}
-    wanted = {key: codec for key, codec in CODECS.items() if key != "master" or places.has_master}
+    wanted = {*MOMENTS, "master"} if places.has_master else MOMENTS
     is_plain = settings.get("decoupled_weight_decay", True) and not settings.get("amsgrad")
-    return kind == ADAMW and codecs == wanted and bool(is_plain)
+    return kind == ADAMW and places.coded.keys() == wanted and bool(is_plain)
 
 
 def update(

@@ -11,6 +11,7 @@ run: each run costs some 0.2 ms of Python, with caches filled by the previous on
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,8 +32,9 @@ from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work
 from swapper.train.updates import fused_adamw
 from swapper.train.updates.coded_run import CodedRun, scratch_bytes
 
-UPDATE_ELEMENTS = 1 << 19
-"""Elements; 512 Ki of fp32 state fit the cache, and 256 Ki to 4 Mi were no faster. See [Note: small updates]."""
+UPDATE_ELEMENTS = (1 << 18) * min(max(len(os.sched_getaffinity(0)), 2), 32)
+"""Elements, 256 Ki for a core: their fp32 state fits its cache, and on two cores 256 Ki to 4 Mi in all were no faster; with
+more cores, Python's own time for a run is for more elements. See [Note: small updates]."""
 
 NO_GROUP = -1
 """The settings of a parameter in no group."""
@@ -418,7 +420,7 @@ class Sweep:
                     f"when it was offloaded it was {stored.dtype} {list(stored.shape)}"
                 )
             if value.data_ptr() != stored.data_ptr() or not value.is_contiguous():
-                stored.copy_(value)
+                self._keep(work.settings, stored, value)
         if update.decoded:
             param = update.target if update.rounded is None else update.rounded
             kept = {key: value for key, value in update.decoded.items() if key == "master" or key in entries}
@@ -428,6 +430,10 @@ class Sweep:
         if update.end == places.numel:
             self._old.pop(places.name, None)
             self._entries.replace(places.name, self._new.pop(places.name))
+
+    def _keep(self, settings: int, stored: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy state that the optimizer of these settings has put elsewhere to its location."""
+        stored.copy_(value)
 
 
 def decoded_bytes(trainables: Iterable[Trainable]) -> int:

@@ -1,0 +1,1 @@
+"""What `swapper plan` consists of: units, models without weights, forecasts of a step, searches over them, pictures."""

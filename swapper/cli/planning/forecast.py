@@ -1,0 +1,249 @@
+"""Forecasts a training step: of one model, on a machine that need not be there, with given settings, by the plan and its dry run.
+
+[Note: what is assumed] Host memory, drives and the rate of updates are a node's, shared by its ranks alike; flops, device, link and
+network are a rank's. Several ranks have the shards of `fully_shard` with a mixed-precision policy: a part of the rows of each
+parameter, in fp32, without other masters. Parameters are gathered in 16 bits for each forward and backward, and gradients reduced,
+while others compute; without `network` that takes no time. With a device, updates run on the CPU. Activations are outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.cli.planning.model_source import shard_of
+from swapper.device.device import Device
+from swapper.errors import ConfigError
+from swapper.manager import SwapManager
+from swapper.options import Accelerator
+from swapper.paging.virtual_drive import DriveRates
+from swapper.runtime.stats import StepStats
+from swapper.train.session.compute_times import ComputeTimes, find_compute
+from swapper.train.session.plan import Plan
+
+EXACT_PAGES = 8192
+"""A plan with more pages than this is simulated with coarser ones: some seconds."""
+ROUGH_PAGES = 400
+"""Pages of a simulation that is only compared with others."""
+GATHERED_BYTES = 2  # of an element: bf16 or fp16
+NEWTON_SCHULZ = 5
+"""Iterations of torch.optim.Muon, of three products each."""
+
+
+def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f"--optimizer muon needs torch 2.9 or later, with torch.optim.Muon; this is {torch.__version__}"
+        )
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
+    others = [p for p in model.parameters() if p.dim() != 2 or id(p) in tables]
+    made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices)]
+    return [*made, torch.optim.AdamW(others, fused=True)] if others else made
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+    "adam": lambda model: torch.optim.Adam(model.parameters()),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
+    "muon": _muon,
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step is predicted for. [Note: what is assumed]
+
+    Attributes:
+        host_bytes: host memory for swapper, of a node.
+        drive: rates of a node's drives together.
+        drives: how many a node has.
+        flops: floating-point operations a second of a rank, in products of matrices; None: measured on this processor.
+        updates: parameters a second that a node updates; None: measured.
+        device_bytes: an accelerator's memory for swapper, of a rank; None: no accelerator.
+        link, network: bytes a second of a rank each way: to its accelerator, to other ranks.
+        ranks: of all nodes.
+    """
+
+    host_bytes: int
+    drive: DriveRates
+    drives: int = 1
+    flops: float | None = None
+    updates: float | None = None
+    device_bytes: int | None = None
+    link: float = math.inf
+    network: float = math.inf
+    ranks: int = 1
+    nodes: int = 1
+
+    @property
+    def of_node(self) -> int:
+        """Ranks of a node."""
+        return self.ranks // self.nodes
+
+    @property
+    def rank_drive(self) -> DriveRates:
+        drive, count = self.drive, self.of_node
+        return DriveRates(drive.read / count, drive.write / count, drive.both / count)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Options of `offload`, the optimizer, and the passes of a step."""
+
+    optimizer: str = "adamw"
+    codec: str = "exact"
+    update: str = "step"
+    params: str = "auto"
+    optimizer_state: str = "auto"
+    gradients: str = "auto"
+    passes: int = 1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan of one rank, and its step.
+
+    Attributes:
+        read_bytes, written_bytes: of a step: those that the plan states, if it is `exact`.
+        memory_bytes: host memory that the rank's plan takes.
+        exact: the plan has its own pages, not larger ones.
+    """
+
+    plan: Plan
+    step: StepStats
+    compute: ComputeTimes
+    read_bytes: int
+    written_bytes: int
+    memory_bytes: int
+    exact: bool
+
+
+@dataclass
+class Forecaster:
+    """Forecasts steps of one model.
+
+    Args:
+        model: on the meta device; of ranks the whole one.
+        tokens: of a step, of all ranks and passes together.
+    """
+
+    model: nn.Module
+    tokens: int
+    _shards: dict[int, nn.Module] = field(default_factory=dict)
+    _plans: dict[Any, Plan] = field(default_factory=dict)
+    _measured: dict[Any, ComputeTimes] = field(default_factory=dict)
+
+    def of_rank(self, ranks: int) -> nn.Module:
+        """Return the model whose parameters one of so many ranks pages."""
+        if ranks not in self._shards:
+            self._shards[ranks] = self.model if ranks == 1 else shard_of(self.model, ranks)
+        return self._shards[ranks]
+
+    def plan(self, machine: Machine, setting: Setting) -> Plan:
+        """Return the plan of one rank.
+
+        Raises:
+            BudgetError: the model does not fit the memory; names the smallest that works.
+            ConfigError, UnsupportedError: options do not go together.
+        """
+        model = self.of_rank(machine.ranks)
+        masters = None if next(model.parameters()).dtype == torch.float32 else torch.float32
+        made = OPTIMIZERS[setting.optimizer](model)
+        options: dict[str, Any] = {}
+        if machine.device_bytes is not None:
+            device = Device(torch.device("meta"), module=())  # of which nothing but the memory is asked
+            options = {
+                "device": device,
+                "device_memory": machine.device_bytes,
+                "accelerator": Accelerator(update_on="cpu"),
+            }
+        host_bytes = machine.host_bytes // machine.of_node
+        with _manager(host_bytes) as manager:
+            return manager.plan(
+                model, made, params=setting.params, optimizer_state=setting.optimizer_state, gradients=setting.gradients,
+                master_weights=masters, update=setting.update, state_codec=setting.codec, **options,
+            )  # fmt: skip
+
+    def forecast(self, machine: Machine, setting: Setting, pages: int = EXACT_PAGES) -> Forecast:
+        """Return the plan and the predicted step of one rank.
+
+        Args:
+            pages: simulate with at most about so many; the plan has them too.
+        """
+        of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
+        if (of, 0) not in self._plans:  # the same for other drives
+            self._plans[of, 0] = self.plan(machine, setting)
+        exact = self._plans[of, 0]
+        if (of, pages) not in self._plans:
+            self._plans[of, pages] = exact.coarser(pages)
+        plan = self._plans[of, pages]
+        compute = self.compute(plan, machine, setting)
+        step = plan.simulate(machine.rank_drive, compute, setting.passes)
+        read_bytes, written_bytes = step.read_bytes, step.written_bytes
+        if plan is exact and pages == EXACT_PAGES:
+            traffic = exact.traffic_of(setting.passes)
+            read_bytes, written_bytes = traffic.total_read_bytes, traffic.total_written_bytes
+        memory_bytes = exact.budget.resident_bytes + exact.budget.pool_bytes
+        return Forecast(plan, step, compute, read_bytes, written_bytes, memory_bytes, plan is exact)
+
+    def compute(self, plan: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
+        """Return what one pass, and the update, compute; and the link and the network while they are slower than that."""
+        tokens = max(self.tokens // setting.passes, 1)  # the shards have 1/ranks of the work for all tokens
+        key = (machine.ranks, machine.flops, machine.updates, setting.optimizer, tokens)
+        if key not in self._measured:
+            model = self.of_rank(machine.ranks)
+            updates = None if machine.updates is None else machine.of_node / machine.updates
+            member = plan.request.optimizers.members[-1]
+            found = find_compute(model, plan.inventory, member, tokens, machine.flops, updates)
+            if updates is None:
+                found = replace(found, update_s=found.update_s * machine.of_node)
+            if setting.optimizer == "muon":
+                found = replace(found, update_s=found.update_s + _orthogonalizing_s(model, machine))
+            self._measured[key] = found
+        found = self._measured[key]
+        forward, backward = _moving_seconds(plan, machine)
+        return replace(
+            found,
+            forward_s={group: max(seconds, forward[group]) for group, seconds in found.forward_s.items()},
+            backward_s={group: max(seconds, backward[group]) for group, seconds in found.backward_s.items()},
+        )
+
+
+def _orthogonalizing_s(model: nn.Module, machine: Machine) -> float:
+    """Return the seconds of Muon's products of matrices for an element, on average over the model."""
+    if machine.flops is None:
+        raise ConfigError("--optimizer muon: give --flops, the operations a second of its products of matrices")
+    operations, count = 0.0, 0
+    for parameter in model.parameters():
+        count += parameter.numel()
+        if parameter.dim() == 2:
+            low, high = sorted(parameter.shape)
+            operations += NEWTON_SCHULZ * (4.0 * low * low * high + 2.0 * low**3)
+    return operations / count / machine.flops
+
+
+def _moving_seconds(plan: Plan, machine: Machine) -> tuple[dict[int, float], dict[int, float]]:
+    """Return, by group, the seconds of its parameters and gradients on the link and the network, in forward and backward."""
+    forward, backward = {}, {}
+    others = (machine.ranks - 1) * GATHERED_BYTES / machine.network  # for an element of the shard
+    for group in plan.inventory.groups:
+        numel = sum(parameter.numel() for _, parameter in group.parameters)
+        nbytes = 0 if machine.device_bytes is None else sum(parameter.nbytes for _, parameter in group.parameters)
+        link_s = nbytes / machine.link  # each way: parameters to the device, gradients from it
+        forward[group.index] = max(link_s, numel * others)
+        backward[group.index] = max(link_s, 2 * numel * others)
+    return forward, backward
+
+
+@contextlib.contextmanager
+def _manager(host_bytes: int) -> Iterator[SwapManager]:
+    with tempfile.TemporaryDirectory() as directory, SwapManager(directory, host_memory=host_bytes) as manager:
+        yield manager

@@ -1,0 +1,204 @@
+"""Searches over forecasts: the smallest memory, the next upgrade, settings that none dominates, the largest model for a time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting
+from swapper.cli.planning.model_source import layers_of, with_layers
+from swapper.errors import BudgetError, ConfigError, UnsupportedError
+from swapper.paging.virtual_drive import DriveRates
+from swapper.runtime.sizes import format_bytes
+
+GIB = 1 << 30
+FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
+TABLE_PAGES = 200
+"""Rough: a table has many rows."""
+MOST_LAYERS = 1 << 14
+"""No model is tried with more."""
+CODECS, UPDATES, PASSES = ("exact", "8bit"), ("step", "deferred"), (1, 4)
+MEMORY_SHARES = (1, 2)
+"""The table has the host memory divided by each."""
+
+
+def smallest_budget(forecaster: Forecaster, machine: Machine, setting: Setting) -> int:
+    """Return the smallest host memory of a node that works with these settings, as the error of a smaller one names it."""
+    try:
+        forecaster.plan(replace(machine, host_bytes=(1 << 20) * machine.of_node), setting)
+    except BudgetError as error:
+        found = re.search(r"at least .*?\((\d+) bytes\)", str(error))
+        if found is None:  # of the device's memory
+            raise
+        return int(found[1]) * machine.of_node
+    return (1 << 20) * machine.of_node
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """A better machine, and the seconds of a step there. `saved_s_a_gib`: of more host memory."""
+
+    what: str
+    step_s: float
+    saved_s: float
+    saved_s_a_gib: float | None = None
+
+
+def find_upgrades(forecaster: Forecaster, machine: Machine, setting: Setting) -> list[Upgrade]:
+    """Return what each of several better machines saves, most first. All are simulated alike, and so is the machine itself."""
+
+    @functools.cache
+    def seconds(of: Machine) -> float:
+        return forecaster.forecast(of, setting, ROUGH_PAGES).step.wall_s
+
+    base_s = seconds(machine)
+    more_bytes = max(machine.host_bytes // 4 // GIB, 1) * GIB
+    larger_s = seconds(replace(machine, host_bytes=machine.host_bytes + more_bytes))
+    saved_s = base_s - larger_s
+    found = [
+        Upgrade(f"{format_bytes(more_bytes)} more host memory", larger_s, saved_s, saved_s / (more_bytes / GIB)),
+    ]
+    for what, better in _better(machine):
+        step_s = seconds(better)
+        found.append(Upgrade(what, step_s, base_s - step_s))
+    return sorted(found, key=lambda one: -one.saved_s)
+
+
+def _better(machine: Machine) -> Iterator[tuple[str, Machine]]:
+    drive, count = machine.drive, machine.drives
+    faster, more = _times(drive, 2), _times(drive, (count + 1) / count)
+    yield "drives twice as fast" if count > 1 else "a drive twice as fast", replace(machine, drive=faster)
+    yield "one more drive", replace(machine, drive=more, drives=count + 1)
+    if machine.device_bytes is not None:
+        yield "a link twice as fast", replace(machine, link=2 * machine.link)
+        yield "twice the device memory", replace(machine, device_bytes=2 * machine.device_bytes)
+    if machine.ranks > 1:
+        yield "a network twice as fast", replace(machine, network=2 * machine.network)
+    if machine.flops is not None:
+        yield "twice the operations a second", replace(machine, flops=2 * machine.flops)
+    if machine.updates is not None:
+        yield "twice the updates a second", replace(machine, updates=2 * machine.updates)
+
+
+def _times(drive: DriveRates, factor: float) -> DriveRates:
+    return replace(drive, read=drive.read * factor, write=drive.write * factor, both=drive.both * factor)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting and its costs.
+
+    Attributes:
+        on_nvme: families that are placed there.
+        memory_bytes: of a node: swapper's, and, without an accelerator, the inputs of matrices that autograd saves.
+        written_bytes: of a node in a step.
+    """
+
+    codec: str
+    update: str
+    on_nvme: str
+    passes: int
+    step_s: float
+    memory_bytes: int
+    written_bytes: int
+
+    @property
+    def costs(self) -> tuple[float, int, int]:
+        return self.step_s, self.memory_bytes, self.written_bytes
+
+
+def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> list[Row]:
+    """Return the settings that no other one beats in seconds, memory and bytes written at once, fastest first.
+
+    Tried are codecs and times of updates, the given ones too, all and half of the memory, and more passes of fewer tokens; and
+    gradients on NVMe where they do not fit.
+    """
+    codecs, updates = dict.fromkeys((*CODECS, setting.codec)), dict.fromkeys((*UPDATES, setting.update))
+    rows = []
+    for codec, update, share in itertools.product(codecs, updates, MEMORY_SHARES):
+        on = replace(machine, host_bytes=machine.host_bytes // share)
+        for gradients in dict.fromkeys((setting.gradients, "nvme")):
+            of = replace(setting, codec=codec, update=update, gradients=gradients)
+            try:
+                rows += [_row(forecaster, on, replace(of, passes=setting.passes * more)) for more in PASSES]
+                break
+            except (BudgetError, ConfigError, UnsupportedError):  # these options do not fit, or go together
+                continue
+    return sorted(undominated(rows), key=lambda row: row.costs)
+
+
+def _row(forecaster: Forecaster, machine: Machine, setting: Setting) -> Row:
+    found = forecaster.forecast(machine, setting, TABLE_PAGES)
+    saved_bytes = saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
+    memory = found.memory_bytes * machine.of_node + (saved_bytes if machine.device_bytes is None else 0)
+    placement = ", ".join(family for family in FAMILIES if found.plan.places[family] == "nvme") or "-"
+    written = found.written_bytes * machine.of_node
+    return Row(setting.codec, setting.update, placement, setting.passes, found.step.wall_s, memory, written)
+
+
+def saved_for_backward(model: nn.Module) -> int:
+    """Return the bytes of the inputs of a model's matrices for one token: what autograd saves at least, without checkpointing."""
+    matrices = (p for m in model.modules() if not isinstance(m, nn.Embedding) for p in m._parameters.values())
+    return sum(p.shape[1] * p.dtype.itemsize for p in matrices if p is not None and p.dim() == 2)
+
+
+def undominated(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows than which no other is at most as large in all costs, and less in one. Of equal ones the first stays."""
+    found: list[Row] = []
+    for number, row in enumerate(rows):
+        others = (other for at, other in enumerate(rows) if at != number)
+        beaten = any(
+            all(theirs <= ours for theirs, ours in zip(other.costs, row.costs, strict=True))
+            and (other.costs != row.costs or rows.index(other) < number)
+            for other in others
+        )
+        if not beaten:
+            found.append(row)
+    return found
+
+
+def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at_most_s: float) -> dict[str, Any]:
+    """Return the number of layers, the parameters and the seconds of the largest model with layers of this one that takes so long.
+
+    Raises:
+        ConfigError: the model has no equal layers, or already one with a single layer takes longer or does not fit.
+    """
+    _, _, layers = layers_of(forecaster.model)
+    tried: dict[int, dict[str, Any] | None] = {}
+
+    def fits(count: int) -> bool:
+        if count not in tried:
+            model = with_layers(forecaster.model, count)
+            try:
+                step_s = Forecaster(model, forecaster.tokens).forecast(machine, setting, TABLE_PAGES).step.wall_s
+                numel = sum({id(p): p.numel() for p in model.parameters()}.values())
+                is_fast = step_s <= at_most_s
+                tried[count] = {"layers": count, "parameters": numel, "step_s": step_s} if is_fast else None
+            except BudgetError:
+                tried[count] = None
+        return tried[count] is not None
+
+    low, high = 0, len(layers)
+    while high < MOST_LAYERS and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(low // 64, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    found = tried.get(low)
+    if found is None:
+        raise ConfigError(
+            f"no model with layers of this one takes at most {at_most_s:g} s on this machine, not even of one layer: give more "
+            "seconds, memory, or drives"
+        )
+    return found
+
+
+def as_dicts(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the fields of dataclasses."""
+    return [asdict(row) for row in rows]

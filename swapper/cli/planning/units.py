@@ -1,0 +1,97 @@
+"""Reads sizes and rates of a command line. What could mean two things (Gb, G) is refused: a bit is not a byte."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from swapper.errors import ConfigError
+from swapper.io.tuning import Tuning, find_tuning, tuning_path
+from swapper.paging.virtual_drive import DriveRates
+from swapper.runtime.sizes import parse_bytes
+
+_BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?b|[kmgt]i?b|[KMGTkmgt]i?)(?:/s|ps)?\s*")
+_RATE = re.compile(r"\s*([^/]+?)\s*(/s)?\s*")
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*")
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+def parse_size(value: str, option: str) -> int:
+    """Return bytes: "64GiB", "600TB". Raises ConfigError if it is no size, or could be bits."""
+    found = _BITS.fullmatch(value)
+    if found:
+        unit = found[2][0].upper() + ("i" if "i" in found[2] else "") + "B"
+        raise ConfigError(
+            f"{option} {value}: {found[2]} could mean bits or bytes, of 1000 or 1024: say {found[1]}{unit} for bytes"
+            + ("" if "i" in unit else f" of 1000, {found[1]}{unit[0]}iB for those of 1024")
+        )
+    return parse_bytes(value, option)
+
+
+def parse_rate(value: str, option: str) -> int:
+    """Return bytes a second: "7GB/s", or "7GB". Raises ConfigError if it is none, or could be bits."""
+    found = _RATE.fullmatch(value)
+    if found is None:
+        raise ConfigError(f"{option} {value} is not a rate: give bytes a second, as 7GB/s or 6.5GiB/s")
+    return parse_size(found[1], option)
+
+
+def parse_seconds(value: str, option: str) -> float:
+    """Return seconds: "60s", "5min". Raises ConfigError if it is no time."""
+    found = _DURATION.fullmatch(value)
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"{option} {value} is not a time: give a number and s, min or h, as 60s")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def parse_drives(drives: Sequence[str], option: str = "--nvme") -> list[DriveRates]:
+    """Return the rates of each drive.
+
+    Args:
+        drives: for each "READ,WRITE", as "7GB/s,5GB/s", or a directory on a drive that `swapper tune` measured.
+
+    Raises:
+        ConfigError: a rate is none or could be bits, or a drive does not exist, or was not measured.
+    """
+    return [_drive(text, option) for text in drives]
+
+
+def _drive(text: str, option: str) -> DriveRates:
+    if "," in text:
+        parts = text.split(",")
+        if len(parts) != 2:
+            raise ConfigError(
+                f"{option} {text}: give two rates, read and write, as 7GB/s,5GB/s; repeat {option} for another drive"
+            )
+        read, write = (parse_rate(part, option) for part in parts)
+        return DriveRates(read, write, read + write)
+    tuning = _measured(Path(text), option)
+    rates = tuning.read_bytes_per_s, tuning.write_bytes_per_s
+    return DriveRates(*rates, sum(rates))
+
+
+def _measured(directory: Path, option: str) -> Tuning:
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{option} {directory}: there is no such directory. Give a directory on the drive, or its rates, read and write, "
+            "as 7GB/s,5GB/s"
+        )
+    tuning = find_tuning(directory)
+    if tuning is None:
+        raise ConfigError(
+            f"{option} {directory}: {tuning_path()} has no measurement of this drive (those of other drives do not count): run "
+            f"`swapper tune {directory}`, or give its rates, read and write, as 7GB/s,5GB/s"
+        )
+    return tuning
+
+
+def joined(drives: Sequence[DriveRates]) -> DriveRates:
+    """Return the rates of several drives that each have a share of the bytes by their speed."""
+    weights = [min(drive.read, drive.write) for drive in drives]
+    shares = [weight / sum(weights) for weight in weights]
+    read, write, both = (
+        min(getattr(drive, name) / share for drive, share in zip(drives, shares, strict=True))
+        for name in ("read", "write", "both")
+    )
+    return DriveRates(read, write, both)

@@ -1,0 +1,323 @@
+"""Plans a load without carrying it out, and predicts its seconds: of the first token, and of each token after it.
+
+A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive, between computing that is measured here. The first
+pass reads every weight; later ones read what does not stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.errors import ConfigError
+from swapper.formats.sources import Rename, Source, open_source
+from swapper.infer.mapping.matching import Match, Weight, match
+from swapper.infer.operators.experts import are_experts
+from swapper.infer.planning.infer_placement import Fit, fit
+from swapper.infer.planning.streaming_plan import build_streaming_plan
+from swapper.infer.runtime.streaming import paged_sections
+from swapper.io.tuning import find_tuning
+from swapper.modules.groups import by_module
+from swapper.modules.operations import OperationTimes, least_seconds, record
+from swapper.options import parse_host_memory
+from swapper.paging.dry_run import DryRun, Task
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Section
+from swapper.paging.virtual_drive import DRIVE_CPU_S_A_BYTE, DriveRates, VirtualDrive
+from swapper.runtime.free_memory import kept_free_bytes
+from swapper.runtime.sizes import format_bytes, parse_bytes
+from swapper.runtime.stats import StepStats
+
+log = logging.getLogger("swapper")
+
+TRIAL_ROWS = 256
+"""Rows of a quantized matrix in the trial that finds how long it takes to compute the weight."""
+TRIALS = 3
+
+
+@dataclass(frozen=True)
+class ExpertUse:
+    """What a mixture reads of its experts, which no plan knows.
+
+    Attributes:
+        experts: that a token is routed to, in each layer.
+        hit_rate: part of them that memory has, from 0 to 1.
+    """
+
+    experts: int
+    hit_rate: float
+
+    def __post_init__(self) -> None:
+        if type(self.experts) is not int or self.experts < 1 or not 0 <= self.hit_rate <= 1:
+            raise ConfigError(f"experts={self.experts!r}, hit_rate={self.hit_rate!r}: give at least 1, and 0 to 1")
+
+
+@dataclass(frozen=True)
+class LoadPrediction:
+    """A pass over a prompt, the first one, and a later pass of one token, in the words of a training step. Print it.
+
+    `activation_bytes` is the peak of the first pass's results, in addition to `LoadPlan.memory`.
+    """
+
+    first: StepStats
+    token: StepStats
+    activation_bytes: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name:<12}{step.wall_s:.3f} s, {format_bytes(step.read_bytes)} read, bound by {step.bound}"
+            for name, step in (("first token", self.first), ("each token", self.token))
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The placement of a model's weights by `swapper.load`, for kernels on the CPU.
+
+    Attributes:
+        model, matched: the user's model, which is not changed, and the tensors of its parameters.
+        source: the weights.
+        host_bytes: the budget.
+        fitting: what streams, and the pool.
+    """
+
+    model: nn.Module = field(repr=False)
+    matched: Match = field(repr=False)
+    source: Source = field(repr=False)
+    host_bytes: int
+    fitting: Fit = field(repr=False)
+
+    def predict(
+        self,
+        tokens: int,
+        *,
+        batch: int = 1,
+        example: Sequence[Any] | None = None,
+        experts: ExpertUse | None = None,
+        drive_read: int | str | None = None,
+    ) -> LoadPrediction:
+        """Predict the seconds of the first token, after a prompt, and of each token after it.
+
+        The computing is measured here and now, in some seconds: the operations of a forward, and the computing of weights that
+        are stored otherwise. A cache of keys and values is not in it.
+
+        Args:
+            tokens: of the prompt, of one sample.
+            batch: samples that pass together.
+            example: arguments of the first pass. Default: integers of shape (batch, tokens), as of a language model.
+            experts: for a mixture whose experts are read one by one: what it uses of them.
+            drive_read: bytes a second, or "7GB". Default: what `swapper tune` measured.
+
+        Raises:
+            ConfigError: the drive's speed is not known, or a value is not positive; a mixture needs `experts`.
+        """
+        if drive_read is None:
+            tuning = find_tuning(next(iter(self.source.stamps)).parent)
+            if tuning is None:
+                raise ConfigError(
+                    "the drive's speed is not known: run `swapper tune DIR`, or give predict(..., "
+                    "drive_read='7GB'), its bytes a second"
+                )
+            rate: float = tuning.read_bytes_per_s
+        else:
+            rate = parse_bytes(drive_read, "drive_read")
+        drive = DriveRates(rate, rate, rate, DRIVE_CPU_S_A_BYTE)
+        return self.predict_on(drive, tokens, batch=batch, example=example, experts=experts)
+
+    def predict_on(
+        self,
+        drive: DriveRates,
+        tokens: int,
+        *,
+        batch: int = 1,
+        example: Sequence[Any] | None = None,
+        experts: ExpertUse | None = None,
+    ) -> LoadPrediction:
+        """Predict as `predict`, on a drive with these rates."""
+        for name, value in (("tokens", tokens), ("batch", batch)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"predict({name}={value!r}): give a positive number")
+        plan = self.fitting.plan
+        if (plan.experts or plan.demanded) and experts is None:
+            raise ConfigError(
+                "this model's experts are read one by one, and how many is not known: give predict(..., "
+                "experts=swapper.ExpertUse(experts=2, hit_rate=0.5)), of a layer and token"
+            )
+        prompt = (_tokens(batch, tokens),) if example is None else tuple(example)
+        times, made = OperationTimes(), self._making_seconds()
+        streamed = self.fitting.placement.streamed
+        computing, activation_bytes = self._computing(times, prompt, made, experts)
+        first = self._pass(drive, computing, None, self._on_demand(experts, batch * tokens))
+        computing, _ = self._computing(times, (_tokens(batch, 1),), made, experts)
+        token = self._pass(drive, computing, streamed, self._on_demand(experts, batch))
+        return LoadPrediction(first, token, activation_bytes)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The peak of host memory by part, in bytes, beyond the imported libraries and activations."""
+        plan, placement = self.fitting.plan, self.fitting.placement
+        used = sum(nbytes for runs in plan.runs_of_used for nbytes in runs)
+        parts = {
+            "what stays": plan.fixed_bytes,
+            "experts": plan.cache_bytes(self.host_bytes),
+            "pool": min(placement.pool_bytes, used) if not placement.streamed else placement.pool_bytes,
+            "staging": plan.staging_bytes,
+            "allocator": kept_free_bytes(self.host_bytes),
+        }
+        return {name: nbytes for name, nbytes in parts.items() if nbytes}
+
+    def _computing(
+        self, times: OperationTimes, args: Sequence[Any], made: dict[int, float], experts: ExpertUse | None
+    ) -> tuple[dict[int, float], int]:
+        """Return the seconds of a pass, by group, and the peak bytes of its results."""
+        dtypes = {id(weight.parameter): weight.recipe.dtype for weight in self.matched.weights}
+        found = {group.index: made.get(group.index, 0.0) for group in self.fitting.plan.groups}
+        try:
+            recording = record(self.model, by_module(self.model)[1], args, {}, False, dtypes)
+        except Exception as error:  # of the user's model; a mixture's experts depend on values
+            log.warning(
+                "the model's operations could not be recorded (%s: %s): a prediction counts products of matrices only",
+                type(error).__name__, str(error).strip().split("\n")[0][:200],
+            )  # fmt: skip
+            rows = next((leaf.numel() for leaf in args if isinstance(leaf, torch.Tensor)), 1)
+            for group, seconds in self._products(times, rows, experts):
+                found[group] += seconds
+            return found, 0
+        for (phase, group), operations in recording.counts.items():
+            found[group] += times.of(phase, operations)
+        return found, recording.peak_bytes
+
+    def _products(self, times: OperationTimes, rows: int, experts: ExpertUse | None) -> Iterator[tuple[int, float]]:
+        """Yield the seconds of the products of matrices with this many rows, with their groups."""
+        plan = self.fitting.plan
+        layers = {id(of.parameter): len(of.recipes) for layer in plan.experts for of in layer}
+        demanded = {group for groups in plan.demanded for group in groups}
+        tables = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        used = 0 if experts is None else experts.experts
+        for group in plan.groups:
+            for weight in group.weights:
+                shape = weight.parameter.shape
+                if len(shape) < 2 or id(weight.parameter) in tables:
+                    continue
+                count = layers.get(id(weight.parameter), self._experts_a_layer if group.index in demanded else 0)
+                share = min(used * rows / count, rows) if count else rows
+                seconds = times.product(max(round(share), 1), shape[-2], shape[-1], weight.recipe.dtype)
+                yield group.index, seconds * min(count, used * rows) if id(weight.parameter) in layers else seconds
+
+    def _making_seconds(self) -> dict[int, float]:
+        """Return how long it takes to compute the weights that are stored otherwise, by group."""
+        element_s: dict[Any, float] = {}
+        found: dict[int, float] = {}
+        for group in self.fitting.plan.groups:
+            for weight in group.weights:
+                if weight.recipe.make is not None:
+                    kind = tuple((part.dtype, len(part.shape)) for part in weight.recipe.parts), weight.recipe.dtype
+                    if kind not in element_s:
+                        element_s[kind] = _element_seconds(weight)
+                    found[group.index] = found.get(group.index, 0.0) + element_s[kind] * weight.parameter.numel()
+        return found
+
+    @property
+    def _experts_a_layer(self) -> int:
+        """Experts of a layer that are modules of their own: as many in each layer."""
+        lists = sum(are_experts(name, module) for name, module in self.model.named_modules())
+        return len(self.fitting.plan.demanded) // max(lists, 1)
+
+    def _on_demand(self, experts: ExpertUse | None, tokens: int) -> float:
+        """Return the bytes of experts that a pass waits for."""
+        plan = self.fitting.plan
+        if experts is None:
+            return 0.0
+        layers = [(sum(of.stored_bytes for of in layer), len(layer[0].recipes)) for layer in plan.experts]
+        if plan.demanded:  # modules of their own
+            runs = [run for expert in plan.demanded for group in expert for run in plan.groups[group].runs]
+            layers.append((sum(run.nbytes for run in runs), self._experts_a_layer))
+        used = [min(experts.experts * tokens, count) / count * nbytes for nbytes, count in layers]
+        return sum(used) * (1 - experts.hit_rate)
+
+    def _pass(
+        self, drive: DriveRates, computing: dict[int, float], streamed: int | None, demanded_bytes: float
+    ) -> StepStats:
+        """Predict a pass that reads `streamed` pages of each group at most; None: all, as the first one does."""
+        plan, placement = self.fitting.plan, self.fitting.placement
+        sections = paged_sections(plan, placement.page_bytes)
+        cuts = {id(linear.module.weight): linear.stored_bytes for linear in plan.cuts}
+        cut_bytes = {
+            group.index: cuts[id(weight.parameter)]
+            for group in plan.groups
+            for weight in group.weights
+            if id(weight.parameter) in cuts
+        }
+        tasks, kept = [], 0
+        for group, of_group in enumerate(sections):
+            pages = [page.index for section in of_group for page in section.pages] if group in plan.used_groups else []
+            stays = 0 if streamed is None else max(len(pages) - streamed, 0)
+            kept += stays
+            accesses = [Access(("param", group), tuple(pages[stays:]))] if pages[stays:] else []
+            tasks.append(Task("forward", group, accesses))
+        seconds = {
+            g: max(s, cut_bytes.get(g, 0) / drive.read) for g, s in computing.items()
+        }  # read while it is multiplied
+        flat: list[Section] = [section for of_group in sections for section in of_group]
+        dry = DryRun(
+            flat, placement.frame_count - kept, tasks, None, True, 0, {}, VirtualDrive(drive), lambda task: seconds[task.group]
+        )  # fmt: skip
+        if streamed is None:
+            dry.step()
+            step = dry.clock.stats()
+        else:
+            step = dry.time()
+        used = {index for task in tasks for access in task.accesses for index in access.pages}
+        nbytes = sum(page.nbytes for section in flat for page in section.pages if page.index in used)
+        nbytes += int(sum(cut_bytes.values()) + demanded_bytes)
+        return _with_reads(step, nbytes, demanded_bytes / drive.read)
+
+
+def plan_load(
+    model: nn.Module,
+    source: str | os.PathLike[str] | Source,
+    *,
+    host_memory: int | str = "auto",
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    rename: Rename = None,
+) -> LoadPlan:
+    """Return the plan of `swapper.load` with these arguments, for kernels on the CPU. Reads headers only, and changes nothing.
+
+    Args: as of `swapper.load`.
+
+    Raises: as `swapper.load`, except errors that only transfers can cause.
+    """
+    opened = source if isinstance(source, Source) else open_source(source)
+    host_bytes = parse_host_memory(host_memory)
+    matched = match(model, opened, strict=strict, dtype=dtype, rename=rename)
+    fitting = fit(build_streaming_plan(model, matched, opened.joined.keys()), host_bytes)
+    return LoadPlan(model, matched, opened, host_bytes, fitting)
+
+
+def _with_reads(step: StepStats, nbytes: int, wait_s: float) -> StepStats:
+    """Return the pass with the bytes that it needs, not those read for the next one; and with a wait that no page has."""
+    forward = step.phases["forward"]
+    wall_s, read_wait_s = forward.wall_s + wait_s, forward.read_wait_s + wait_s
+    forward = replace(forward, wall_s=wall_s, read_wait_s=read_wait_s, read_bytes={"param": nbytes})
+    return replace(step, phases={**step.phases, "forward": forward})
+
+
+def _tokens(batch: int, tokens: int) -> torch.Tensor:
+    return torch.zeros(batch, tokens, dtype=torch.long, device="meta")
+
+
+def _element_seconds(weight: Weight) -> float:
+    """Return how long it takes to compute one element of a weight from its parts."""
+    rows = weight.recipe.rows(0, min(TRIAL_ROWS, weight.parameter.shape[0])) or weight.recipe
+    parts = [torch.zeros(part.shape, dtype=part.dtype) for part in rows.parts]
+    with torch.no_grad():
+        numel = rows.from_parts(parts).numel()
+        return least_seconds(lambda: rows.from_parts(parts), TRIALS) / max(numel, 1)

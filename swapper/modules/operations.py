@@ -1,0 +1,341 @@
+"""Records the operations of a forward and backward without computing them, and measures how long they take on this processor.
+
+[Note: recorded operations] A copy of the model, whose parameters have shapes and no memory, runs once under torch's fake tensors,
+so a model of any size, also one on the meta device, is recorded in a second or so. Then each distinct operation (function,
+shapes, strides, dtypes, other arguments) runs a few times on tensors of ours, and counts as often as it was recorded. Tensors lie
+in a memory that is larger than a processor's cache, each time elsewhere: weights of a model are not in the cache either.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swapper.modules.groups import Unit
+
+log = logging.getLogger("swapper")
+
+SCRATCH_BYTES = 64 << 20
+"""Memory for the tensors of a trial, of each dtype: larger than most caches. An operation on more is measured on a part."""
+LARGE_BYTES = 64 << 10
+"""Smaller results do not count as memory."""
+TRIALS, TRIAL_S = 5, 0.02
+"""An operation runs so often, or less often if that takes longer, in seconds: the fastest counts."""
+MIN_TRIALS = 2
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """A tensor's form."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last."""
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if 0 not in self.shape else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.span * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation, to be run again: its function, and its arguments with tensors by their forms."""
+
+    function: Any
+    leaves: tuple[Any, ...]
+    tree: _pytree.TreeSpec = field(compare=False)
+
+    @property
+    def forms(self) -> list[TensorForm]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The operations of a pass.
+
+    Attributes:
+        counts: how often each operation ran, by phase ("forward" or "backward") and group.
+        peak_bytes: of results that were in memory at once: activations, gradients that pass by, temporary tensors.
+        with_gradients_bytes: the same, if the gradients of parameters stay.
+    """
+
+    counts: Mapping[tuple[str, int], Counter[Operation]]
+    peak_bytes: int
+    with_gradients_bytes: int
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Attributes: phase, group: of the operations that come now."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase, self.group = "forward", 0
+        self.counts: dict[tuple[str, int], Counter[Operation]] = {}
+        self.peak_bytes = self.with_gradients_bytes = 0
+        self.gradient_bytes = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "prim" and not func.is_view:
+            leaves, tree = _pytree.tree_flatten((args, kwargs or {}))
+            operation = Operation(func, tuple(map(_form_of, leaves)), tree)
+            self.counts.setdefault((self.phase, self.group), Counter())[operation] += 1
+            self._note_memory(result)
+        return result
+
+    def _note_memory(self, result: Any) -> None:
+        tensors = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        storages = [s for s in (tensor.untyped_storage() for tensor in tensors) if s.nbytes() >= LARGE_BYTES]
+        if not storages:
+            return
+        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}  # type: ignore[no-untyped-call]
+        for storage in storages:
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._live[reference.cdata] = reference, storage.nbytes()
+        live_bytes = sum(nbytes for _, nbytes in self._live.values())
+        self.peak_bytes = max(self.peak_bytes, live_bytes)
+        self.with_gradients_bytes = max(self.with_gradients_bytes, live_bytes + self.gradient_bytes)
+
+    def drop_gradient(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient has come, which goes elsewhere."""
+        self.gradient_bytes += parameter.nbytes
+        parameter.grad = None
+
+
+def _form_of(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return TensorForm(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+    try:
+        hash(leaf)
+    except TypeError:
+        return repr(leaf)
+    return leaf
+
+
+def record(
+    model: nn.Module,
+    units: Sequence[Unit],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    train: bool,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> Recording:
+    """Record `model(*args, **kwargs)`, and with `train` the backward of its loss.
+
+    The loss is the result, if that is a tensor; else its attribute or key `loss`, else its first tensor. A result of several
+    elements is summed. The model is not changed.
+
+    Args:
+        units: modules by name, whose operations count for their first group; others count for the group before.
+        dtypes: of parameters by id, if they are to have others than now.
+
+    Raises:
+        Exception: what the model raises, or what fake tensors do: they have no values.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports much, which only this needs
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = _Recorder()
+    with fake, torch.set_grad_enabled(train):
+        clone = _without_memory(model, dtypes or {})
+        _watch(clone, {unit.name: unit.groups[0] for unit in units if unit.groups}, recorder)
+        given, named = _pytree.tree_map_only(torch.Tensor, _fake_like, (tuple(args), dict(kwargs)))
+        with recorder:
+            loss = _loss_of(clone(*given, **named))
+            if train:
+                recorder.phase = "backward"
+                loss.backward()  # type: ignore[no-untyped-call]
+    return Recording(recorder.counts, recorder.peak_bytes, max(recorder.with_gradients_bytes, recorder.gradient_bytes))
+
+
+def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+
+
+def _without_memory(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Module:
+    """Return a copy of `model` whose parameters and buffers have no memory."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        fake = _fake_like(parameter.detach()).to(dtypes.get(id(parameter), parameter.dtype))
+        memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _fake_like(buffer.detach())
+    return copy.deepcopy(model, memo)
+
+
+def _watch(model: nn.Module, group_of: Mapping[str, int], recorder: _Recorder) -> None:
+    """Have `recorder` know which group's operations come: in a forward its module's, in a backward those of the module
+    whose result's gradient has come."""
+
+    def enter(group: int) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            recorder.group = group
+
+        return note
+
+    def leave(group: int) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, result: Any) -> None:
+            for leaf in _pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(enter(group))  # type: ignore[no-untyped-call]
+
+        return note
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(recorder.drop_gradient)  # type: ignore[no-untyped-call]
+    for name, module in model.named_modules():
+        if name in group_of:
+            module.register_forward_pre_hook(enter(group_of[name]), prepend=True)
+            module.register_forward_hook(leave(group_of[name]))
+
+
+def _loss_of(result: Any) -> torch.Tensor:
+    found = result
+    if not isinstance(found, torch.Tensor):
+        found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if not isinstance(found, torch.Tensor):
+        found = next(leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return found if found.numel() == 1 else found.float().sum()
+
+
+class OperationTimes:
+    """Measures operations on this processor, with torch's present number of threads. Keeps what it has measured.
+
+    Attributes:
+        call_s: what Python and autograd take for an operation of a forward, and of a backward, in addition to its own time.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Operation, float] = {}
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._next: Counter[torch.dtype] = Counter()
+        self.call_s = {"forward": 0.0, "backward": 0.0}  # until it is measured
+        self.call_s = self._measure_calls()
+
+    def of(self, phase: str, counts: Mapping[Operation, int]) -> float:
+        """Return the seconds of all of these operations of a phase."""
+        return sum(count * (self.seconds(operation) + self.call_s[phase]) for operation, count in counts.items())
+
+    def product(self, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
+        """Return the seconds of a product of (rows, inputs) and transposed (outputs, inputs) matrices."""
+        forms = TensorForm((rows, inputs), (inputs, 1), dtype), TensorForm((inputs, outputs), (1, inputs), dtype)
+        _, tree = _pytree.tree_flatten((forms, {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
+        return self.seconds(Operation(torch.ops.aten.mm.default, forms, tree))
+
+    def _measure_calls(self) -> dict[str, float]:
+        """Compare a model of small operations with the operations alone."""
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+        x = torch.zeros(1, 64)
+        recorded = record(model, (), (x,), {}, True).counts
+        spent: dict[str, list[float]] = {"forward": [], "backward": []}
+        for _ in range(2 * TRIALS):
+            began_s = time.perf_counter()
+            with torch.enable_grad():
+                loss = model(x).sum()
+                between_s = time.perf_counter()
+                loss.backward()
+            spent["forward"].append(between_s - began_s)
+            spent["backward"].append(time.perf_counter() - between_s)
+            model.zero_grad()
+        found = {}
+        for phase, seconds in spent.items():
+            counts = recorded[phase, 0]
+            found[phase] = max(min(seconds) - self.of(phase, counts), 0.0) / counts.total()
+        return found
+
+    def seconds(self, operation: Operation) -> float:
+        if operation not in self._known:
+            self._known[operation] = self._measure(operation)
+        return self._known[operation]
+
+    def _measure(self, operation: Operation) -> float:
+        part, share = part_of(operation)
+        best, spent_s, trials = math.inf, 0.0, 0
+        while trials < MIN_TRIALS or (trials < TRIALS and spent_s < TRIAL_S):
+            args, kwargs = _pytree.tree_unflatten([self._make(leaf) for leaf in part.leaves], part.tree)
+            began_s = time.perf_counter()
+            try:
+                part.function(*args, **kwargs)
+            except Exception as error:  # it needs values of some kind: random states, sizes in tensors
+                log.warning("%s cannot be measured alone, and counts as no time: %s", part.function, error)
+                return 0.0
+            seconds = time.perf_counter() - began_s
+            best, spent_s, trials = min(best, seconds), spent_s + seconds, trials + 1
+        return best / share
+
+    def _make(self, leaf: Any) -> Any:
+        if not isinstance(leaf, TensorForm):
+            return leaf
+        if not leaf.dtype.is_floating_point:
+            return torch.zeros(leaf.span, dtype=leaf.dtype).as_strided(leaf.shape, leaf.stride)
+        if leaf.dtype not in self._scratch:
+            self._scratch[leaf.dtype] = torch.zeros(SCRATCH_BYTES // leaf.dtype.itemsize, dtype=leaf.dtype)
+        scratch = self._scratch[leaf.dtype]
+        begin = self._next[leaf.dtype]
+        begin = begin if begin + leaf.span <= scratch.numel() else 0
+        self._next[leaf.dtype] = begin + leaf.span
+        return scratch.as_strided(leaf.shape, leaf.stride, begin)
+
+
+def part_of(operation: Operation) -> tuple[Operation, float]:
+    """Return the operation on a part of its data that fits the scratch, and which part of the work that is."""
+    part = operation
+    while max((form.nbytes for form in part.forms), default=0) > SCRATCH_BYTES // 4:
+        largest = max(n for form in part.forms for n in form.shape)
+        leaves = tuple(_halved(leaf, largest) if isinstance(leaf, TensorForm) else leaf for leaf in part.leaves)
+        leaves = tuple(leaf // 2 if type(leaf) is int and leaf == largest else leaf for leaf in leaves)
+        part = Operation(operation.function, leaves, operation.tree)
+    return part, 1.0 if part is operation else _work(part) / _work(operation)
+
+
+def _work(operation: Operation) -> int:
+    """Return a number that grows as the operation's time does: of products and attention their products, else elements."""
+    forms, name = operation.forms, str(operation.function)
+    if any(f".{product}." in name for product in PRODUCTS) and len(forms) >= 2:
+        return math.prod(forms[-2].shape) * forms[-1].shape[-1]
+    if "scaled_dot_product" in name and len(forms) >= 3:
+        queries, keys = forms[1:3] if "backward" in name else forms[:2]
+        return math.prod(queries.shape) * keys.shape[-2]
+    return sum(math.prod(form.shape) for form in forms)
+
+
+def _halved(form: TensorForm, size: int) -> TensorForm:
+    """Return the form with half of each dimension of this size; a contiguous order of dimensions stays."""
+    shape = tuple(n // 2 if n == size else n for n in form.shape)
+    order = sorted(range(len(shape)), key=lambda d: form.stride[d])
+    stride, step = [0] * len(shape), 1
+    for dim in order:
+        stride[dim] = step if form.stride[dim] else 0
+        step *= shape[dim] if form.stride[dim] else 1
+    return TensorForm(shape, tuple(stride), form.dtype)
+
+
+def least_seconds(act: Callable[[], object], times: int = 2) -> float:
+    """Return the seconds of the fastest of several calls."""
+    best = math.inf
+    for _ in range(times):
+        began_s = time.perf_counter()
+        act()
+        best = min(best, time.perf_counter() - began_s)
+    return best

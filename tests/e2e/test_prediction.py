@@ -1,0 +1,181 @@
+"""A prediction measures what a session does, changes nothing, and is shown beside what came."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from infer.host_device import HostDevice
+from torch import nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import swapper
+from e2e.models import LAYER_WIDTH, layers, layers_step
+from e2e.twins import adamw
+from swapper.bench.gpt import Gpt, GptConfig
+from swapper.bench.plain import make_optimizers
+from swapper.modules.groups import partition
+from swapper.modules.operations import SCRATCH_BYTES, Operation, OperationTimes, TensorForm, part_of, record
+
+RATES: dict[str, Any] = {"drive_read": "1GB", "drive_write": "1GB"}
+CONFIG = GptConfig(vocabulary=128, context=16, layers=3, width=64)
+TOKENS = torch.arange(16).view(1, 16)
+
+
+class Names(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim" and not func.is_view:
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_recording_has_the_operations_of_a_step_and_leaves_the_model_alone(dtype: torch.dtype) -> None:
+    model = Gpt(CONFIG).to(dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters, state = list(model.parameters()), (torch.get_rng_state(), random.getstate())
+    groups, units = partition(model)
+    recording = record(model, units, (TOKENS, TOKENS), {}, True)
+    assert all(mine is given for mine, given in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in parameters) and not model._forward_hooks
+    assert torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
+    with Names() as names:
+        model(TOKENS, TOKENS).backward()
+    recorded: Counter[str] = Counter()
+    for counts in recording.counts.values():
+        for operation, count in counts.items():
+            recorded[str(operation.function)] += count
+    assert recorded == names.counts
+    layer = [
+        {k.function: n for k, n in recording.counts["backward", g.index].items()} for g in groups if "layers" in g.name
+    ]
+    assert len(layer) == CONFIG.layers and all(one == layer[0] for one in layer[1:-1])
+
+
+def test_a_recording_knows_the_most_that_is_in_memory_at_once() -> None:
+    class Chain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2.0).exp().exp().sum()  # both results of exp are saved; the product is not
+
+    x = torch.zeros(1 << 20, requires_grad=True)
+    nbytes = x.nbytes
+    forward = record(Chain(), (), (x,), {}, False).peak_bytes
+    both = record(Chain(), (), (x,), {}, True).peak_bytes
+    assert forward == 2 * nbytes and 3 * nbytes <= both <= 5 * nbytes
+
+
+def test_an_operation_that_is_too_large_is_measured_on_a_part_of_it() -> None:
+    float32 = torch.float32
+    forms = TensorForm((1 << 14, 1024), (1024, 1), float32), TensorForm((1024, 1 << 15), (1, 1024), float32)
+    _, tree = _pytree.tree_flatten((forms, {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
+    part, share = part_of(Operation(torch.ops.aten.mm.default, forms, tree))
+    rows, columns = part.forms
+    assert all(form.nbytes <= SCRATCH_BYTES // 4 for form in part.forms) and rows.shape[1] == columns.shape[0]
+    assert share == rows.shape[0] * rows.shape[1] * columns.shape[1] / ((1 << 14) * 1024 * (1 << 15))
+    assert columns.stride == (1, columns.shape[0])
+    assert OperationTimes().seconds(part) > 0
+
+
+def test_an_operation_that_cannot_run_alone_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    _, tree = _pytree.tree_flatten(((1,), {}))
+    assert OperationTimes().seconds(Operation(torch.ops.aten.mm.default, (1,), tree)) == 0
+    assert "aten.mm.default cannot be measured alone" in caplog.text
+
+
+@pytest.mark.parametrize("codec", ["exact", "8bit"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind: str, codec: str) -> None:
+    model = Gpt(CONFIG).to(torch.bfloat16)
+    optimizers = make_optimizers(model.named_parameters(), 1e-3, kind)
+    before = [{id(p): p for group in one.param_groups for p in group["params"]} for one in optimizers]
+    with swapper.SwapManager(tmp_path, host_memory="8MiB") as manager:
+        plan = manager.plan(
+            model, optimizers, params="nvme", optimizer_state="nvme", master_weights=torch.float32, state_codec=codec
+        )
+        compute = plan.measure_compute(16, (TOKENS, TOKENS))
+        predicted = plan.predict(16, example={"tokens": TOKENS, "targets": TOKENS}, **RATES)
+    assert compute.group_update_s.keys() == {group.index for group in plan.inventory.groups}
+    assert all(seconds >= 0 for seconds in compute.group_update_s.values()) and compute.slice_s > 0
+    assert sum(compute.forward_s.values()) > 0 and sum(compute.backward_s.values()) > 0
+    assert predicted.total.update_s > 0 and compute.activation_bytes is not None
+    assert all(not one.state for one in optimizers)
+    assert [{id(p): p for g in one.param_groups for p in g["params"]} for one in optimizers] == before
+    parts = plan.memory
+    assert (
+        parts["what stays"] + parts["gradients"] + parts["pool"] == plan.budget.resident_bytes + plan.budget.pool_bytes
+    )
+
+
+def test_what_was_predicted_is_shown_beside_what_came(tmp_path: Path) -> None:
+    model = layers()
+    with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
+        plan = manager.plan(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
+        predicted = plan.predict(4, example=(torch.zeros(4, LAYER_WIDTH),), **RATES)
+        assert "predicted" in str(plan) and "peak memory" in str(plan)
+        model, optimizer = manager.offload(model, plan.request.given[1], plan)
+        for _ in range(3):
+            layers_step(model, optimizer)
+        achieved = manager.stats()
+    assert achieved.predicted is predicted and predicted.help is not None
+    assert abs(achieved.read_bytes - predicted.read_bytes) <= plan.budget.pool_bytes
+    assert abs(achieved.written_bytes - predicted.written_bytes) <= plan.budget.pool_bytes
+    shown = str(achieved).splitlines()
+    assert sum(line.startswith("  predicted") for line in shown) == len(achieved.phases) + 1
+    assert f"bound by {achieved.bound}" in shown and f"predicted: {predicted.help}" in shown
+
+
+def test_an_offloaded_model_and_what_is_not_measured_are_refused(tmp_path: Path) -> None:
+    model = layers()
+    with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
+        on_device = manager.plan(model, adamw(model.parameters()), device=HostDevice())
+        with pytest.raises(swapper.UnsupportedError, match="predict does not go with a model on an accelerator"):
+            on_device.predict(tokens=64, **RATES)
+        plan = manager.plan(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
+        manager.offload(model, plan.request.given[1], plan)
+        with pytest.raises(swapper.StateError, match=r"offloaded already: predict its step before manager\.offload"):
+            plan.predict(4, example=(torch.zeros(4, LAYER_WIDTH),), **RATES)
+
+
+def test_a_model_that_cannot_be_recorded_counts_its_products(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = layers()
+    with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
+        plan = manager.plan(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
+        predicted = plan.predict(4, **RATES)  # takes no integers
+    assert "could not be recorded" in caplog.text and predicted.phases["forward"].computing_s > 0
+
+
+def test_the_fastest_setting_is_the_one_whose_step_is_shortest(tmp_path: Path) -> None:
+    model = layers()
+    optimizer = adamw(model.parameters())
+    example = (torch.zeros(4, LAYER_WIDTH),)
+    slow: dict[str, Any] = {"drive_read": "1MB", "drive_write": "1MB"}  # bytes decide
+    with swapper.SwapManager(tmp_path / "all", host_memory="1GiB") as manager:
+        everything = manager.fastest(model, optimizer, tokens=4, example=example, **slow)
+        assert everything.places == {"param": "host", "state": "host", "grad": "host"}
+    with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
+        plan = manager.fastest(model, optimizer, tokens=4, example=example, params="nvme", **slow)
+        assert plan.found.step is not None and "the fastest of" in plan.found.why and "chosen" in str(plan)
+        compute = plan.with_copies(plan.measure_compute(4, example))
+        for update in ("step", "deferred"):
+            other = manager.plan(model, optimizer, params="nvme", optimizer_state="nvme", update=update)
+            assert plan.found.step.wall_s <= other.simulate(other.drive_rates(**slow), compute).wall_s * 1.03
+        with pytest.raises(swapper.ConfigError, match="colour: not an option"):
+            manager.fastest(model, optimizer, tokens=4, colour="red")
+        with pytest.raises(swapper.ConfigError, match="state_codecs='8bit': give a list"):
+            manager.fastest(model, optimizer, tokens=4, state_codecs="8bit", **slow)
+        model, optimizer = manager.offload(model, optimizer, plan)
+        layers_step(model, optimizer)
+    with swapper.SwapManager(tmp_path / "small", host_memory="1MiB") as manager, pytest.raises(swapper.BudgetError):
+        manager.fastest(layers(), None, tokens=4, example=example, params="host", **slow)

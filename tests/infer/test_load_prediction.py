@@ -1,0 +1,87 @@
+"""A plan of a load says what passes read and how long they take, and reads and changes nothing itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import swapper
+from infer.small import BUDGET, TOKENS, make, on_meta, total_bytes
+from infer.test_experts import EXPERTS, Model
+from swapper.checkpoint.exporting import export
+
+RATE = 10**6  # bytes a second: slow enough that computing does not count
+
+
+@pytest.fixture
+def path(tmp_path):
+    save_file(make().state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("budget", [BUDGET, "12MiB", "64MiB"])
+def test_a_predicted_pass_reads_what_a_pass_reads(path, budget):
+    model = on_meta()
+    parameters = list(model.parameters())
+    plan = swapper.plan_load(model, path, host_memory=budget)
+    predicted = plan.predict(32, drive_read=RATE)
+    assert all(mine is given for mine, given in zip(model.parameters(), parameters, strict=True))
+    swapper.load(model, path, host_memory=budget)
+    loaded = swapper.loaded(model)
+    looked_up = (
+        sum(m.weight.nbytes for m in (model.token_embedding, model.position_embedding)) if budget == BUDGET else 0
+    )
+    assert predicted.token.read_bytes == loaded.read_bytes_a_pass
+    assert abs(predicted.first.read_bytes - (total_bytes(make()) - looked_up)) < 1 << 20  # small ones stay
+    for step in (predicted.first, predicted.token):
+        assert step.wall_s == pytest.approx(step.read_bytes / RATE, rel=0.1, abs=0.3)
+    assert sum(nbytes for name, nbytes in plan.memory.items() if name != "allocator") <= loaded.counters.pool_bytes + (
+        4 << 20
+    )
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), make()(TOKENS))
+    assert "each token" in str(predicted)
+    loaded.unload()
+
+
+def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
+    export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
+    plain, coded = (
+        swapper.plan_load(on_meta(), source, host_memory="3MiB").predict(32, drive_read=10**12)
+        for source in (path, tmp_path / "int8.safetensors")
+    )
+    assert coded.first.read_bytes < 0.5 * plain.first.read_bytes
+    assert coded.token.total.computing_s > 0
+
+
+def test_of_a_mixture_the_hit_rate_says_what_is_waited_for(tmp_path):
+    save_file(Model().state_dict(), tmp_path / "model.safetensors")
+    plan = swapper.plan_load(Model().to("meta"), tmp_path / "model.safetensors", host_memory="8MiB")
+    with pytest.raises(swapper.ConfigError, match=r"experts=swapper\.ExpertUse\("):
+        plan.predict(4, drive_read=RATE)
+    all_read, half, none = (
+        plan.predict(1, drive_read=RATE, experts=swapper.ExpertUse(experts=2, hit_rate=rate)).token
+        for rate in (0.0, 0.5, 1.0)
+    )
+    experts_bytes = sum(p.nbytes for name, p in Model().named_parameters() if ".experts." in name and p.dim() == 2)
+    assert all_read.read_bytes - none.read_bytes == pytest.approx(2 / EXPERTS * experts_bytes, rel=0.05)
+    assert half.read_bytes - none.read_bytes == pytest.approx((all_read.read_bytes - none.read_bytes) / 2, abs=2)
+    assert none.wall_s < half.wall_s < all_read.wall_s
+
+
+@pytest.mark.parametrize("wrong", [{"experts": 0, "hit_rate": 0.5}, {"experts": 2, "hit_rate": 1.5}], ids=str)
+def test_an_impossible_use_of_experts_is_refused(wrong):
+    with pytest.raises(swapper.ConfigError, match="give at least 1, and 0 to 1"):
+        swapper.ExpertUse(**wrong)
+
+
+def test_a_load_prediction_needs_the_drive_and_positive_numbers(path):
+    plan = swapper.plan_load(on_meta(), path, host_memory=BUDGET)
+    with pytest.raises(swapper.ConfigError, match=r"swapper tune.*drive_read="):
+        plan.predict(32)
+    for wrong in ({"tokens": 0}, {"tokens": 4, "batch": 0}):
+        with pytest.raises(swapper.ConfigError, match="give a positive number"):
+            plan.predict(**wrong, drive_read=RATE)
+    with pytest.raises(swapper.BudgetError):
+        swapper.plan_load(on_meta(), path, host_memory="1MiB")
