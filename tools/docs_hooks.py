@@ -1,7 +1,8 @@
-"""Fills a page of the documentation site with the command line's own help. mkdocs calls it (tools/mkdocs.yml)."""
+"""Completes the documentation site: the command line's own help, and the decisions. mkdocs calls it (tools/mkdocs.yml)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
@@ -9,6 +10,14 @@ from typer.main import get_command
 from swapper.cli import app
 
 MARKER = "<!-- every command: tools/docs_hooks.py -->"
+
+
+def on_config(config: Any) -> Any:
+    """List the decisions in the navigation, so that a new one has its place."""
+    pages = sorted(path.name for path in (Path(config["docs_dir"]) / "decisions").glob("*.md"))
+    internals = next(part["Internals"] for part in config["nav"] if "Internals" in part)
+    internals[-1]["Decisions"] = [f"decisions/{name}" for name in pages]
+    return config
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

@@ -82,7 +82,7 @@ def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--picture needs matplotlib: pip install 'swapper[chart]'") from error
+        raise ConfigError("--picture needs matplotlib: pip install 'torch-swapper[chart]'") from error
     return Figure
 
 
