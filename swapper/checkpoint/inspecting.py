@@ -9,6 +9,7 @@ from typing import Any
 
 from swapper.checkpoint.encoded_state import STATE_CODEC, codecs_of
 from swapper.checkpoint.run_directory import find_run, read_run
+from swapper.durability.described_layout import name_of
 from swapper.formats.dcp_directory import METADATA_NAME, read_directory
 from swapper.formats.sources import open_source
 from swapper.formats.stored import StoredTensor
@@ -67,7 +68,7 @@ def _inspect_run(directory: Path) -> dict[str, Any]:
         first = parts[0] if parts else None
         described.append(
             {
-                "name": tensor.name,
+                "name": name_of(tensor),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),
                 "stride": None,

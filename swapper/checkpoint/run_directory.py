@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from swapper.checkpoint.writers import ExportTensor
 from swapper.durability.commit import CommitRecord, read_commit
+from swapper.durability.described_layout import name_of, sections_of
 from swapper.durability.directory import COMMIT_NAME
-from swapper.durability.stored_sections import PlannedTensor, stored_sections
 from swapper.durability.verify import at_rest
 from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp
 from swapper.formats.stored import StoredTensor
+from swapper.paging.planning.layout import Slot, TensorSpec
+from swapper.paging.section import EXTERNAL, Section
 
 Parts = tuple[StoredTensor, ...]
 
@@ -35,7 +37,7 @@ def find_run(path: Path) -> Path | None:
     return runs[0] if runs else None
 
 
-def read_run(directory: Path) -> tuple[CommitRecord, list[tuple[PlannedTensor, Parts | None]]]:
+def read_run(directory: Path) -> tuple[CommitRecord, list[tuple[TensorSpec, Parts | None]]]:
     """Return the run's last commit, and its tensors with their runs of bytes; None for those in files of the user.
 
     Raises:
@@ -45,17 +47,22 @@ def read_run(directory: Path) -> tuple[CommitRecord, list[tuple[PlannedTensor, P
         record = read_commit(directory)
         if record is None:
             raise CheckpointError(f"{directory} holds no committed run")
-        try:
-            return record, list(_tensors(directory, record))
-        except (LookupError, AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{directory}: its commit record contradicts itself ({error!r}): take another copy"
-            ) from error
+        sections, files = sections_of(directory, record)
+        return record, [
+            (slot.spec, _parts(section, slot, files)) for section in sections for slot in section.plan.slots
+        ]
 
 
-def _tensors(directory: Path, record: CommitRecord) -> Iterator[tuple[PlannedTensor, Parts | None]]:
-    for section in stored_sections(directory, record):
-        yield from ((tensor, section.parts(tensor)) for tensor in section.tensors)
+def _parts(section: Section, slot: Slot, files: Mapping[int, Sequence[Path]]) -> Parts | None:
+    """Return the runs of bytes that have a tensor's elements, in order; None: they are external."""
+    spec, found = slot.spec, []
+    for page in section.pages_of(slot.offset, slot.end):
+        if page.location is None or page.location == EXTERNAL:
+            return None
+        first, last = max(slot.offset, page.offset), min(slot.end, page.offset + page.nbytes)
+        place = (files[page.location][page.drive], page.file_offset + first - page.offset, last - first)
+        found.append(StoredTensor(name_of(spec), *place, spec.dtype, ((last - first) // spec.dtype.itemsize,)))
+    return tuple(found)
 
 
 def parameters_of(directory: Path) -> tuple[list[ExportTensor], list[str], dict[Path, FileStamp]]:
@@ -75,4 +82,4 @@ def parameters_of(directory: Path) -> tuple[list[ExportTensor], list[str], dict[
                 )
             chosen.append(ExportTensor(tensor.owner, tensor.dtype, tensor.shape, parts))
     stamps = {part.path: FileStamp.of(part.path) for tensor in chosen for part in tensor.parts}
-    return chosen, [tensor.name for tensor, _ in tensors if tensor.kind != "param"], stamps
+    return chosen, [name_of(tensor) for tensor, _ in tensors if tensor.kind != "param"], stamps

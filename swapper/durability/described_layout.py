@@ -60,14 +60,13 @@ def plans_of(lines: Sequence[str]) -> list[SectionPlan]:
 
 def tensors_of(section: Section) -> list[TensorPlace]:
     """Return the names of a section's tensors, for a person, and where they lie in the container."""
-    return [
-        TensorPlace(
-            slot.spec.owner if slot.spec.kind == "param" else f"{slot.spec.owner} {slot.spec.kind}",
-            section.file_offset + slot.offset,
-            slot.spec.nbytes,
-        )
-        for slot in section.plan.slots
-    ]
+    slots = section.plan.slots
+    return [TensorPlace(name_of(slot.spec), section.file_offset + slot.offset, slot.spec.nbytes) for slot in slots]
+
+
+def name_of(spec: TensorSpec) -> str:
+    """Return a tensor's name, for a person."""
+    return spec.owner if spec.kind == "param" else f"{spec.owner} {spec.kind}"
 
 
 def sections_of(directory: Path, record: CommitRecord) -> tuple[list[Section], dict[int, list[Path]]]:

@@ -64,7 +64,7 @@ def activations(bench: Bench) -> Iterator[Row]:
     yield Row(
         COST,
         f"{COST_BAR} of plain torch's",
-        f"{cost:.3f} ({taken_s * 1e3:.0f} of {plain_s * 1e3:.0f} ms, medians of {STEPS} by turns)",
+        f"{cost:.3f} ({taken_s * 1e3:.0f} of {plain_s * 1e3:.0f} ms, medians of {STEPS})",
         cost <= COST_BAR,
     )
     told = f", {slow / 1e9:.1f} GB by memory that is not page-locked" if slow else ""

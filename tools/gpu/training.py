@@ -131,7 +131,7 @@ def seconds(bench: Bench, act: Callable[[], None], rounds: int) -> float:
 
 @dataclass(frozen=True)
 class Beside:
-    """Steps of plain torch and of swapper, by turns: seconds of the shortest of each."""
+    """Steps of plain torch and of swapper, alternating: seconds of the shortest of each."""
 
     plain_s: float
     taken_s: float
@@ -157,7 +157,7 @@ def train_beside_plain(
     place: str,
     options: dict[str, Any],
 ) -> Beside:
-    """Train the same model in plain torch, all in device memory, and swapped, by turns.
+    """Train the same model in plain torch, all in device memory, and swapped, alternating.
 
     Args:
         options: of `offload`, in addition to the common ones.
