@@ -33,7 +33,6 @@ constexpr int32_t kNearInfinity = 0x7F7F0000;  // bf16's largest
 constexpr uint16_t kNan = 0x7FC0;              // the one NaN that is written
 constexpr uint32_t kOne = 0x3F800000u;
 constexpr float kWhole = 12582912.0f;
-constexpr float kTopRoot = 254.002f;
 constexpr size_t kRunGroups = 32;  // whose scales are found together
 
 inline uint32_t bits_of(float value) {
@@ -236,16 +235,18 @@ void decode_master24(const Parts& parts, size_t count, float* __restrict value,
 
 // --- 8 bits and a scale
 
-// The rules of a code: which bits of a value tell its size, the scale's word for the largest of a group, what
-// values are multiplied by, and what rounds to a value's code.
+// The rules of a code: which bits of a value tell its size, the bits of the scale for the largest of a group (as
+// fp32, and as stored), what values are multiplied by, and what rounds to a value's code.
 struct MomentCode {
   using Word = int8_t;
+  using Scale = uint16_t;
   static constexpr float kTop = 1.0f;
 
   static uint32_t size_bits(float value) { return bits_of(value) & kMagnitude; }
-  static uint32_t scale_word(uint32_t largest) {
-    return largest < 0x8000u ? 0u : clamp(nearest(largest), 0x0080, 0x7F7F);
+  static uint32_t scale_bits(uint32_t largest) {
+    return largest < 0x8000u ? 0u : clamp(nearest(largest), 0x0080, 0x7F7F) << 16;
   }
+  static Scale stored(uint32_t bits) { return static_cast<Scale>(bits >> 16); }
   static float near(float value, float inverse) {
     const float x = value * inverse;
     return x * 254.0f / (__builtin_fabsf(x) + 1.0f);
@@ -255,23 +256,26 @@ struct MomentCode {
 // Of roots of second moments, not of these. The root of a negative value is a NaN.
 struct RootCode {
   using Word = uint8_t;
+  using Scale = uint32_t;
   static constexpr float kTop = 255.0f;
 
   static uint32_t size_bits(float root) { return bits_of(root + 0.0f) & kMagnitude; }  // -0 becomes 0
-  static uint32_t scale_word(uint32_t largest) {
-    return largest == 0u ? 0u : clamp(nearest(largest), 0x2400, 0x5F7F);
+  static uint32_t scale_bits(uint32_t largest) {
+    const uint32_t even = (largest + 0x3Fu + ((largest >> 7) & 1u)) & ~0x7Fu;
+    return largest == 0u ? 0u : clamp(even, 0x24000000, 0x5F7FFF80);
   }
+  static Scale stored(uint32_t bits) { return bits; }
   static float near(float root, float inverse) {
-    const float z = root * inverse, least = root > 0.0f ? 1.0f : 0.0f, most = z > kTopRoot ? 255.0f : z;
-    return most > least ? most : least;
+    const float z = root * inverse, least = root > 0.0f ? 1.0f : 0.0f;
+    return z > least ? z : least;
   }
 };
 
 // Codes of a group that cannot be held: it decodes to NaN. Returns how many of its values are to blame.
 template <typename Rules>
-uint32_t write_nan(const float* value, typename Rules::Word* code, uint16_t* scale) {
+uint32_t write_nan(const float* value, typename Rules::Word* code, typename Rules::Scale* scale) {
   memset(code, 0, kGroup);
-  *scale = kNan;
+  *scale = Rules::stored(uint32_t{kNan} << 16);
   uint32_t bad = 0;
   for (size_t i = 0; i < kGroup; ++i) bad += Rules::size_bits(value[i]) >= kInfinity;
   return bad;
@@ -281,7 +285,7 @@ uint32_t write_nan(const float* value, typename Rules::Word* code, uint16_t* sca
 // come first: one division for several of them, and none that the next group waits for.
 template <typename Rules>
 uint64_t encode_run(const float* __restrict value, size_t groups, typename Rules::Word* __restrict code,
-                    uint16_t* __restrict scales) {
+                    typename Rules::Scale* __restrict scales) {
   alignas(64) uint32_t largest[kRunGroups];
   alignas(64) float inverse[kRunGroups];
   for (size_t group = 0; group < groups; ++group) {
@@ -294,9 +298,9 @@ uint64_t encode_run(const float* __restrict value, size_t groups, typename Rules
   }
   uint32_t bad_groups = 0;
   for (size_t group = 0; group < groups; ++group) {
-    const uint32_t word = Rules::scale_word(largest[group]);
-    inverse[group] = Rules::kTop / float_of(word == 0u ? kOne : word << 16);
-    scales[group] = static_cast<uint16_t>(word);
+    const uint32_t bits = Rules::scale_bits(largest[group]);
+    inverse[group] = Rules::kTop / float_of(bits == 0u ? kOne : bits);
+    scales[group] = Rules::stored(bits);
     bad_groups += largest[group] >= kInfinity;
   }
   for (size_t group = 0; group < groups; ++group) {
@@ -320,7 +324,7 @@ template <typename Rules, void (*prepare)(const float*, size_t, float*)>
 uint64_t encode_groups(const float* value, size_t count, const Parts& parts, const uint16_t*) {
   using Word = typename Rules::Word;
   Word* code = static_cast<Word*>(parts.at[0]);
-  uint16_t* scale = static_cast<uint16_t*>(parts.at[1]);
+  auto* scale = static_cast<typename Rules::Scale*>(parts.at[1]);
   alignas(64) float run[kRunGroups * kGroup];
   uint64_t unheld = 0;
   for (size_t first = 0; first < count; first += kRunGroups * kGroup, scale += kRunGroups) {
@@ -361,9 +365,9 @@ void decode_moment8(const Parts& parts, size_t count, float* __restrict value, c
 
 void decode_variance8(const Parts& parts, size_t count, float* __restrict value, const uint16_t*) {
   const uint8_t* __restrict code = static_cast<const uint8_t*>(parts.at[0]);
-  const uint16_t* __restrict scales = static_cast<const uint16_t*>(parts.at[1]);
+  const float* __restrict scales = static_cast<const float*>(parts.at[1]);
   for_groups(count, [&](size_t begin, auto size) {
-    const float unit = widened(scales[begin / kGroup]) / 255.0f;
+    const float unit = scales[begin / kGroup] / 255.0f;
     for (size_t i = begin; i < begin + size; ++i) {
       const float root = static_cast<float>(code[i]) * unit;
       value[i] = root * root;
@@ -421,7 +425,7 @@ constexpr Kernels kernels_of(const char* isa) {
             nullptr},
            {"master24", 1, {1, 0}, {1, 1}, given_master24, decode_master24, round_to_master24, nullptr},
            {"moment8", 2, {1, 2}, {1, kGroup}, moments, decode_moment8, nullptr, nullptr},
-           {"variance8", 2, {1, 2}, {1, kGroup}, variances, decode_variance8, nullptr, roots}},
+           {"variance8", 2, {1, 4}, {1, kGroup}, variances, decode_variance8, nullptr, roots}},
           update_adamw<false>,
           update_adamw<true>,
           round_to_bf16};

@@ -152,7 +152,6 @@ def _are_runs(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
     return all(tensor.ndim == 1 and tensor.is_contiguous() and tensor.device == device for tensor in tensors)
 
 
-_SCALE = Part("scale", torch.bfloat16, GROUP)
 CODECS = {
     codec.name: codec
     for codec in (
@@ -175,9 +174,17 @@ CODECS = {
             needs_parameter=True,
         ),
         StateCodec("bf16", (Part("value", torch.bfloat16),), reference.encode_bf16, reference.decode_bf16),
-        StateCodec("moment8", (Part("code", torch.int8), _SCALE), reference.encode_moment8, reference.decode_moment8),
         StateCodec(
-            "variance8", (Part("code", torch.uint8), _SCALE), reference.encode_variance8, reference.decode_variance8
+            "moment8",
+            (Part("code", torch.int8), Part("scale", torch.bfloat16, GROUP)),
+            reference.encode_moment8,
+            reference.decode_moment8,
+        ),
+        StateCodec(
+            "variance8",
+            (Part("code", torch.uint8), Part("scale", torch.float32, GROUP)),
+            reference.encode_variance8,
+            reference.decode_variance8,
         ),
     )
 }

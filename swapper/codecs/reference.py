@@ -15,14 +15,15 @@ import torch
 GROUP = 32
 """Elements that share a scale, counted from the first element of the given tensor."""
 NAN = 0x7FC0
-"""The one NaN that is written: in bf16, as a value and as the scale of a group that cannot be held."""
+"""The upper half of the one NaN that is written: as a value and as the scale of a group that cannot be held."""
 INFINITY = 0x7F800000
 ZERO_MOMENT, MIN_MOMENT, MAX_MOMENT = 0x8000, 0x0080, 0x7F7F
 """Below 2**-134 (in fp32) a group is 0, as its largest code would be. Scales of moments are from 2**-126 to bf16's largest."""
-MIN_ROOT, MAX_ROOT = 0x2400, 0x5F7F
+MIN_ROOT, MAX_ROOT = 0x24000000, 0x5F7FFF80
 """Scales of roots are from 2**-55, whose first code is the root of a normal number, to the largest with a finite square."""
-TOP_ROOT = 254.002
-"""Above this a root has the code 255. A group's largest comes to at least 254.0038, a decoded code 254 to at most 254.0001."""
+ROOT_UNIT = 0x80
+"""Scales of roots have 16 bits behind the point: fine enough for a second moment that falls by a thousandth in a step, and
+coarse enough that what code 255 decodes to rounds to the same scale again."""
 
 
 def encode_fp32(value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> int:
@@ -96,17 +97,20 @@ def encode_moment8(value: torch.Tensor, out: Sequence[torch.Tensor], parameter: 
     groups = _grouped(value)
     sizes = _magnitude(groups.view(torch.int32))
     largest = sizes.amax(1, keepdim=True)
-    words, divisor = _scales(largest, largest >= INFINITY, largest < ZERO_MOMENT, MIN_MOMENT, MAX_MOMENT)
+    is_bad = largest >= INFINITY
+    scales = _nearest(largest).clamp(MIN_MOMENT, MAX_MOMENT) << 16
+    scales, divisor = _scales(scales, is_bad, largest < ZERO_MOMENT)
     x = groups * torch.div(torch.ones_like(divisor), divisor)
-    codes = torch.round(x * 254 / (x.abs() + 1)).masked_fill(words == NAN, 0)
+    codes = torch.round(x * 254 / (x.abs() + 1)).masked_fill(is_bad, 0)
     out[0].copy_(codes.flatten()[: value.numel()])
-    out[1].view(torch.int16).copy_(words.flatten())
+    out[1].view(torch.int16).copy_((scales >> 16).flatten())
     return int((sizes >= INFINITY).sum())
 
 
 def decode_moment8(parts: Sequence[torch.Tensor], out: torch.Tensor, parameter: torch.Tensor | None) -> None:
     codes = parts[0].float()
-    out.copy_(codes / (254 - codes.abs()) * _of_groups(decoded_scales(parts[1]), out.numel()))
+    scales = _high_words(parts[1]).view(torch.float32)
+    out.copy_(codes / (254 - codes.abs()) * _of_groups(scales, out.numel()))
 
 
 def encode_variance8(value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> int:
@@ -114,17 +118,18 @@ def encode_variance8(value: torch.Tensor, out: Sequence[torch.Tensor], parameter
     is_bad = ~((groups >= 0) & (groups < torch.inf))
     roots = root(groups.masked_fill(is_bad, 0))
     largest = roots.view(torch.int32).amax(1, keepdim=True).clamp(min=0)
-    words, divisor = _scales(largest, is_bad.any(1, keepdim=True), largest == 0, MIN_ROOT, MAX_ROOT)
-    z = roots * torch.div(torch.full_like(divisor, 255), divisor)
-    codes = torch.round(z).masked_fill(z > TOP_ROOT, 255)
-    codes = torch.where(roots > 0, codes.clamp(min=1), codes).masked_fill(words == NAN, 0)
+    has_bad = is_bad.any(1, keepdim=True)
+    scales = (largest + (ROOT_UNIT // 2 - 1) + (largest // ROOT_UNIT & 1)) & -ROOT_UNIT  # ties to even
+    scales, divisor = _scales(scales.clamp(MIN_ROOT, MAX_ROOT), has_bad, largest == 0)
+    codes = torch.round(roots * torch.div(torch.full_like(divisor, 255), divisor))
+    codes = torch.where(roots > 0, codes.clamp(min=1), codes).masked_fill(has_bad, 0)
     out[0].copy_(codes.flatten()[: value.numel()])
-    out[1].view(torch.int16).copy_(words.flatten())
+    out[1].view(torch.int32).copy_(scales.flatten())
     return int(is_bad.sum())
 
 
 def decode_variance8(parts: Sequence[torch.Tensor], out: torch.Tensor, parameter: torch.Tensor | None) -> None:
-    roots = parts[0].float() * _of_groups(decoded_scales(parts[1]) / 255, out.numel())
+    roots = parts[0].float() * _of_groups(parts[1] / 255, out.numel())
     out.copy_(roots * roots)
 
 
@@ -133,17 +138,10 @@ def root(value: torch.Tensor) -> torch.Tensor:
     return value.double().sqrt().float()
 
 
-def decoded_scales(scales: torch.Tensor) -> torch.Tensor:
-    return _high_words(scales).view(torch.float32)
-
-
-def _scales(
-    largest: torch.Tensor, is_bad: torch.Tensor, is_zero: torch.Tensor, least: int, most: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales' words of bf16 for the bits of each group's largest value, and what to divide the group by."""
-    words = _nearest(largest).clamp(least, most).masked_fill(is_zero, 0).masked_fill(is_bad, NAN)
-    divisor = (words << 16).view(torch.float32).masked_fill(is_zero | is_bad, 1)
-    return words, divisor
+def _scales(bits: torch.Tensor, is_bad: torch.Tensor, is_zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bits of scales with those of groups that are zero or cannot be held, and what to divide each group by."""
+    bits = bits.masked_fill(is_zero, 0).masked_fill(is_bad, NAN << 16)
+    return bits, bits.view(torch.float32).masked_fill(is_zero | is_bad, 1)
 
 
 def _grouped(value: torch.Tensor) -> torch.Tensor:

@@ -220,9 +220,7 @@ def test_help_is_readable_at_forty_columns(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_piped_output_is_plain(tmp_path: Path) -> None:
     train(tmp_path)
-    done = run_python(
-        "-m", "swapper.__main__", "runs", tmp_path, COLUMNS="20", FORCE_COLOR="", TERM="xterm-256color"
-    )
+    done = run_python("-m", "swapper.__main__", "runs", tmp_path, COLUMNS="20", FORCE_COLOR="", TERM="xterm-256color")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2 and "\x1b" not in done.stdout
 

@@ -536,3 +536,16 @@ def test_shards_have_the_state_of_the_whole_model(tmp_path: Path) -> None:
     done = run_python(*torchrun, Path(fsdp_codecs.__file__), tmp_path)
     assert done.returncode == 0, done.stderr[-6000:]
     assert sorted(done.stdout.splitlines()) == ["rank 0: same", "rank 1: same"]
+
+
+@pytest.mark.parametrize(
+    "codec, beta2, is_warned", [("bf16", 0.999, True), ("bf16", 0.99, False), ("8bit", 0.999, False)]
+)
+def test_second_moments_that_would_not_fall_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str, beta2: float, is_warned: bool
+) -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, beta2))
+    with swapper.SwapManager(tmp_path, host_memory="8MiB") as manager:
+        manager.offload(model, optimizer, state_codec=codec)
+    assert ("second moments in bf16 do not fall with beta2=0.999" in caplog.text) == is_warned

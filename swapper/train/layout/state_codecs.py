@@ -8,9 +8,11 @@ budgets, slices, shards by rows or threads. What is encoded is the state: it is 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,8 @@ from swapper.codecs import CODECS, GROUP, StateCodec
 from swapper.errors import ConfigError, UnsupportedError
 from swapper.paging.planning.layout import TensorSpec
 from swapper.train.optimizer.optimizer_probe import StateForm, StateKey
+
+log = logging.getLogger("swapper")
 
 CODED_NUMEL = 4096
 """Elements: smaller tensors stay exact, as in bitsandbytes and torchao."""
@@ -41,6 +45,8 @@ PRESETS: dict[str, dict[str, str]] = {
         **dict.fromkeys(SECOND_MOMENTS, "variance8"),
     },
 }
+MOST_BETA2 = 0.99
+"""With which second moments in bf16 still fall as gradients shrink: measured, docs/reference/codecs.md."""
 OF_MASTERS = ("split", "master24")
 OF_STATE = ("bf16", "moment8", "variance8")
 """Codecs by what they hold."""
@@ -142,6 +148,21 @@ class StateCodecs:
             else "is used with a mean whose square is subtracted from it"
         )
         raise UnsupportedError(f"{self.said}: the codec {codec!r} cannot hold {key.name!r} of {name}, which {why}")
+
+    def warn_of_stalls(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Warn if second moments in bf16 would not fall: docs/reference/codecs.md, second moments that change slowly.
+
+        Args:
+            groups: of the optimizers.
+        """
+        keys = [key for key in SECOND_MOMENTS if self.of_key.get(key) == "bf16"]
+        beta2 = max((float(group["betas"][1]) for group in groups if "betas" in group), default=0.0)
+        if keys and beta2 > MOST_BETA2:
+            log.warning(
+                "%s: second moments in bf16 do not fall with beta2=%g, so updates become too small as gradients shrink: use a "
+                "beta2 of at most %g, or state_codec={'master': 'split', 'exp_avg': 'bf16', 'exp_avg_sq': 'variance8'}",
+                self.said, beta2, MOST_BETA2,
+            )  # fmt: skip
 
     def check_keys(self, forms: Collection[StateForm], kind: str) -> None:
         """Raise UnsupportedError if a key of the user's map is none of the optimizer's.

@@ -189,6 +189,8 @@ class Request:
         where = None if self.device is None else self.device.device.device
         masters = self.options.master_weights
         codecs = self.options.state_codecs
+        if before is None:
+            codecs.warn_of_stalls(group for member in self.optimizers.members for group in member.param_groups)
         found = take_inventory(self.model, self.optimizers, masters, may_be_meta, before, where, self.frozen, codecs)
         if self.kernel is not None:
             parameters = [entry for group in found.groups for entry in group.parameters]

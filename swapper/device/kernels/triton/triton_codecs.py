@@ -165,25 +165,29 @@ def _encode_groups(value, code, scale, unheld, count, is_variance: tl.constexpr,
         magnitude = found.to(tl.int32, bitcast=True)
     largest = tl.max(tl.where(is_bad, 0, magnitude), axis=1)
     has_bad = tl.max(is_bad.to(tl.int32), axis=1) != 0
-    word = (largest + 0x7FFF + ((largest >> 16) & 1)) >> 16
     if is_variance:
         is_zero = largest == 0
-        word = tl.minimum(tl.maximum(word, 0x2400), 0x5F7F)
+        even = (largest + 0x3F + ((largest >> 7) & 1)) & -0x80
+        scale_bits = tl.minimum(tl.maximum(even, 0x24000000), 0x5F7FFF80)
     else:
         is_zero = largest < 0x8000
-        word = tl.minimum(tl.maximum(word, 0x0080), 0x7F7F)
-    divisor = tl.where(is_zero | has_bad, 1.0, (word << 16).to(tl.float32, bitcast=True))
+        word = (largest + 0x7FFF + ((largest >> 16) & 1)) >> 16
+        scale_bits = tl.minimum(tl.maximum(word, 0x0080), 0x7F7F) << 16
+    divisor = tl.where(is_zero | has_bad, 1.0, scale_bits.to(tl.float32, bitcast=True))
     if is_variance:
         z = found * tl.div_rn(tl.where(is_zero, 255.0, 255.0), divisor)[:, None]
-        codes = tl.where(z > 254.002, 255.0, (z + 12582912.0) - 12582912.0)
+        codes = (z + 12582912.0) - 12582912.0
         codes = tl.where(found > 0.0, tl.maximum(codes, 1.0), codes)
     else:
         x = found * tl.div_rn(tl.where(is_zero, 1.0, 1.0), divisor)[:, None]
         codes = (tl.div_rn(x * 254.0, tl.abs(x) + 1.0) + 12582912.0) - 12582912.0
     codes = tl.where(has_bad[:, None], 0.0, codes)
-    word = tl.where(has_bad, 0x7FC0, tl.where(is_zero, 0, word))
+    scale_bits = tl.where(has_bad, 0x7FC00000, tl.where(is_zero, 0, scale_bits))
     tl.store(code + at, codes.to(tl.int32).to(code.dtype.element_ty), mask=here)
-    tl.store(scale + group, word.to(tl.int16), mask=group * 32 < count)
+    if is_variance:
+        tl.store(scale + group, scale_bits.to(tl.float32, bitcast=True), mask=group * 32 < count)
+    else:
+        tl.store(scale + group, (scale_bits >> 16).to(tl.int16), mask=group * 32 < count)
 
 
 @triton.jit
@@ -191,7 +195,8 @@ def _decode_groups(value, code, scale, count, is_variance: tl.constexpr, GROUPS:
     group, at = _elements(GROUPS, 32)
     here = at < count
     codes = tl.load(code + at, mask=here, other=0).to(tl.float32)
-    scales = widen(tl.load(scale + group, mask=group * 32 < count, other=0))
+    stored = tl.load(scale + group, mask=group * 32 < count, other=0)
+    scales = stored if is_variance else widen(stored)
     if is_variance:
         divisor = tl.where(scales == 0.0, 255.0, 255.0)  # no constant: that would become a product with its reciprocal
         roots = codes * tl.div_rn(scales, divisor)[:, None]
