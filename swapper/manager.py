@@ -369,7 +369,7 @@ class SwapManager:
             IoError: changes could not be written; at the end: the system has no memory, or the files cannot be read. The
                 manager can then only be closed.
         """
-        return self._factory.parking.parked()
+        return self._factory.parked()
 
     def one_step(self) -> AbstractContextManager[None]:
         """Return a context whose optimizer steps are one training step: counted, committed and resumed from as one.

@@ -91,7 +91,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding(
         "Versions",
         GOOD,
-        f"swapper {importlib.metadata.version('swapper')}, torch {torch.__version__}, Python {python}, "
+        f"swapper {importlib.metadata.version('torch-swapper')}, torch {torch.__version__}, Python {python}, "
         f"Linux {platform.release()} on {platform.machine()}, {os.cpu_count()} processors",
     )
 

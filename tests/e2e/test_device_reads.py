@@ -58,7 +58,7 @@ def test_a_step_reads_what_was_planned_and_sends_nothing_twice(
 ) -> None:
     model = Net(depth=10).bfloat16()
     options = {"update": update, "update_on": update_on, "device_memory": device_memory}
-    pair = on_device(model, order="by chance 1", master=True, budget=15 * MIB, **options)
+    pair = on_device(model, order="by chance 1", master=True, budget=11 * MIB, **options)
     run = pair.manager.current.run
     run.pager._frames._store = PromptDrive(run.pager._frames._store)
     pair.train(train_step, steps=3)  # and what is expected has settled

@@ -94,44 +94,36 @@ class _ParkedState:
 
 
 class Parking:
-    """Parks one manager.
+    """Parks one manager, whose slot is `current`."""
 
-    Args:
-        current: its slot.
-        open_run: opens a session.
-        bind: gives the optimizers their state in a session.
-        lend: gives the optimizers a state to show.
-    """
-
-    def __init__(
-        self,
-        current: SessionSlot,
-        open_run: OpenRun,
-        bind: Callable[[TrainingSession], None],
-        lend: Callable[[StateOwner], None],
-    ) -> None:
+    def __init__(self, current: SessionSlot) -> None:
         self._current = current
-        self._open_run = open_run
-        self._bind = bind
-        self._lend = lend
         self._parameters: ParkedParameters | None = None  # of the parked model
 
     @contextmanager
-    def parked(self) -> Iterator[None]:
-        """See SwapManager.parked."""
+    def parked(
+        self, open_run: OpenRun, bind: Callable[[TrainingSession], None], lend: Callable[[StateOwner], None]
+    ) -> Iterator[None]:
+        """See SwapManager.parked.
+
+        Args:
+            open_run: opens a session.
+            bind: gives the optimizers their state in a session.
+            lend: gives the optimizers a state to show.
+        """
         current, clock = self._current, self._current.clock
         old: DetachedSession | None = None
         with clock.leave_out():
             try:
                 with current.turns.turn(), defer_sigint:
-                    old = self._park()
+                    old = self._park(lend)
                 yield
             finally:
                 if old is not None:
                     with current.turns.turn(), defer_sigint:
-                        self._unpark(old)
+                        self._unpark(old, open_run, bind)
 
-    def _park(self) -> DetachedSession:
+    def _park(self, lend: Callable[[StateOwner], None]) -> DetachedSession:
         current = self._current
         current.check()
         run = current.running(VERB)
@@ -141,7 +133,7 @@ class Parking:
         names = [entry for group in run.plan.inventory.groups for entry in group.parameters]
         old = DetachedSession.of(run)
         del run  # or its memory would stay
-        self._lend(cast("StateOwner", _ParkedState()))
+        lend(cast("StateOwner", _ParkedState()))
         try:
             detach(current, VERB, OLD_GRAPH)
         except BaseException as error:
@@ -182,15 +174,15 @@ class Parking:
         run.committer.before_change_of_layout(VERB)
         run.publisher.raise_failure()
 
-    def _unpark(self, old: DetachedSession) -> None:
+    def _unpark(self, old: DetachedSession, open_run: OpenRun, bind: Callable[[TrainingSession], None]) -> None:
         current, parameters = self._current, self._parameters
         self._parameters = None
         if parameters is None or current.is_over:  # closed in the context, or another process's
             return
         parameters.release()
         try:
-            current.run = old.reopen(self._open_run)
-            self._bind(current.run)
+            current.run = old.reopen(open_run)
+            bind(current.run)
         except BaseException as error:
             parameters.leave()
             current.away = f"the manager could not take its memory back after manager.parked() ({error}): {REOPEN}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
 
@@ -46,9 +46,6 @@ class SessionFactory:
 
     Args:
         beginning: what the run begins with.
-
-    Attributes:
-        parking: returns the session's memory for a while.
     """
 
     _given_members: list[list[str]]
@@ -64,7 +61,7 @@ class SessionFactory:
         self._record, self._fallback = beginning.record, beginning.fallback
         self._earlier = beginning.earlier
         self._kept = beginning.kept if self._record is None else frozenset(self._record.files.values())
-        self.parking = Parking(current, self._open_run, self._bind, self._lend)
+        self._parking = Parking(current)
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
@@ -185,9 +182,13 @@ class SessionFactory:
             self._current.run = None
             self.remove_strays()
 
+    def parked(self) -> AbstractContextManager[None]:
+        """Return a context in which the session's memory is the system's. See SwapManager.parked."""
+        return self._parking.parked(self._open_run, self._bind, self._lend)
+
     def forget(self) -> None:
         """Drop the user's optimizers: the manager closes."""
-        self.parking.end()
+        self._parking.end()
         self._optimizers = ()
 
     def remove_strays(self) -> None:
