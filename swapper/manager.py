@@ -298,7 +298,7 @@ class SwapManager:
             model, optimizer: as of `offload`, which gets the plan.
             tokens, example, drive_read, drive_write: see `Plan.predict`.
             state_codecs: that may be used; codecs other than "exact" and "split" change results.
-            updates: that may be used. "backward" excludes clipping and more (docs/training.md): it is not tried unasked.
+            updates: that may be used. "backward" excludes clipping and more (docs/reference/training.md): it is not tried unasked.
             options: of `offload`, which are not tried then: params="nvme", master_weights=torch.float32, ...
 
         Raises: as `plan` and `Plan.predict`.

@@ -18,7 +18,9 @@ from swapper.runtime.counters import Counters
 
 DRIVE_CPU_S_A_BYTE = 1e-10
 """Seconds of a processor for each byte that moves: the engine's threads, checksums, mapping of pages. Measured beside plain torch
-(docs/measurements.md): 0.04 to 0.16 s a GB on two cores. All cores compute meanwhile, so a step computes so much longer."""
+(docs/benchmarks/notebook.md): 0.04 to 0.16 s a GB on two cores. All cores compute meanwhile, so a step computes so much longer."""
+MOST_CPU_SHARE = 0.5
+"""Of the processors, that transfers can take from computing: a choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,6 @@ class VirtualDrive:
         self._writes: list[VirtualTransfer] = []
         self.now_s = 0.0
         self.finished = 0
-        self._moved_bytes = 0.0
 
     def read(self, nbytes: int, after: Transfer | None) -> VirtualTransfer:
         return self._submit(self._reads, nbytes, after)
@@ -104,12 +105,17 @@ class VirtualDrive:
 
     def compute(self, seconds: float) -> None:
         """Let this time pass, in which the drive works."""
-        end_s = self.now_s + seconds
-        while self.now_s < end_s:
-            before = self._moved_bytes
-            if not self._advance(end_s):
+        left_s = seconds
+        while True:
+            share = (
+                sum(rate * self.rates.cpu_s_a_byte for _, _, rate in self._moving()) if self.rates.cpu_s_a_byte else 0
+            )
+            pace = 1 - min(share, MOST_CPU_SHARE)
+            began_s, end_s = self.now_s, self.now_s + left_s / pace
+            if not self._advance(end_s) or self.now_s >= end_s:
                 self.now_s = end_s
-            end_s += (self._moved_bytes - before) * self.rates.cpu_s_a_byte
+                return
+            left_s -= (self.now_s - began_s) * pace
 
     def wait(self, transfer: VirtualTransfer) -> None:
         """Let time pass until `transfer` is done."""
@@ -117,25 +123,29 @@ class VirtualDrive:
             if not self._advance(math.inf):
                 raise InvariantError("a transfer is waited for that can never begin")
 
-    def _advance(self, end_s: float) -> bool:
-        """Go on to the end of the next transfer, or to `end_s` if that comes first. False if nothing is under way."""
+    def _moving(self) -> list[tuple[list[VirtualTransfer], VirtualTransfer, float]]:
+        """Return the transfers that are under way: the queue, the transfer, and its rate."""
         read = next((one for one in self._reads if one.after is None or one.after.done), None)
         write = self._writes[0] if self._writes else None
         rates = self.rates.of(read is not None, write is not None)
-        moving = [(one, rate) for one, rate in zip((read, write), rates, strict=True) if one is not None]
+        found = zip((self._reads, self._writes), (read, write), rates, strict=True)
+        return [(queue, one, rate) for queue, one, rate in found if one is not None]
+
+    def _advance(self, end_s: float) -> bool:
+        """Go on to the end of the next transfer, or to `end_s` if that comes first. False if nothing is under way."""
+        moving = self._moving()
         if not moving:
             return False
-        seconds = min(one.left / rate for one, rate in moving)
+        seconds = min(one.left / rate for _, one, rate in moving)
         is_last = self.now_s + seconds > end_s
         seconds = end_s - self.now_s if is_last else seconds
         self.now_s = end_s if is_last else self.now_s + seconds
-        for one, rate in moving:
+        for queue, one, rate in moving:
             one.left -= seconds * rate
-            self._moved_bytes += seconds * rate
             if one.left <= 1e-3:  # of a byte: rounding
                 one.left = 0.0
                 self.finished += 1
-                (self._reads if one is read else self._writes).remove(one)
+                queue.remove(one)
         return True
 
 

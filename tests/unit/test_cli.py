@@ -223,8 +223,8 @@ def test_a_step_moves_what_the_documented_formula_says():
     assert step_bytes(1, parameters_on_nvme=True, masters=False) == (20, 12)
     assert step_bytes(1000, parameters_on_nvme=False, masters=True, state_codec="split") == (10125, 10125)
     assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="bf16") == (12125, 8125)
-    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="8bit") == (9125, 5125)
-    assert step_bytes(1000, parameters_on_nvme=True, masters=False, state_codec="8bit") == (14125, 6125)
+    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="8bit") == (9187, 5187)
+    assert step_bytes(1000, parameters_on_nvme=True, masters=False, state_codec="8bit") == (14187, 6187)
 
 
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):

@@ -71,3 +71,15 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
     least_s = max(read / rates.read, written / rates.write, (read + written) / rates.both, computed_s)
     most_s = computed_s + read / rates.read + written / rates.write
     assert least_s * (1 - 1e-6) <= drive.now_s <= most_s * (1 + 1e-6)
+
+
+def test_a_drive_that_would_take_all_processors_leaves_half_of_them() -> None:
+    """Of the rates that a drive twice as fast as an uncapped one has."""
+    drive = VirtualDrive(DriveRates(20e9, 20e9, 40e9, cpu_s_a_byte=1e-10))
+    for _ in range(4):
+        drive.read(10 * 10**9, None)
+        drive.write(10 * 10**9)
+    drive.compute(1.0)
+    assert drive.now_s == pytest.approx(2.0)  # four transfers of half a second each way meanwhile
+    drive.compute(1.0)
+    assert drive.now_s == pytest.approx(3.0)

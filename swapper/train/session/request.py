@@ -189,9 +189,9 @@ class Request:
         where = None if self.device is None else self.device.device.device
         masters = self.options.master_weights
         codecs = self.options.state_codecs
+        found = take_inventory(self.model, self.optimizers, masters, may_be_meta, before, where, self.frozen, codecs)
         if before is None:
             codecs.warn_of_stalls(group for member in self.optimizers.members for group in member.param_groups)
-        found = take_inventory(self.model, self.optimizers, masters, may_be_meta, before, where, self.frozen, codecs)
         if self.kernel is not None:
             parameters = [entry for group in found.groups for entry in group.parameters]
             self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})
