@@ -21,7 +21,6 @@ from swapper.device.device import Device
 from swapper.errors import InvariantError
 from swapper.modules.leased_group import LeasedGroup
 from swapper.runtime.interrupts import defer_sigint
-from swapper.runtime.openmp import end_team
 
 
 class Stopped(BaseException):
@@ -73,7 +72,6 @@ class BatchedPass:
     def run(self) -> list[Any]:
         """Return the function's results, in the order of the batches. The first exception of a batch ends all of them."""
         modes = _Modes(self._device)
-        end_team()
         for batch in self._batches:
             batch.thread = threading.Thread(target=self._work, args=(batch, modes), daemon=True)
         try:
@@ -147,7 +145,6 @@ class BatchedPass:
             pass
         except BaseException as error:
             self._failure = self._failure or error
-        end_team()
         with self._changed:
             batch.is_done = True
             self._switch()
@@ -159,7 +156,6 @@ class BatchedPass:
             if batch is None:
                 return
             batch.wanted = group
-            end_team()
             self._switch()
             self._changed.wait_for(lambda: self._running is batch)
             batch.wanted = None

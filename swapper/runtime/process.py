@@ -18,7 +18,6 @@ CHANGES = {
     "fork": "a forked child gives up the run's lock, and its parameters raise errors",
     "mallopt": "glibc keeps freed memory until swapper gives it back",
     "mlock": "memory of transfers is locked",
-    "openmp": "threads of torch's operations end with a micro-batch's turn",
     "optimizers": "another optimizer's step on parameters of a manager is refused",
     "sigint": "Ctrl-C is held back for moments",
     "sigsegv": "memory that is away is read when it is touched, and writes are noted",

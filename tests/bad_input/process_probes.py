@@ -86,20 +86,6 @@ def mallopt(directory: Path) -> None:
     watch.end()
 
 
-def openmp(directory: Path) -> None:
-    from swapper.runtime.openmp import end_team
-
-    def threads() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
-
-    torch.set_num_threads(3)
-    counts = [threads()]
-    for act in (lambda: torch.ones(1 << 20), end_team, lambda: torch.ones(1 << 20)):
-        act()
-        counts.append(threads())
-    say(threads=[count - counts[0] for count in counts])
-
-
 def mlock(directory: Path) -> None:
     import swapper
 
@@ -222,7 +208,7 @@ def everything(directory: Path) -> None:
 
 PROBES = {
     probe.__name__: probe
-    for probe in (sigsegv, mallopt, openmp, mlock, sigint, sigusr1, watchdog, fork, optimizers, ddp, everything)
+    for probe in (sigsegv, mallopt, mlock, sigint, sigusr1, watchdog, fork, optimizers, ddp, everything)
 } | {"atexit": at_end}
 
 

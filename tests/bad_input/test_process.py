@@ -26,7 +26,6 @@ WAYS = {
         "swapper/runtime/watchdog.py": "sigusr1",
     },
     r"\"mallopt\", None": {"swapper/runtime/free_memory.py": "mallopt"},
-    r"omp_pause_resource": {"swapper/runtime/openmp.py": "openmp"},
     r"::mlock2?\(|mlockall": {"csrc/memory/arena.cpp": "mlock"},
     r"register_at_fork\(|pthread_atfork\(": {"swapper/runtime/process.py": "fork", "csrc/memory/owned.cpp": "fork"},
     r"atexit\.register\(|\"atexit\"\)\.attr|std::atexit": {
@@ -111,13 +110,6 @@ def test_without_mallopt_glibc_gives_back_by_itself(results: dict[str, dict[str,
 
 
 @pytest.mark.slow
-def test_without_openmp_teams_stay(results: dict[str, dict[str, Any]]) -> None:
-    if results["openmp-off"]["threads"] != [0, 2, 2, 2]:
-        pytest.skip("torch runs its operations otherwise here")
-    assert results["openmp-on"]["threads"] == [0, 2, 0, 2]
-
-
-@pytest.mark.slow
 def test_without_mlock_nothing_is_locked(results: dict[str, dict[str, Any]]) -> None:
     on, off = results["mlock-on"], results["mlock-off"]
     assert not off["locked"] and "SWAPPER_OFF=mlock" in off["refused"]
@@ -143,7 +135,7 @@ def test_words_may_have_spaces_between_them() -> None:
 
 def test_the_page_has_every_word_and_no_other() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \| .+ \|$", PAGE.read_text(), re.MULTILINE)
-    assert sorted(rows) == sorted(CHANGES) == sorted(["mallopt", "mlock", "openmp", *EXPECTED.keys() - {"everything"}])
+    assert sorted(rows) == sorted(CHANGES) == sorted(["mallopt", "mlock", *EXPECTED.keys() - {"everything"}])
 
 
 def test_the_page_has_every_variable_that_is_read() -> None:
