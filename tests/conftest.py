@@ -58,7 +58,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a sample, if that is asked for: of a test's n cases the root of n; of the tests marked `slow` a fifth."""
+    """Keep a sample, if that is asked for: of a test's n cases the root of n; of the tests marked `slow` a sixth."""
     if not runs_a_sample():
         return
     seed = os.environ["SWAPPER_TEST_SEED"]
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tests.setdefault(test, {})[item.nodeid] = case_of(item)
         if item.get_closest_marker("slow") is not None:
             slow[test] = frozenset()
-    for test in slow.keys() - choose(slow, len(slow) // 5, seed):
+    for test in slow.keys() - choose(slow, len(slow) // 6, seed):
         del tests[test]
     kept = {name for cases in tests.values() for name in choose(cases, round(math.sqrt(len(cases))), seed)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])

@@ -29,6 +29,7 @@ def test_the_rows_cover_sizes_caps_placements_updates_codecs_and_inference(tool:
     assert {"exact", "8bit", "bf16", "int8", "int4"} <= {row.codec for row in rows}
 
 
+@pytest.mark.slow
 def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any], tmp_path: Path) -> None:
     figures = tmp_path / "rows.json"
     name = next(row.name for row in tool["ROWS"] if row.size == "20M" and row.cap is None)
