@@ -235,8 +235,8 @@ void decode_master24(const Parts& parts, size_t count, float* __restrict value,
 
 // --- 8 bits and a scale
 
-// The rules of a code: which bits of a value tell its size, the bits of the scale for the largest of a group (as
-// fp32, and as stored), what values are multiplied by, and what rounds to a value's code.
+// The rules of a code: which bits of a value tell its size, the bits of the scale for the largest of a group
+// (as fp32, and as stored), what values are multiplied by, and what rounds to a value's code.
 struct MomentCode {
   using Word = int8_t;
   using Scale = uint16_t;
