@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from e2e.device_twins import (
     short_of_memory,
     step_again,
 )
-from e2e.models import loss_of, tokens, train_step
+from e2e.models import Net, loss_of, tokens, train_step
 from swapper.device.device_storage import DeviceStorage
 from swapper.train.device.device_sweep import DeviceSweep, _Slot
 from swapper.train.device.train_device import TrainingDevice
@@ -139,11 +140,27 @@ def test_a_slice_is_copied_up_while_the_one_before_is_updated(
     pair.finish(paged=False)
 
 
+class Scaled(Net):
+    """With a parameter of one number, whose moments are as small as its counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch) * self.scale
+
+
 @pytest.mark.parametrize("order", ORDERS)
-def test_counters_that_are_on_the_device_come_back_with_their_slice(on_device: MakeTwins, order: str) -> None:
+@pytest.mark.parametrize("state", ["nvme", "device"])
+@pytest.mark.parametrize("make_model", [Net, Scaled])
+def test_counters_that_are_on_the_device_come_back_with_their_slice(
+    on_device: MakeTwins, make_model: Callable[[], nn.Module], state: str, order: str
+) -> None:
     def fused(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
-    pair = on_device(None, fused, order=order, update_on="device", device_memory=8 * MIB, optimizer_state="nvme")
+    options = {"update_on": "device", "device_memory": 8 * MIB, "optimizer_state": state}
+    pair = on_device(make_model(), fused, order=order, **options)
     pair.train(train_step, steps=3)
     pair.finish(paged=False)  # compares them too

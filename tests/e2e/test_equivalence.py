@@ -203,6 +203,7 @@ def is_possible(row: Mapping[str, Any]) -> bool:
         or (row["state"] == "device" and row["update"] != "step")
         or (row["update"] == "backward" and loop in CLIPPED)
         or (has_masters and (loop in ("closure", "scheduler", "scaler") or row["select"] != "all"))  # no PlainMasters
+        or (loop == "scaler" and "fused" in row["optimizer"] and row["dtype"] in ("bf16", "two"))  # unscaled in bf16
         or (loop in ("retained graph", "gradient penalty") and "reentrant" in row["model"])  # torch refuses
         or (loop == "gradient penalty" and on_device)
         or (row["model"] == "odd shapes" and (row["optimizer"] == "adafactor" or loop == "clipped again"))  # 0 elements

@@ -106,6 +106,15 @@ def test_a_gradient_scaler_skips_and_scales_as_in_plain_torch(twins: MakeTwins, 
     pair.finish()
 
 
+def test_a_gradient_scaler_and_a_fused_optimizer_of_fp16_are_refused(twins: MakeTwins) -> None:
+    pair = twins(Net().half(), partial(torch.optim.AdamW, fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(pair.swapped, tokens())).backward()
+    with pytest.raises(swapper.UnsupportedError, match="unscaled in fp16"):
+        scaler.step(pair.optimizer)
+    pair.check_pager()
+
+
 @pytest.mark.parametrize("options", [{}, {"gradients": "nvme"}, {"update": "deferred"}], ids=str)
 @pytest.mark.parametrize("unscale", [False, True], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize("settings", [{"fused": True}, {"fused": True, "amsgrad": True}, {"fused": False}], ids=str)

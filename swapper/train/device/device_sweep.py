@@ -234,23 +234,24 @@ class DeviceSweep(Sweep):
             state = self._state(places, piece.begin, piece.end, homes)
             settings = trainable.settings[piece.parameter]
             there = self._proxies.counts_on_device(settings)
-            state = {
-                key: self._on_device(value, target.device, there) if isinstance(value, torch.Tensor) else value
-                for key, value in state.items()
-            }
+            for key in places.others:
+                if isinstance(value := state.get(key), torch.Tensor):
+                    state[key] = self._on_device(value, target.device, there)
             work = Work(settings, target.detach(), gradient, state)
             yield Update(work, places, piece.begin, piece.end, homes, target, None if master is None else param)
 
     @staticmethod
     def _on_device(value: torch.Tensor, device: torch.device, counts_there: bool) -> torch.Tensor:
-        """Return a piece of state on the device; a counter only if it is counted there, written by a kernel: no wait."""
+        """Return state of other shapes on the device; a counter only if it is counted there, by a kernel: no wait."""
         if value.dim():
             return value.to(device)
         return torch.full((), value.item(), dtype=value.dtype, device=device) if counts_there else value
 
-    def _keep(self, settings: int, stored: torch.Tensor, value: torch.Tensor) -> None:
-        if stored.dim() or not self._proxies.counts_on_device(settings):
-            super()._keep(settings, stored, value)
+    def _keep(self, update: Update, key: str, value: torch.Tensor) -> None:
+        stored = update.state_tensors[key]
+        is_counter = key in update.places.others and not stored.dim()  # that of a parameter of one number is as small
+        if not is_counter or not self._proxies.counts_on_device(update.work.settings):
+            super()._keep(update, key, value)
         else:  # it comes with the slice: reading it now would wait for the kernels
             self._counts.append((stored.view(1).view(torch.uint8), value.view(1).view(torch.uint8)))
 

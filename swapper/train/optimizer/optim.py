@@ -191,7 +191,11 @@ class PagedOptimizer(Optimizer):
         """Unscale the gradients if torch.amp.GradScaler leaves that to `step`. Return False if it has found an infinite one.
 
         The scaler sets these attributes around its call of `step`: `found_inf`, and `grad_scale`, which is None if the user
-        has unscaled the gradients.
+        has unscaled the gradients. Torch's fused kernels unscale in fp32 as they update; here gradients are unscaled in
+        their own dtype first, which for fp16 would lose what the scale is for.
+
+        Raises:
+            UnsupportedError: gradients in fp16 are to be unscaled.
         """
         found_inf: torch.Tensor | None = vars(self).get("found_inf")
         scale: torch.Tensor | None = vars(self).get("grad_scale")
@@ -200,6 +204,13 @@ class PagedOptimizer(Optimizer):
         if found_inf.item():
             return False
         if scale is not None:
+            if any(
+                p.grad is not None and p.grad.dtype == torch.float16 for g in self.param_groups for p in g["params"]
+            ):
+                raise UnsupportedError(
+                    "a GradScaler and a fused optimizer of fp16 parameters: their gradients would be unscaled in fp16 and lose "
+                    "what is small. Keep the model in fp32 and use torch.autocast, or train it in bf16 without a scaler"
+                )
             inverse = scale.double().reciprocal().float()
             torch.amp.GradScaler(scale.device.type)._unscale_grads_(self, inverse, torch.zeros_like(found_inf), False)
         return True

@@ -420,7 +420,7 @@ class Sweep:
                     f"when it was offloaded it was {stored.dtype} {list(stored.shape)}"
                 )
             if value.data_ptr() != stored.data_ptr() or not value.is_contiguous():
-                self._keep(work.settings, stored, value)
+                self._keep(update, key, value)
         if update.decoded:
             param = update.target if update.rounded is None else update.rounded
             kept = {key: value for key, value in update.decoded.items() if key == "master" or key in entries}
@@ -431,9 +431,9 @@ class Sweep:
             self._old.pop(places.name, None)
             self._entries.replace(places.name, self._new.pop(places.name))
 
-    def _keep(self, settings: int, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy state that the optimizer of these settings has put elsewhere to its location."""
-        stored.copy_(value)
+    def _keep(self, update: Update, key: str, value: torch.Tensor) -> None:
+        """Copy state that the optimizer has put elsewhere to its location."""
+        update.state_tensors[key].copy_(value)
 
 
 def decoded_bytes(trainables: Iterable[Trainable]) -> int:
