@@ -251,7 +251,8 @@ def test_training_is_bit_equal(second_drive: Path, twins: MakeTwins, row: dict[s
     elif not all(early := train(pair, run, steps=3)):
         assert row["loop"] in LATE, early
     pair.both(lambda _, optimizer: optimizer.zero_grad())
+    counters = pair.manager.counters
     if row["params"] == row["state"] == "nvme" and row["device"] == "none":
-        assert pair.manager.counters.bytes_read > 0
+        assert counters.bytes_read > 0 or counters.pool_bytes >= counters.state_bytes
     assert device is None or device.peak_bytes <= pair.options["device_memory"]
     pair.finish(paged=False)
