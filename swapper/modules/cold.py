@@ -193,11 +193,6 @@ def _differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     return func(outputs, edges, *others, **kwargs)
 
 
-def _run_backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensor.backward: the tensor's own data is not needed."""
-    return NotImplemented if _only_first_is_cold(args, kwargs) is None else _native(func, args, kwargs)
-
-
 def _detach(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else kwargs["input"]
     if type(first) is not ColdParameter:
@@ -250,7 +245,7 @@ def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     refuse(owner_of(cold), "setting .data")
 
 
-def _make_like(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_data_of_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented if _only_first_is_cold(args, kwargs) is None else _native(func, args, kwargs)
 
 
@@ -287,13 +282,13 @@ _Action = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 _ACTIONS: dict[Function, _Action] = {
     **dict.fromkeys(CHANGES_OF_FORM, _refuse_form),
-    **dict.fromkeys(LIKE, _make_like),
+    **dict.fromkeys(LIKE, _without_data_of_first),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(CONVERSIONS, _convert),
     **dict.fromkeys(AFTER_ANOTHER - CONVERSIONS, _follow_form),
     SET_DATA: _set_data,
     torch.autograd.grad: _differentiate,
-    torch.Tensor.backward: _run_backward,
+    torch.Tensor.backward: _without_data_of_first,
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.Tensor.__getitem__: _index,

@@ -17,10 +17,6 @@ def getters(*names: str) -> set[Function]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
-def _setters(*names: str) -> set[Function]:
-    return {getattr(torch.Tensor, name).__set__ for name in names}
-
-
 def _named(names: str, *spaces: Any) -> set[Function]:
     return {getattr(space, name) for space in spaces for name in names.split() if hasattr(space, name)}
 
@@ -33,7 +29,10 @@ METADATA: set[Function] = {
         *("output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "itemsize", "nbytes", "_grad", "_base"),
         *("is_xla", "is_maia", "name"),
     ),
-    *_setters("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *(
+        getattr(torch.Tensor, name).__set__
+        for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+    ),
     getattr(torch.Tensor, "grad").__delete__,  # noqa: B009  # mypy takes it for an instance's
     *_named(
         "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous is_signed is_inference "

@@ -2,7 +2,8 @@
 
 A session has one set: of one optimizer, or of several that update different parameters of one model (Muon for matrices
 and AdamW for the rest, a GAN's two). Everything that asks for a group of "the optimizer" by number means the set's.
-docs/decisions/several-optimizers.md has the reasons.
+docs/decisions/several-optimizers.md has the reasons. What the user gives may hold them: a list, a container, accelerate's
+wrapper (`accelerator.prepare` puts an AcceleratedOptimizer around an optimizer, as DDP around a model).
 """
 
 from __future__ import annotations
@@ -138,3 +139,21 @@ def give_back(given: Any, paged: Sequence[Optimizer]) -> Any:
         given.optimizers = list(paged)
         return given
     return paged[0]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that accelerate's wrapper steps; anything else as it is."""
+    return optimizer.optimizer if _is_accelerated(optimizer) else optimizer
+
+
+def wrapped_as(optimizer: Any, paged: Any) -> Any:
+    """Return accelerate's wrapper `optimizer`, which steps `paged` from now on; `paged` if there is no wrapper."""
+    if not _is_accelerated(optimizer):
+        return paged
+    optimizer.__setstate__({"optimizer": paged})  # that of a GradScaler's `step` follows
+    return optimizer
+
+
+def _is_accelerated(optimizer: Any) -> bool:
+    kind = type(optimizer)
+    return kind.__module__ == "accelerate.optimizer" and kind.__qualname__ == "AcceleratedOptimizer"

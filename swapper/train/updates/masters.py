@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 
 from swapper.paging.pager import Pager
-from swapper.train.layout.content import iter_section_pages
-from swapper.train.layout.slices import TensorLocation
+from swapper.train.layout.content import copy_of
 from swapper.train.updates.sweep import Sweep, Trainable
 
 
@@ -46,7 +45,7 @@ class Masters:
             self._changes[trainable.group] += 1
             if self._changes[trainable.group] == 1:
                 coded = [places for places in trainable.places if places.has_coded_master]
-                self._before[trainable.group] = {places.name: self._copy(places.param) for places in coded}
+                self._before[trainable.group] = {one.name: copy_of(one.param, self._pager).view(-1) for one in coded}
 
     def after_change(self, groups: Iterable[Changed]) -> None:
         """Set masters of `groups` to changed parameters, when the outermost change of each is over: no step is taken before."""
@@ -54,13 +53,6 @@ class Masters:
             self._changes[trainable.group] -= 1
             if self._changes[trainable.group] == 0:
                 self._sweep.refresh_masters(trainable, self._before.pop(trainable.group))
-
-    def _copy(self, place: TensorLocation) -> torch.Tensor:
-        """Return a copy of the parameter at a location; on an accelerator, of what its copy there was made from."""
-        copied = torch.empty(place.slot.spec.numel, dtype=place.slot.spec.dtype)
-        for _, begin, end, view in iter_section_pages(place.section, self._pager, only=[place.slot]):
-            copied[begin:end] = view
-        return copied
 
     def _among(self, groups: Iterable[Changed]) -> Iterator[Trainable]:
         found = (self._of.get(group.index) for group in groups)
