@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -163,3 +163,37 @@ def tensors_among(tree: Any) -> list[torch.Tensor]:
         elif isinstance(item, dict):
             pending.extend(item.values())
     return found
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield what lies in lists, tuples and dictionaries, at any depth."""
+    if isinstance(tree, list | tuple):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        yield from leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+# --- tensors of classes with a __torch_function__ of their own ----------------------------------------------------------
+
+
+def native(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Do `func` as if all tensors were of torch's own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as one of torch's own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+        except NotImplementedError:  # it has none: functorch has wrapped it
+            return False
