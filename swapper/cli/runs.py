@@ -70,7 +70,7 @@ def clean(
     console = Console(stderr=True)
     with reported(console):
         found = list(find_runs(directory))
-        left = {file: _space(file) for run in found for file in run.leftovers}
+        left = {file: file.stat().st_blocks * 512 for run in found for file in run.leftovers}
         problems = [f"{run.path}: {run.problem}" for run in found if run.problem]
         if not as_json:
             for file, nbytes in left.items():
@@ -100,10 +100,6 @@ def _may_remove(yes: bool, as_json: bool, count: int, nbytes: int) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("nobody can be asked, so nothing was removed: say --yes to remove these")
     return typer.confirm(f"Remove these {count} files, {format_bytes(nbytes)}?")
-
-
-def _space(file: Path) -> int:
-    return file.stat().st_blocks * 512
 
 
 def _describe(run: RunOnDisk) -> dict[str, Any]:
@@ -194,8 +190,9 @@ def look_at(path: Path) -> RunOnDisk:
     try:
         process = _holder(path)
         nbytes = sum(beneath.status(file).st_blocks * 512 for file in beneath.files(path))
-        record, drives = _record_of(path), read_record(path)
+        record = read_commit(path) if beneath.exists(path / COMMIT_NAME) else None
         parameters = None if record is None else _parameters_in(path, record)
+        drives = read_record(path)
         main = None if drives is None or drives.index == 0 else drives.drives.directories[0]
         found = () if process is not None else tuple(_leftovers(path, drives))
     except (CheckpointError, DirectoryError, OSError) as error:
@@ -241,10 +238,6 @@ def _leftovers(path: Path, drives: DrivesRecord | None) -> Iterator[Path]:
     for file in beneath.files(path):
         if _SWAP_FILE.fullmatch(file.name) and file.name not in named and file.is_file() and not file.is_symlink():
             yield file
-
-
-def _record_of(path: Path) -> CommitRecord | None:
-    return read_commit(path) if beneath.exists(path / COMMIT_NAME) else None
 
 
 def _parameters_in(path: Path, record: CommitRecord) -> int:
