@@ -154,7 +154,8 @@ class StorageWriter(FileSystemWriter):
         blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _MIN_BLOCKS)
         checksums = bool(config.save.compute_crc32)
         with StreamWriter(path, sum(map(_nbytes, items)), checksums=checksums, blocks=blocks) as writer:
-            results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in _bytes_first(items)]
+            bytes_first = sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+            results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in bytes_first]
         if self.sync_files:
             sync(path)
         return results
@@ -175,10 +176,6 @@ def _nbytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     return item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
-
-
-def _bytes_first(items: Sequence[WriteItem]) -> list[WriteItem]:
-    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
 
 
 def _write_item(writer: StreamWriter, name: str, item: WriteItem, data: Any) -> WriteResult:
