@@ -1,10 +1,10 @@
-"""Gives the collectives of FSDP2 memory that is used again and again, instead of the heap's.
+"""Gives FSDP2's large buffers memory that is used again and again, instead of the heap's.
 
-[Note: memory of collectives] FSDP2 allocates the output of each all-gather and the input of each reduce-scatter, tens of MB, and
-frees it soon after. In the C library's heap, what lives longer begins in the places that they leave: the next one does not fit,
-and the heap grows to several times what is in use. Larger ones are mapped anew each time, and page faults were a fifth of a step.
-So they lie in one mapping as large as their peak (buffers.py). It is shared memory, which is not the heap's and which a forked
-child does not copy. What does not fit is torch's own, as before.
+[Note: memory of FSDP2] FSDP2 allocates the output of each all-gather, the unsharded parameters, and the input of each
+reduce-scatter, tens of MB, and frees them soon after. In the C library's heap, what lives longer begins in the places that they
+leave: the next one does not fit, and the heap grows to several times what is in use. Larger ones are mapped anew each time, and
+page faults took a fifth of a step. So they lie in one mapping as large as their peak (buffers.py). It is shared memory, which is
+not the heap's and which a forked child does not copy. What does not fit is torch's own, as before.
 
 gloo reduces a copy of a reduce-scatter's input: it clones it, runs an all-reduce, and copies this rank's part to the output. FSDP2
 does not use the input again, so the same is done in place, with equal results.
@@ -17,7 +17,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,64 @@ class _ReduceScatter(_AllGather):
         return None
 
 
+class _Unsharded:
+    """Has the unsharded parameters of one FSDPParam in `memory` while they are gathered.
+
+    FSDP2 frees them by resizing their storages, which autograd and views have too. So a storage gets the memory of a buffer, and
+    its own, empty, back.
+    """
+
+    METHODS: ClassVar = {
+        "init_all_gather_outputs": "_initialize",
+        "alloc_all_gather_outputs": "_allocate",
+        "free_unsharded_param": "_free",
+    }
+
+    def __init__(self, fsdp_param: Any, memory: BufferMemory) -> None:
+        self._fsdp_param = fsdp_param
+        self._memory = memory
+        self._own: list[tuple[Any, Any]] = []  # storages, and what they had
+        self._initialize_own, self._free_own = fsdp_param.init_all_gather_outputs, fsdp_param.free_unsharded_param
+        for name, ours in self.METHODS.items():
+            vars(fsdp_param)[name] = getattr(self, ours)
+
+    def _initialize(self, *arguments: Any) -> None:
+        is_first = not self._fsdp_param.all_gather_outputs
+        self._initialize_own(*arguments)
+        if is_first:
+            self._free_own()  # nothing was written yet
+
+    def _allocate(self) -> None:
+        for tensor in self._fsdp_param.all_gather_outputs:
+            storage: Any = tensor.untyped_storage()
+            nbytes = tensor.numel() * tensor.itemsize
+            if storage.size() == nbytes:
+                continue
+            found = self._memory.allocate(nbytes) if nbytes >= MIN_UNSHARDED_BYTES else None
+            if found is None:
+                storage.resize_(nbytes)
+            else:
+                own = found.untyped_storage()
+                storage._swap_data_ptr_(own)
+                self._own.append((storage, own))
+
+    def _free(self) -> None:
+        for storage, own in self._own:
+            storage._swap_data_ptr_(own)
+        self._own.clear()
+        self._free_own()
+
+    def end(self) -> None:
+        """Give FSDP2 its methods back. What is gathered now moves to the heap."""
+        for name in self.METHODS:
+            vars(self._fsdp_param).pop(name, None)
+        for storage, _ in self._own:
+            storage._swap_data_ptr_(storage.clone())
+        self._own.clear()
+
+
+MIN_UNSHARDED_BYTES = 1 << 16
+"""Smaller parameters are left to the heap, where they fit into gaps."""
 _COLLECTIVES = {
     "_all_gather_comm": ("DefaultAllGather", _AllGather),
     "_reduce_scatter_comm": ("DefaultReduceScatter", _ReduceScatter),
@@ -117,17 +175,29 @@ def may_reuse(param_group: Any) -> bool:
     return is_torchs and param_group._all_gather_process_group.size() > 1
 
 
+def may_lend() -> bool:
+    """Return whether this torch lets a storage have other memory: then unsharded parameters lie in ours too."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
 def give_memory(param_groups: Iterable[Any], nbytes: int) -> None:
-    """Have the collectives of FSDPParamGroups use `nbytes` of memory together, until `take_memory`."""
+    """Have the buffers of FSDPParamGroups use `nbytes` of memory together, until `take_memory`."""
     memory = BufferMemory(nbytes)
     for group in param_groups:
+        if may_lend():
+            for fsdp_param in group.fsdp_params:
+                _Unsharded(fsdp_param, memory)
         for name, (_, ours) in _COLLECTIVES.items():
             setattr(group, name, ours(_own(group, name), memory))
 
 
 def take_memory(param_groups: Iterable[Any]) -> None:
-    """Give the collectives what they had before. The memory goes back to the system with the last buffer in it."""
+    """Give FSDP2 what it had before. The memory goes back to the system with the last buffer in it."""
     for group in param_groups:
+        for fsdp_param in group.fsdp_params:
+            ours = getattr(vars(fsdp_param).get("free_unsharded_param"), "__self__", None)
+            if isinstance(ours, _Unsharded):
+                ours.end()
         for name in _COLLECTIVES:
             if hasattr(group, name):
                 setattr(group, name, _own(group, name))

@@ -6,8 +6,8 @@ copies from there into the unsharded parameters. In forward that buffer stays un
 group is gathered before this one's gradients are computed. These are copied into the reduce-scatter's input, which stays until the
 next group's; its output is cast to the parameters' dtype. gloo reduces a copy of the input, unless swapper has it done in place.
 The root's parameters stay gathered from forward to backward (`reshard_after_forward`), and its gradients until all others are
-reduced. The flat buffer and the input are the buffers of collectives, which swapper gives memory of their own (buffer_memory.py):
-that is kept, and so counts with its own peak.
+reduced. The flat buffer, the unsharded parameters and the input lie in memory of swapper's (buffer_memory.py): that is kept, and so
+counts with its own peak.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swapper.train.sharded.buffer_memory import is_gloo, may_reuse
+from swapper.train.sharded.buffer_memory import is_gloo, may_lend, may_reuse
 from swapper.train.sharded.shards import Shards
-
-MAX_LIVE = 3
-"""Buffers of collectives at a time, each of which begins at a page."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,7 @@ class GroupBytes:
         cast: a rank's part of them in the gathered dtype, if that is another one.
         gradients: of the unsharded parameters.
         early: of these, what comes before the gradients of the groups within: of parameters that the model has after theirs.
+        converted: the largest gradient, which is copied on its way to a reduce-scatter's input of another dtype.
         reduced: the reduce-scatter's input.
         output: the reduce-scatter's output, with its copy in the parameters' dtype if that is another one.
         stays: gathered from forward to backward.
@@ -42,13 +40,16 @@ class GroupBytes:
     cast: int
     gradients: int
     early: int
+    converted: int
     reduced: int
     output: int
     stays: bool
 
 
-def instants(groups: Sequence[GroupBytes], copies_input: bool) -> Iterator[tuple[int, int]]:
-    """Yield what lies in buffers of collectives, and in others, at the instants of a step with most. See [Note: FSDP2's buffers].
+def instants(groups: Sequence[GroupBytes], copies_input: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield the bytes of collectives' buffers, unsharded parameters and others, at the instants of a step that have most.
+
+    See [Note: FSDP2's buffers].
 
     Args:
         groups: in the order of the forward; the first is the root's.
@@ -57,8 +58,8 @@ def instants(groups: Sequence[GroupBytes], copies_input: bool) -> Iterator[tuple
     stay = 0
     before = 0  # gathered: output of the all-gather before
     for group in groups:  # forward
-        yield group.gathered + before, stay + group.cast
-        yield group.gathered, stay + group.gathered
+        yield group.gathered + before, stay, group.cast
+        yield group.gathered, stay + group.gathered, 0
         stay += group.gathered if group.stays else 0
         before = group.gathered
     root_gradients = groups[0].early if len(groups) > 1 else 0
@@ -69,20 +70,25 @@ def instants(groups: Sequence[GroupBytes], copies_input: bool) -> Iterator[tuple
         stay -= group.gathered if group.stays else 0
         next_one = groups[index - 1] if index > 0 and not groups[index - 1].stays else None
         ahead = next_one.gathered if next_one else 0
-        held = stay + root_gradients
+        unsharded = stay + group.gathered
         if not group.stays:
-            yield group.gathered + reduced, held + group.gathered
-        yield ahead + reduced, held + group.gathered + group.gradients
+            yield group.gathered + reduced, unsharded, root_gradients
+        yield ahead + reduced, unsharded, root_gradients + group.gradients
         copied = group.reduced if copies_input else 0
-        yield ahead + group.reduced, held + max(group.gradients, group.output + copied)
+        yield (
+            ahead + group.reduced,
+            stay,
+            root_gradients + max(group.gradients + group.converted, group.output + copied),
+        )
         reduced = group.reduced
 
 
 def memory_bytes(shards: Shards) -> int | None:
-    """Return how much memory the collectives of this rank use again and again; None if they have memory of their own."""
+    """Return how much memory FSDP2's buffers on this rank use again and again; None if they have memory of their own."""
     if not all(may_reuse(group) for group, _ in shards.by_group):
         return None
-    return max(of_collectives for of_collectives, _ in _instants(shards)) + MAX_LIVE * mmap.PAGESIZE
+    in_pages = 3 * max(len(members) for _, members in shards.by_group) * mmap.PAGESIZE  # each buffer begins at a page
+    return max(kept for kept, _ in _instants(shards)) + in_pages
 
 
 def buffer_bytes(shards: Shards) -> int:
@@ -94,18 +100,20 @@ def buffer_bytes(shards: Shards) -> int:
 
 
 def _instants(shards: Shards) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of buffers that lie in memory of ours, if any do, and of the others."""
     first = shards.by_group[0][0]
     copies = is_gloo(first._all_gather_process_group) and not may_reuse(first)
     within = {id(shard.parameter) for _, members in shards.by_group[1:] for shard in members}
     named = [id(parameter) for parameter in shards.model.parameters()]
     first_within = next((index for index, key in enumerate(named) if key in within), len(named))
     late = set(named[:first_within])
-    return instants([_bytes_of(group, late) for group, _ in shards.by_group], copies)
+    for of_collectives, unsharded, others in instants([_bytes_of(group, late) for group, _ in shards.by_group], copies):
+        yield (of_collectives + unsharded, others) if may_lend() else (of_collectives, unsharded + others)
 
 
 def _bytes_of(group: Any, late: set[int]) -> GroupBytes:
     ranks = group._all_gather_process_group.size()
-    gathered = cast = gradients = early = reduced = output = 0
+    gathered = cast = gradients = early = converted = reduced = output = 0
     for one in group.fsdp_params:
         part = one._sharded_param_data.numel()
         dtype = one.param_dtype or one.orig_dtype
@@ -113,11 +121,13 @@ def _bytes_of(group: Any, late: set[int]) -> GroupBytes:
         cast += part * dtype.itemsize if one.param_dtype is not None else 0
         if one.sharded_param.requires_grad:
             reduce_dtype = group.mp_policy.reduce_dtype or dtype
-            gradients += one._orig_size.numel() * dtype.itemsize
-            early += 0 if id(one.sharded_param) in late else one._orig_size.numel() * dtype.itemsize
+            gradient = one._orig_size.numel() * dtype.itemsize
+            gradients += gradient
+            early += 0 if id(one.sharded_param) in late else gradient
+            converted = max(converted, gradient if reduce_dtype != dtype else 0)
             reduced += ranks * part * reduce_dtype.itemsize
             output += part * (
                 reduce_dtype.itemsize + (one.orig_dtype.itemsize if reduce_dtype != one.orig_dtype else 0)
             )
     stays = not group._reshard_after_forward
-    return GroupBytes(gathered, cast, gradients, early, reduced, output, stays)
+    return GroupBytes(gathered, cast, gradients, early, converted, reduced, output, stays)
