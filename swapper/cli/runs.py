@@ -104,12 +104,11 @@ def _may_remove(yes: bool, as_json: bool, count: int, nbytes: int) -> bool:
 
 def _describe(run: RunOnDisk) -> dict[str, Any]:
     record = run.record
-    specs = [] if record is None else [slot.spec for plan in plans_of(record.plans) for slot in plan.slots]
     return {
         "path": str(run.path),
         "step": None if record is None else record.step,
         "optimizer": None if record is None else record.optimizer.rpartition(".")[2],
-        "parameters": None if record is None else sum(spec.numel for spec in specs if spec.kind == "param"),
+        "parameters": run.parameters,
         "bytes": run.nbytes,
         "in_use_by": run.process,
         "part_of": None if run.main is None else str(run.main),
@@ -149,6 +148,7 @@ class RunOnDisk:
         process: number of the process that has it open, or "unknown"; None: nobody.
         nbytes: of its files, as they take space.
         record: of the last commit; None: there is none, or not here.
+        parameters: as many the record describes.
         main: the run's directory on its first drive, if that is another.
         leftovers: files that nothing can use. See [Note: leftovers].
         problem: the reason why it cannot be read, or "".
@@ -158,6 +158,7 @@ class RunOnDisk:
     process: str | None
     nbytes: int
     record: CommitRecord | None = None
+    parameters: int | None = None
     main: Path | None = None
     leftovers: tuple[Path, ...] = ()
     problem: str = ""
@@ -191,11 +192,12 @@ def look_at(path: Path) -> RunOnDisk:
         nbytes = sum(beneath.status(file).st_blocks * 512 for file in beneath.files(path))
         record = read_commit(path) if beneath.exists(path / COMMIT_NAME) else None
         drives = read_record(path)
+        parameters = None if record is None else _parameters_in(path, record)
         main = None if drives is None or drives.index == 0 else drives.drives.directories[0]
         found = () if process is not None else tuple(_leftovers(path, drives))
     except (CheckpointError, DirectoryError, OSError) as error:
         return RunOnDisk(path, None, nbytes, problem=str(error))
-    return RunOnDisk(path, process, nbytes, record, main, found)
+    return RunOnDisk(path, process, nbytes, record, parameters, main, found)
 
 
 def remove_leftovers(path: Path, confirmed: Callable[[Path], bool] = lambda file: True) -> int:
@@ -236,6 +238,14 @@ def _leftovers(path: Path, drives: DrivesRecord | None) -> Iterator[Path]:
     for file in beneath.files(path):
         if _SWAP_FILE.fullmatch(file.name) and file.name not in named and file.is_file() and not file.is_symlink():
             yield file
+
+
+def _parameters_in(path: Path, record: CommitRecord) -> int:
+    try:
+        specs = [slot.spec for plan in plans_of(record.plans) for slot in plan.slots]
+    except (AttributeError, LookupError, ValueError) as error:
+        raise CheckpointError(f"{path}: its commit record contradicts itself ({error!r})") from error
+    return sum(spec.numel for spec in specs if spec.kind == "param")
 
 
 def _holder(path: Path) -> str | None:
