@@ -191,8 +191,8 @@ def look_at(path: Path) -> RunOnDisk:
         process = _holder(path)
         nbytes = sum(beneath.status(file).st_blocks * 512 for file in beneath.files(path))
         record = read_commit(path) if beneath.exists(path / COMMIT_NAME) else None
-        drives = read_record(path)
         parameters = None if record is None else _parameters_in(path, record)
+        drives = read_record(path)
         main = None if drives is None or drives.index == 0 else drives.drives.directories[0]
         found = () if process is not None else tuple(_leftovers(path, drives))
     except (CheckpointError, DirectoryError, OSError) as error:
