@@ -1,4 +1,5 @@
-"""Loads models of transformers with their weights on NVMe: `from_pretrained` with a budget, and `for_training`.
+"""Loads models of transformers with their weights on NVMe: `from_pretrained` with a budget, and `for_training`; and trains
+them by a Trainer that is `offloaded` (trainer.py).
 
 transformers itself decides the model and which tensor of the checkpoint goes where: its own `from_pretrained` runs on
 tensors without data that record their source (swapper.infer.mapping.tracing). Renamed keys, tied weights, dtypes,
@@ -26,6 +27,9 @@ from swapper.infer.mapping.adoption import MappedSource, Places
 from swapper.infer.mapping.matching import BufferPlace, Match, Weight, check_values
 from swapper.infer.mapping.tracing import Traced, recipe_of
 from swapper.infer.runtime.load_model import Budgets, load_matched
+from swapper.integrations.trainer import OffloadTrainerMixin, offloaded
+
+__all__ = ["FirstValues", "OffloadTrainerMixin", "for_training", "from_pretrained", "offloaded"]
 
 _BUDGETS = "weights are read as they are needed: say host_memory=, device= and device_memory="
 _QUANTIZED = "`swapper export --quantize int8` (or int4) makes weights that run quantized"
