@@ -15,7 +15,6 @@ import json
 import os
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,18 +44,18 @@ def offloaded(trainer_class: type, manager: SwapManager | str | os.PathLike[str]
     """
     if not isinstance(trainer_class, type) or not hasattr(trainer_class, "create_optimizer"):
         raise ConfigError(f"offloaded({trainer_class!r}, ...): give transformers' Trainer, or a class derived from it")
-    made = type(f"Offloaded{trainer_class.__name__}", (OffloadTrainerMixin, trainer_class), {})
-    return partial(made, manager=manager, offload=options)
+    chosen = {"swapper_run": manager, "swapper_options": options, "__doc__": trainer_class.__doc__}
+    return type(f"Offloaded{trainer_class.__name__}", (OffloadTrainerMixin, trainer_class), chosen)
 
 
 class OffloadTrainerMixin:
-    """Trains a Trainer's model paged by a SwapManager. Put it before the Trainer's class; `offloaded` does so.
+    """Trains a Trainer's model paged by a SwapManager. `offloaded` puts it before a Trainer's class; so may a class of yours.
 
-    Args:
-        manager, offload: as `manager` and `options` of `offloaded`.
-        All others are the Trainer's.
+            class MyTrainer(OffloadTrainerMixin, Trainer):
+                swapper_run, swapper_options = "run", {"params": "nvme"}
 
     Attributes:
+        swapper_run, swapper_options: as `manager` and `options` of `offloaded`.
         manager: the SwapManager. Close it after the last use of the model: parameters on NVMe are cold then.
 
     Raises:
@@ -64,20 +63,19 @@ class OffloadTrainerMixin:
         UnsupportedError: `model_init`, DeepSpeed, or FSDP by the Trainer.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        manager: SwapManager | str | os.PathLike[str],
-        offload: Mapping[str, Any] | None = None,
-        **others: Any,
-    ) -> None:
+    swapper_run: SwapManager | str | os.PathLike[str]
+    swapper_options: Mapping[str, Any] = {}
+    manager: SwapManager
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
         self._is_offloaded = False
         self._place: _Place | None = None
         super().__init__(*arguments, **others)
         trainer: Any = self  # mypy does not know the class that this is mixed into
         _check(trainer)
-        options = {"device": trainer.args.device, **(offload or {})}
-        self.manager = manager if isinstance(manager, SwapManager) else _open(manager)
+        options = {"device": trainer.args.device, **self.swapper_options}
+        run = self.swapper_run
+        self.manager = run if isinstance(run, SwapManager) else _open(run)
         _, trainer.optimizer = self.manager.offload(trainer.model, trainer.create_optimizer(), **options)
         self._is_offloaded = True
         self._place = _Place(trainer)

@@ -117,12 +117,12 @@ def small(trial: object = None) -> LlamaForCausalLM:
 
 
 def test_a_manager_and_a_class_of_ones_own(tmp_path: Path) -> None:
-    class Own(OffloadTrainerMixin, Trainer):
-        pass
-
     manager = swapper.SwapManager(tmp_path, "32MiB")
-    placement = {"params": "nvme", "optimizer_state": "host"}
-    trainer = Own(small(), arguments_of(tmp_path), train_dataset=Lines(), manager=manager, offload=placement)
+
+    class Own(OffloadTrainerMixin, Trainer):
+        swapper_run, swapper_options = manager, {"params": "nvme", "optimizer_state": "host"}
+
+    trainer = Own(small(), arguments_of(tmp_path), train_dataset=Lines())
     trainer.train()
     assert trainer.manager is manager and manager.step == 8
 
