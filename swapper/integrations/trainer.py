@@ -91,7 +91,7 @@ class OffloadTrainerMixin:
             try:
                 return begin(folder, *arguments, **others)
             finally:
-                self._place.found = None  # a second training begins anew, as a Trainer's does
+                self._place.found = None  # a second train() starts over, as a Trainer's
 
     # --- what a Trainer does with a model and a checkpoint, if swapper has done it ------------------------------------
 
@@ -152,7 +152,7 @@ class _Place:
 
     Attributes:
         found: the state of the commit that the run is resumed from, until it is used.
-        folder: the folder of the file by which the Trainer is told.
+        folder: contains this state in the Trainer's own form.
         rng: states of the random number generators that a resumed run begins with.
     """
 
