@@ -2,7 +2,7 @@
 
 [Note: memory of FSDP2] FSDP2 allocates the output of each all-gather, the unsharded parameters, and the input of each
 reduce-scatter, tens of MB, and frees them soon after. In the C library's heap, what lives longer begins in the places that they
-leave: the next one does not fit, and the heap grows to several times what is in use. Larger ones are mapped anew each time, and
+leave: the next one does not fit, and the heap grows to several times what is in use. Larger ones are mapped each time, and
 page faults took a fifth of a step. So they lie in one mapping as large as their peak (buffers.py). It is shared memory, which is
 not the heap's and which a forked child does not copy. What does not fit is torch's own, as before.
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 class BufferMemory:
     """One mapping, divided among buffers as they come: each is at the first place that is large enough.
 
-    A place is free when the storage of its buffer has died, whoever drops it.
+    A place is free when the storage of its buffer is gone.
 
     Args:
         nbytes: of the mapping; it takes memory as it is touched.
