@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from swapper import _C
 from swapper.bench.drive import check_directory
-from swapper.bench.measure import Pattern, files_for, measure_engine
+from swapper.bench.measure import Pattern, files_for, measure_beside, measure_engine
 from swapper.cli.command import ARGUMENT, reported
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.runtime.sizes import format_bytes, parse_bytes
@@ -27,7 +28,7 @@ larger."""
 def tune(
     directory: Annotated[Path, typer.Argument(help="A directory on the drive.")],
     file_size: Annotated[str, typer.Option(help="Size of each of the two files.")] = "512MiB",
-    seconds: Annotated[float, typer.Option(min=0.05, help="For each measurement; there are some 22.")] = 0.5,
+    seconds: Annotated[float, typer.Option(min=0.05, help="For each measurement; there are some 23.")] = 0.5,
     backend: Annotated[str, typer.Option(help="auto, uring, aio or threads.")] = "auto",
     keep: Annotated[bool, typer.Option(help="Write down the result, for swapper to find.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the DeepSpeed configuration.")] = False,
@@ -42,7 +43,8 @@ def tune(
         where = keep_tuning(directory, tuning) if keep else None
     console.print(
         f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}: "
-        f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written",
+        f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written, "
+        f"{tuning.busy_bytes_per_s / 1e9:.2f} GB/s both ways beside computing",
         highlight=False,
     )
     if where is not None:
@@ -66,7 +68,9 @@ def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuni
             )
             return read, write
 
-        return search(speeds, name)
+        found = search(speeds, name)
+        beside = measure_beside(Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds), paths, name)
+        return replace(found, busy_bytes_per_s=beside.bytes_per_s)
 
 
 def search(speeds: Callable[[int, int], tuple[float, float]], backend: str) -> Tuning:
