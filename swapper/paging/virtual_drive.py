@@ -90,7 +90,7 @@ class VirtualDrive:
         self._writes: list[VirtualTransfer] = []
         self.now_s = 0.0
         self.finished = 0
-        self._owed_s = 0.0  # by transfers, of computing
+        self._added_s = 0.0  # by transfers, of computing
         self._is_computing = False
 
     def read(self, nbytes: int, after: Transfer | None) -> VirtualTransfer:
@@ -109,8 +109,8 @@ class VirtualDrive:
 
     def compute(self, seconds: float) -> None:
         """Let this time pass, and what the bytes that have moved since take of the processors, while the drive works."""
-        end_s = self.now_s + seconds + self._owed_s
-        self._owed_s, self._is_computing = 0.0, True
+        end_s = self.now_s + seconds + self._added_s
+        self._added_s, self._is_computing = 0.0, True
         while self.now_s < end_s and self._advance(end_s):
             pass
         self.now_s, self._is_computing = end_s, False
@@ -143,7 +143,7 @@ class VirtualDrive:
             if one.left <= 1e-3:  # of a byte: rounding
                 one.left = 0.0
                 self.finished += 1
-                self._owed_s += one.nbytes * self.rates.cpu_s_a_byte
+                self._added_s += one.nbytes * self.rates.cpu_s_a_byte
                 queue.remove(one)
         return True
 
