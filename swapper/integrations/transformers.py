@@ -1,4 +1,5 @@
-"""Loads models of transformers with their weights on NVMe: `from_pretrained` with a budget, and `for_training`.
+"""Loads models of transformers with their weights on NVMe: `from_pretrained` with a budget, and `for_training`; and trains
+them by a Trainer that is `offloaded` (trainer.py).
 
 transformers itself decides the model and which tensor of the checkpoint goes where: its own `from_pretrained` runs on
 tensors without data that record their source (swapper.infer.mapping.tracing). Renamed keys, tied weights, dtypes,
@@ -12,6 +13,8 @@ place.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,15 @@ from torch import nn
 
 from swapper.checkpoint.quantization import layouts_of
 from swapper.device.device import Device
-from swapper.errors import CheckpointError, ConfigError, UnsupportedError
+from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.formats.sources import Source, open_source
 from swapper.infer.mapping.adoption import MappedSource, Places
 from swapper.infer.mapping.matching import BufferPlace, Match, Weight, check_values
 from swapper.infer.mapping.tracing import Traced, recipe_of
 from swapper.infer.runtime.load_model import Budgets, load_matched
+from swapper.integrations.trainer import OffloadTrainerMixin, offloaded
+
+__all__ = ["FirstValues", "OffloadTrainerMixin", "for_training", "from_pretrained", "offloaded", "streamed"]
 
 _BUDGETS = "weights are read as they are needed: say host_memory=, device= and device_memory="
 _QUANTIZED = "`swapper export --quantize int8` (or int4) makes weights that run quantized"
@@ -48,6 +54,12 @@ FOR_LOADING = (
     "weights_only",
 )
 """Options that are not passed to the configuration, though it may have the name."""
+OF_THE_HUB = (
+    "_commit_hash", "adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
+    "token", "trust_remote_code",
+)  # fmt: skip
+"""Options that say where a model of the hub comes from; here it is a directory."""
+STREAMED = "_swapper_streamed"
 
 
 def from_pretrained(
@@ -86,6 +98,63 @@ def from_pretrained(
     if "experts_implementation" not in options:
         _take_experts_one_by_one(model)
     return load_matched(model, source, _take_out(model), budgets, backend)
+
+
+@contextmanager
+def streamed(
+    *,
+    host_memory: int | str = "auto",
+    device: str | torch.device | Device = "cpu",
+    device_memory: int | str = "auto",
+    backend: str = "auto",
+) -> Iterator[None]:
+    """Have a library that calls transformers' `from_pretrained` inside get a model of this module's `from_pretrained`.
+
+            with streamed(host_memory="1GiB"):
+                model = SentenceTransformer("path/to/model")
+
+    For one model; several share a budget by `swapper.shared_memory` around this, without `host_memory`.
+
+    Args:
+        host_memory, device, device_memory, backend: as of `from_pretrained`.
+
+    Raises:
+        StateError: it is used inside of another; or by several threads at once.
+        ConfigError: a second model is loaded inside, although `host_memory` is for one.
+    """
+    from transformers import PreTrainedModel
+
+    models: Any = PreTrainedModel
+    usual = vars(models)["from_pretrained"]
+    if getattr(usual, "__func__", None) is None or hasattr(usual.__func__, STREAMED):
+        raise StateError("streamed is used inside of another: one is enough")
+    loaded: list[str] = []
+
+    def read_in_place(cls: Any, path: Any, *arguments: Any, **options: Any) -> Any:
+        if path is None:  # as this module calls it, with traced tensors
+            return usual.__func__(cls, path, *arguments, **options)
+        if arguments:
+            raise ConfigError(f"arguments of {cls.__name__} after the path are not taken: give them by name")
+        if loaded and host_memory != "auto":
+            raise ConfigError(
+                f"{path} would be a second model with host_memory={host_memory!r}, after {loaded[0]}: load each in a streamed of "
+                "its own, or all inside of swapper.shared_memory"
+            )
+        options = {name: value for name, value in options.items() if name not in OF_THE_HUB}
+        if not options.get("subfolder"):
+            options.pop("subfolder", None)
+        model = from_pretrained(
+            cls, path, host_memory=host_memory, device=device, device_memory=device_memory, backend=backend, **options
+        )
+        loaded.append(str(path))
+        return model
+
+    setattr(read_in_place, STREAMED, True)
+    models.from_pretrained = classmethod(read_in_place)
+    try:
+        yield
+    finally:
+        models.from_pretrained = usual
 
 
 def for_training(

@@ -22,15 +22,9 @@ from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
-from swapper.train.optimizer.optimizer_probe import (
-    OptimizerProbe,
-    StateForm,
-    check_dtypes,
-    check_masters,
-    check_supported,
-    is_plain,
-)
-from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.optimizer.entries import StateForm
+from swapper.train.optimizer.optimizer_probe import OptimizerProbe, is_plain
+from swapper.train.optimizer.optimizer_set import OptimizerSet, check_dtypes, check_masters, check_supported
 from swapper.train.sharded.shard_values import rows_of
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import NO_GROUP, Trainable

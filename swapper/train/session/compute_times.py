@@ -21,8 +21,7 @@ from swapper.paging.dry_run import Task
 from swapper.paging.planning.layout import SectionPlan
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.updates.update_rates import update_seconds
-from swapper.train.updates.update_times import find_update_times
+from swapper.train.updates.update_times import find_update_times, update_seconds
 
 log = logging.getLogger("swapper")
 

@@ -1,0 +1,18 @@
+"""Fine-tunes a model on a few texts with TRL. Usage: sft_offloaded.py MODEL RESULT."""
+
+import sys
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from swapper.integrations.transformers import offloaded
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+words = AutoTokenizer.from_pretrained(sys.argv[1])
+data = Dataset.from_list([{"text": f"the {color} fox jumps over the {color} dog"} for color in ("red", "blue", "old")])
+args = SFTConfig(sys.argv[2], max_steps=4, per_device_train_batch_size=2, report_to=[], use_cpu=True)
+
+trainer = offloaded(SFTTrainer, "run", params="nvme")(model, args=args, train_dataset=data, processing_class=words)
+trainer.train()
+trainer.save_model()

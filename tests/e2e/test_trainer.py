@@ -1,0 +1,172 @@
+"""A Trainer of transformers or of TRL that is `offloaded` trains as the plain one does, and continues where it was killed."""
+
+from __future__ import annotations
+
+import difflib
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import swapper
+from e2e import trainer_run
+from e2e.processes import run_python
+from e2e.trainer_run import AtStep, Lines, arguments_of, logged, offloaded_trainer, plain_trainer, write_model
+from swapper.integrations.transformers import OffloadTrainerMixin, offloaded
+
+pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+HERE = Path(__file__).parent
+
+
+def values(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},  # fused AdamW
+        {"optim": "adamw_torch", "lr_scheduler_type": "linear", "adam_beta2": 0.9},
+        {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "constant_with_warmup"},
+        {"optim": "rmsprop", "lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
+    ],
+    ids=["default", "adamw, linear", "sgd", "rmsprop, restarts"],
+)
+def test_the_optimizer_of_the_training_arguments_is_kept(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Its class, rate, groups with and without weight decay, and its schedule."""
+    model = write_model(tmp_path / "model")
+    plain = plain_trainer(tmp_path, model, **options)
+    plain.train()
+    ours = offloaded_trainer(tmp_path / "run", model, **options)
+    with ours.manager:
+        ours.train()
+        assert logged(ours) == logged(plain) and len(logged(ours)) == 8
+        assert_equal(values(ours), values(plain))
+        groups = [
+            [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in trainer.optimizer.param_groups
+            ]
+            for trainer in (ours, plain)
+        ]
+        assert groups[0] == groups[1] and [group["weight_decay"] for group in groups[0]] == [0.1, 0.0]
+
+
+@pytest.mark.slow
+def test_a_killed_training_continues_at_its_step(tmp_path: Path) -> None:
+    """With its data, its schedule, its rates and its random numbers; twice, in both epochs and in the middle of a step."""
+    model = write_model(tmp_path / "model")
+    plain = plain_trainer(tmp_path, model)
+    plain.train()
+    run = tmp_path / "run"
+    done = run_python(Path(trainer_run.__file__), run, 2)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
+    with (second := offloaded_trainer(run, model, AtStep(5, interrupt))).manager, pytest.raises(KeyboardInterrupt):
+        second.train()
+    assert logged(second) == logged(plain)[2:5]
+    last = offloaded_trainer(run, model)
+    with last.manager:
+        assert last.manager.step == 5
+        last.train()
+        assert logged(last) == logged(plain)[5:]
+        assert_equal(values(last), values(plain))
+        assert last.state.global_step == last.manager.step == plain.state.global_step == 8
+    again = offloaded_trainer(run, model)
+    with again.manager:  # it is over
+        again.train()
+        assert again.manager.step == 8
+        assert_equal(values(again), values(plain))
+
+
+def test_the_trainers_own_checkpoint_is_loaded_if_it_is_asked_for(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    model = write_model(tmp_path / "model")
+    plain = plain_trainer(tmp_path, model, **saving)
+    plain.train()
+    with (first := offloaded_trainer(tmp_path / "run", model, **saving)).manager:
+        first.train()
+    checkpoint = tmp_path / "run" / "out" / "checkpoint-3"
+    written = "model.safetensors"
+    assert (checkpoint / written).read_bytes() == (tmp_path / "out" / "checkpoint-3" / written).read_bytes()
+    for name in ("run", "new run"):  # one with steps of its own, and none
+        with (ours := offloaded_trainer(tmp_path / name, model, **saving)).manager:
+            ours.train(resume_from_checkpoint=str(checkpoint))
+            assert logged(ours)[3:] == logged(plain)[3:]
+            assert_equal(values(ours), values(plain))
+
+
+def small(trial: object = None) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    )
+
+
+def test_a_manager_and_a_class_of_ones_own(tmp_path: Path) -> None:
+    manager = swapper.SwapManager(tmp_path, "32MiB")
+
+    class Own(OffloadTrainerMixin, Trainer):
+        swapper_run, swapper_options = manager, {"params": "nvme", "optimizer_state": "host"}
+
+    trainer = Own(small(), arguments_of(tmp_path), train_dataset=Lines())
+    trainer.train()
+    assert trainer.manager is manager and manager.step == 8
+
+
+@pytest.mark.slow
+def test_a_script_that_closes_nothing_loses_no_step(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    done = run_python(Path(trainer_run.__file__), tmp_path / "unclosed", -1)
+    assert done.returncode == 0, done.stderr[-4000:]
+    with swapper.SwapManager(tmp_path / "unclosed", "32MiB", resume="auto") as resumed:
+        assert resumed.step == 8
+
+
+def test_what_makes_model_or_optimizer_elsewhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(swapper.UnsupportedError, match="model_init="):
+        offloaded(Trainer, tmp_path)(None, arguments_of(tmp_path), model_init=small)
+    with pytest.raises(swapper.ConfigError, match="give transformers' Trainer"):
+        offloaded(small(), tmp_path)  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("rank-*"))
+
+
+def test_a_script_of_trl_needs_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl", reason="SFTTrainer needs trl: pip install trl")
+    scripts = {name: (HERE / f"sft_{name}.py").read_text() for name in ("plain", "offloaded")}
+    texts = [scripts[name].partition("\n\n")[2].splitlines() for name in scripts]  # without the line about the script
+    changed = [line for line in difflib.ndiff(*texts) if line.startswith("+ ") and line.strip() != "+"]
+    assert len(changed) == 2, changed
+    write_model_with_words(write_model(tmp_path / "model"))
+    monkeypatch.chdir(tmp_path)
+    for name, script in scripts.items():
+        monkeypatch.setattr(sys, "argv", [name, "model", name])
+        exec(compile(script, f"sft_{name}.py", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "run").is_dir()
+    written = "model.safetensors"
+    before = (tmp_path / "model" / written).read_bytes()
+    assert before != (tmp_path / "plain" / written).read_bytes() == (tmp_path / "offloaded" / written).read_bytes()
+
+
+def write_model_with_words(path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "</s>", "<unk>", "the", "red", "blue", "old", "fox", "jumps", "over", "dog"]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(path)
