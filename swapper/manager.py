@@ -189,7 +189,7 @@ class SwapManager:
                 parameters in 2.125 bytes instead of 4, without loss. "bf16": the same, and moments in bf16. "8bit": masters
                 in 1 byte in addition to the parameter, moments in 8 bits with a scale for each 32. Or a map from state key
                 ("exp_avg", "exp_avg_sq", "master", ...) to "exact", "split", "master24", "bf16", "moment8", "variance8".
-                docs/reference/training.md says which tensors are encoded. Your optimizer sees fp32.
+                docs/reference/optimizers.md says which tensors are encoded. Your optimizer sees fp32.
             init: the source of values for a model on the meta device: a function that fills the parameters and buffers
                 of the given module, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They
                 are filled group by group, so that the model is never whole in memory. A resumed run does not use it.

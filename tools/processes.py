@@ -27,6 +27,10 @@ def enter_environment() -> None:
     os.execv(python, [python, *sys.argv])
 
 
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+"""Of the environment with DeepSpeed, which `tools/setup peers` makes."""
+
+
 def capped(limits: Mapping[str, str | None], directories: Sequence[Path], command: Sequence[str]) -> list[str]:
     """Return `command` under tools/capped, if there is a limit; `limits` are capped's options: "--read": "500MB"."""
     words = [word for name, size in limits.items() if size for word in (name, size)]

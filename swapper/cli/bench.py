@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +27,7 @@ from swapper.bench.measure import (
     Speed,
     files_for,
     has_fio,
+    measure_beside,
     measure_deepnvme,
     measure_engine,
     measure_fio,
@@ -237,7 +238,7 @@ larger."""
 def tune(
     directory: Annotated[Path, typer.Argument(help="A directory on the drive.")],
     file_size: Annotated[str, typer.Option(help="Size of each of the two files.")] = "512MiB",
-    seconds: Annotated[float, typer.Option(min=0.05, help="For each measurement; there are some 22.")] = 0.5,
+    seconds: Annotated[float, typer.Option(min=0.05, help="For each measurement; there are some 23.")] = 0.5,
     backend: Annotated[str, typer.Option(help="auto, uring, aio or threads.")] = "auto",
     keep: Annotated[bool, typer.Option(help="Write down the result, for swapper to find.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the DeepSpeed configuration.")] = False,
@@ -252,7 +253,8 @@ def tune(
         where = keep_tuning(directory, tuning) if keep else None
     console.print(
         f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}: "
-        f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written",
+        f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written, "
+        f"{tuning.busy_bytes_per_s / 1e9:.2f} GB/s both ways beside computing",
         highlight=False,
     )
     if where is not None:
@@ -276,7 +278,9 @@ def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuni
             )
             return read, write
 
-        return search(speeds, name)
+        found = search(speeds, name)
+        beside = measure_beside(Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds), paths, name)
+        return replace(found, busy_bytes_per_s=beside.bytes_per_s)
 
 
 def search(speeds: Callable[[int, int], tuple[float, float]], backend: str) -> Tuning:

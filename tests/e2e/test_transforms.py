@@ -125,7 +125,7 @@ def transform_between_steps(directory: Path, run: Callable[[nn.Module], Any], **
 def test_over_inputs(tmp_path: Path, name: str, update: str) -> None:
     if update == "deferred" and name in ("of-a-weight", "vmap-over-a-weight"):
         pytest.skip(
-            "torch wraps such a weight in C++, past the guard: it has the values of before the step (docs/reference/training.md)"
+            "torch wraps such a weight in C++, past the guard: it has the values of before the step (docs/reference/loops.md)"
         )
     transform_between_steps(tmp_path, OVER_INPUTS[name], update=update)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,6 +89,32 @@ class Inventory:
             for number, plan in enumerate(self.plans)
             if plan.family == "param" and not any(slot.spec.owner in trained for slot in plan.slots)
         )
+
+    @cached_property
+    def kinds(self) -> frozenset[int]:
+        """One group of each kind, the layers of a transformer being one: groups with equal sections have equal slices."""
+        plans: dict[int, list[SectionPlan]] = {}
+        for plan in (*self.plans, *self.grad_plans):
+            plans.setdefault(plan.group, []).append(plan)
+        kinds: dict[Any, int] = {}
+        for group in self.groups:
+            number = {name: at for at, (name, _) in enumerate(group.parameters)}
+            tensors = tuple(
+                (
+                    plan.family,
+                    plan.dtype,
+                    plan.nbytes,
+                    slot.offset,
+                    number[slot.spec.owner],
+                    slot.spec.kind,
+                    slot.spec.shape,
+                )
+                for plan in plans.get(group.index, ())
+                for slot in plan.slots
+            )
+            forms = tuple(self.forms.get(name) for name in number)
+            kinds.setdefault((tensors, forms, group.index in self.staying_state), group.index)
+        return frozenset(kinds.values())
 
     def family_bytes(self, family: str) -> int:
         return sum(p.nbytes for p in (*self.plans, *self.grad_plans) if p.family == family)
