@@ -30,12 +30,10 @@ from swapper.io.tuning import weigh
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import close_all, defer_sigint
-from swapper.runtime.observers import LimitWatch
 from swapper.runtime.process import is_off
-from swapper.runtime.stats import StepClock, StepStats
+from swapper.runtime.stats import LimitWatch, StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
-from swapper.train.optimizer.accelerated import unwrapped, wrapped_as
-from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back
+from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back, unwrapped, wrapped_as
 from swapper.train.session.fastest import choose_fastest
 from swapper.train.session.overview import overview
 from swapper.train.session.plan import Plan

@@ -17,6 +17,7 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +123,17 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
             file.close()
         if arena is not None:
             arena.close()
+
+
+def measure_beside(pattern: Pattern, paths: dict[str, Path], backend: str = "auto") -> Speed:
+    """Measure swapper's engine while torch computes on all its threads: products, and operations on more than a cache has."""
+    left, right, large = torch.ones(1024, 1024), torch.ones(1024, 1024), torch.ones(2, 16 << 20)
+    with ThreadPoolExecutor(1) as pool:
+        measured = pool.submit(measure_engine, pattern, paths, backend)
+        while not measured.done():
+            torch.mm(left, right)
+            torch.add(large[0], large[1], out=large[0])
+        return measured.result()
 
 
 def _moved(engine: _C.Engine) -> int:

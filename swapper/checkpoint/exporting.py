@@ -35,7 +35,7 @@ from swapper.checkpoint.writers import (
     write_torch,
 )
 from swapper.errors import CheckpointError
-from swapper.formats.dcp_directory import METADATA_NAME, read_directory
+from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, read_directory
 from swapper.formats.sources import FileStamp, Source, open_source
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.formats.torch_zip.pickle_reader import Skeleton
@@ -320,5 +320,5 @@ def _write_dcp(folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads
         entries[tensor.name] = described.TensorStorageMetadata(properties, size, [chunk])
         storage[described.MetadataIndex(tensor.name, begin)] = _StorageInfo(name, *places[tensor.name])
         planner[tensor.name] = (tensor.name,)
-    whole = described.Metadata(entries, planner, storage, described.StorageMeta(), "1.0.0")
+    whole = described.Metadata(entries, planner, storage, described.StorageMeta(), METADATA_VERSION)
     (folder / METADATA_NAME).write_bytes(pickle.dumps(whole))

@@ -21,7 +21,7 @@ import torch
 
 from swapper.checkpoint.writers import ExportTensor, Payloads
 from swapper.device.kernels.compiler import has_triton, uses_kernel
-from swapper.device.kernels.quantized import dequantise_, quantise
+from swapper.device.kernels.quantized import FLOATS, dequantise_, quantise
 from swapper.errors import CheckpointError
 from swapper.formats.safetensors import DTYPES
 
@@ -34,7 +34,6 @@ CHUNK_ELEMENTS = 1 << 21
 """Elements dequantized at once: intermediate results stay small, and mostly in the cache."""
 NOT_FINITE = "it has values that are not finite"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ from swapper.formats.torch_zip.zip_writer import (
 )
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.elements import device_errors
-from swapper.io.engines import open_for, reserve, shared_engine
-from swapper.io.waiting import drain
+from swapper.io.engines import drain, open_for, reserve, shared_engine
 
 BLOCK_BYTES = 2 << 20  # a choice
 BLOCKS = 8  # 16 MiB in all: a choice

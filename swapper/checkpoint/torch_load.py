@@ -36,9 +36,8 @@ from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, unpacked_crc32
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.copying import CopyRange, checksums_of
-from swapper.io.engines import open_for, shared_engine
+from swapper.io.engines import drain, open_for, shared_engine, wait_for_all
 from swapper.io.staging import Staging
-from swapper.io.waiting import drain, wait_for_all
 
 MapLocation = Callable[[Any, str], Any] | Mapping[str, str] | torch.device | str | None
 

@@ -27,8 +27,7 @@ from swapper.formats.torch_zip.zip_writer import (
     leading_records,
 )
 from swapper.io.alignment import SECTOR_BYTES
-from swapper.io.engines import open_for, shared_engine
-from swapper.io.waiting import wait_for_all
+from swapper.io.engines import open_for, shared_engine, wait_for_all
 
 PIECES_AHEAD = 2  # reads in flight while one is converted
 PIECE_ELEMENTS = 4 << 20  # bounds the memory of a conversion: a choice

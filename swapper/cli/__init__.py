@@ -8,15 +8,13 @@ from typing import Annotated
 
 import typer
 
-from swapper.cli.bench import bench
+from swapper.cli.bench import bench, tune
 from swapper.cli.checkpoints import export, inspect, verify
 from swapper.cli.demo import demo
 from swapper.cli.doctor import doctor
 from swapper.cli.plan_config import plan
-from swapper.cli.report import report
+from swapper.cli.report import report, trace
 from swapper.cli.runs import clean, runs
-from swapper.cli.trace_script import trace
-from swapper.cli.tune import tune
 
 WIDE = 72
 """Columns of a terminal from which on help is a table; in fewer the table cuts off names of options."""

@@ -12,11 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import torch
@@ -24,7 +23,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import swapper
 from swapper.bench import plain
@@ -34,6 +32,7 @@ from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.bench.memory import PeakMemory, pss_bytes
 from swapper.cli import demo_ranks
 from swapper.cli.command import reported
+from swapper.cli.demo_ranks import Watch, megabytes, print_facts, steady
 from swapper.errors import CheckpointError, ConfigError
 from swapper.runtime.sizes import parse_bytes
 
@@ -181,10 +180,6 @@ class DemoRecord:
         return bool(self.plain_losses) and self.next_losses == self.plain_losses
 
 
-Watch = Callable[[str, list[float]], None]
-"""Shows the stage, and the losses so far."""
-
-
 def _run(console: Console, task: DemoTask, directory: Path | None, snapshot: Path | None) -> DemoRecord:
     if snapshot is not None and not snapshot.parent.is_dir():
         raise ConfigError(f"--snapshot {snapshot}: the directory {snapshot.parent} is missing; make it first")
@@ -324,14 +319,9 @@ def _compare(task: DemoTask, snapshot: Path, record: DemoRecord) -> None:
     record.plain_step_s = min(answer["times_s"][COMPARED_STEPS:])  # the fastest counts, as a limit must
 
 
-def _steady(values: Sequence[float]) -> float:
-    """Return the median step, without the first two: they record the order and make the optimizer's state."""
-    return median(values[2:] or values)
-
-
 def _show(console: Console, record: DemoRecord) -> None:
     task, drive = record.task, record.drive
-    step_s, read, written = _steady(record.times_s), _steady(record.read_bytes), _steady(record.written_bytes)
+    step_s, read, written = steady(record.times_s), steady(record.read_bytes), steady(record.written_bytes)
     limit = StepLimit.of(drive, read, written, record.plain_step_s)
     rest_bytes = max(record.growth_bytes - record.torch_bytes - task.budget_bytes, 0)
     kind = "bf16, with fp32 master weights" if task.masters else "fp32"
@@ -339,29 +329,22 @@ def _show(console: Console, record: DemoRecord) -> None:
     both = f"{drive.both_bytes_per_s / 1e9:.2f} both at once" + ("" if drive.direct else ", through the page cache")
     rows = [
         ("Parameters", f"{task.config.parameters / 1e6:,.1f} million, {kind}"),
-        ("State on the drive", f"{_mb(record.state_bytes)}: parameters and optimizer state"),
-        ("Budget", f"{_mb(task.budget_bytes)}, {task.budget_bytes / task.state_bytes:.0%} of the state"),
+        ("State on the drive", f"{megabytes(record.state_bytes)}: parameters and optimizer state"),
+        ("Budget", f"{megabytes(task.budget_bytes)}, {task.budget_bytes / task.state_bytes:.0%} of the state"),
         (
             "Peak memory",
-            f"{_mb(record.growth_bytes)} over an imported torch: within the budget, {_mb(record.torch_bytes)} "
-            f"torch's own, {_mb(rest_bytes)} activations and data",
+            f"{megabytes(record.growth_bytes)} over an imported torch: within the budget, {megabytes(record.torch_bytes)} "
+            f"torch's own, {megabytes(rest_bytes)} activations and data",
         ),
         ("Step", f"{step_s:.2f} s, {step_s / limit.seconds:.2f} times the limit, which is by {limit.cause}"),
         ("Limit", ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in limit.by_cause.items())),
         ("Drive", f"{rates}, {both}"),
-        ("Moved in a step", f"read {_mb(read)}, written {_mb(written)}"),
+        ("Moved in a step", f"read {megabytes(read)}, written {megabytes(written)}"),
         ("Loss", f"{record.losses[0]:.3f} → {record.losses[-1]:.3f}, held out {record.validation_loss:.3f}"),
-        ("Snapshot", f"{_mb(record.snapshot_bytes)} in {record.snapshot_s:.1f} s"),
+        ("Snapshot", f"{megabytes(record.snapshot_bytes)} in {record.snapshot_s:.1f} s"),
         ("Next losses, swapped", "  ".join(f"{loss!r}" for loss in record.next_losses)),
         ("Next losses, plain torch", "  ".join(f"{loss!r}" for loss in record.plain_losses)),
     ]
-    table = Table(show_header=False, title="Trained from the drive", title_justify="left")
-    for name, value in rows:
-        table.add_row(name, value)
-    console.print(table)
+    print_facts(console, "Trained from the drive", rows)
     if record.is_equal:
         console.print("[green]Plain torch continued from the snapshot bit for bit.[/green]")
-
-
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:,.0f} MB"

@@ -6,7 +6,7 @@ The ranks are killed half-way, and resume. Then plain FSDP2 trains the same, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -162,8 +162,8 @@ def _follow(
 def show(console: Console, record: RanksRecord) -> None:
     """Print the table."""
     task = record.task
-    steady = [median(values[2:] or values) for values in (record.times_s, record.read_bytes, record.written_bytes)]
-    step_s, read_bytes, written_bytes = steady[0], *(task.ranks * nbytes for nbytes in steady[1:])
+    step_s = steady(record.times_s)
+    read_bytes, written_bytes = (task.ranks * steady(values) for values in (record.read_bytes, record.written_bytes))
     limit = StepLimit.of(record.drive, read_bytes, written_bytes, record.plain_step_s)
     kind = "bf16, on fp32 shards" if task.masters else "fp32"
     rows = [
@@ -171,15 +171,18 @@ def show(console: Console, record: RanksRecord) -> None:
             "Parameters",
             f"{task.config.parameters / 1e6:,.1f} million, {kind}, sharded by FSDP2 over {task.ranks} ranks",
         ),
-        ("State on the drive", f"{_mb(task.state_bytes)}: shards and optimizer state"),
-        ("Budget", f"{_mb(task.budget_bytes)} of all ranks, {task.budget_bytes / task.state_bytes:.0%} of the state"),
+        ("State on the drive", f"{megabytes(task.state_bytes)}: shards and optimizer state"),
+        (
+            "Budget",
+            f"{megabytes(task.budget_bytes)} of all ranks, {task.budget_bytes / task.state_bytes:.0%} of the state",
+        ),
         (
             "Peak memory",
-            f"{_mb(record.growth_bytes)} over a sharded model in a rank; plain FSDP2 {_mb(record.plain_growth_bytes)}",
+            f"{megabytes(record.growth_bytes)} over a sharded model in a rank; plain FSDP2 {megabytes(record.plain_growth_bytes)}",
         ),
         ("Step", f"{step_s:.2f} s, {step_s / limit.seconds:.2f} times the limit, which is by {limit.cause}"),
         ("Limit", ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in limit.by_cause.items())),
-        ("Moved in a step", f"read {_mb(read_bytes)}, written {_mb(written_bytes)} by all ranks"),
+        ("Moved in a step", f"read {megabytes(read_bytes)}, written {megabytes(written_bytes)} by all ranks"),
         (
             "Killed",
             f"all ranks after step {record.killed_after}; resumed at {record.resumed_at} in {record.resume_s:.1f} s",
@@ -188,10 +191,7 @@ def show(console: Console, record: RanksRecord) -> None:
         ("Last losses, swapped", "  ".join(f"{loss!r}" for loss in record.losses[-2:])),
         ("Last losses, plain FSDP2", "  ".join(f"{loss!r}" for loss in record.plain_losses[-2:])),
     ]
-    table = Table(show_header=False, title="Trained from the drive, by ranks", title_justify="left")
-    for name, value in rows:
-        table.add_row(name, value)
-    console.print(table)
+    print_facts(console, "Trained from the drive, by ranks", rows)
     if record.is_equal:
         console.print("[green]Losses, shards and optimizer state are those of plain FSDP2, bit for bit.[/green]")
     else:
@@ -199,5 +199,17 @@ def show(console: Console, record: RanksRecord) -> None:
         console.print(f"[red]They differ from plain FSDP2's[/red] ({what}). Please report this.")
 
 
-def _mb(nbytes: float) -> str:
+def print_facts(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    table = Table(show_header=False, title=title, title_justify="left")
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def steady(values: Sequence[float]) -> float:
+    """Return the median step, without the first two: they record the order and make the optimizer's state."""
+    return median(values[2:] or values)
+
+
+def megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.0f} MB"

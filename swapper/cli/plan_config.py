@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,7 +123,7 @@ def plan(
         )
         if picture is not None:
             check_picture(picture)
-        with console.status("planning"):
+        with console.status("planning"), _without_collections():
             forecaster = Forecaster(make_model(config, getattr(torch, dtype)), tokens)
             setting = Setting(optimizer, codec, update, gradients=gradients, passes=accumulate)
             found = forecaster.forecast(machine, setting)
@@ -135,6 +138,18 @@ def plan(
     else:
         print(describe(found, machine, figures))
         _print_tables(upgrades, rows)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Do without Python's garbage collector, which goes through all of torch again and again: a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check(

@@ -1,9 +1,16 @@
-"""Implements `swapper report TRACE`: one HTML page of a trace, which needs nothing else, for any browser."""
+"""Implements `swapper trace SCRIPT`, which runs a script with every manager in it traced, and `swapper report TRACE`.
+
+The report is one HTML page of a trace, which needs nothing else, for any browser.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,13 +18,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from swapper.cli.command import reported
 from swapper.errors import CheckpointError, ConfigError
 from swapper.runtime.counters import FAMILIES
+from swapper.runtime.trace import ENVIRONMENT, TRACKS
 
 PAGE = Path(__file__).with_name("report_page.html")
-TRACKS = ("phases", "waits", "updates", "leases", "reads", "writes")
 BINS = 240
 """Intervals of a step in which the drive's bytes are added up: a picture is a few hundred points wide."""
 MAX_SPANS = 2000
@@ -157,3 +165,40 @@ def _waits_by_module(
         seconds[module, kind] += min(span["end"], end) - max(span["begin"], begin)
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     return [[module, kind, value] for (module, kind), value in ordered[:MAX_WAITS] if value > 0]
+
+
+def trace(
+    command: Annotated[
+        list[str], typer.Argument(help="A Python script, or a command such as torchrun, and its arguments.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The JSON file; must not exist.")] = Path("trace.json"),
+) -> None:
+    """Run a script and record its managers, for https://ui.perfetto.dev or chrome://tracing. Exit code: the script's.
+
+    Each process and each further manager has its own file: trace.rank-1.json, trace-2.json. Put the script's own
+    options after it.
+    """
+    console = Console(stderr=True)
+    with reported(console):
+        if output.exists() or not output.absolute().parent.is_dir():
+            why = "exists already" if output.exists() else "is in no directory that exists"
+            raise ConfigError(f"{output} {why}: choose another name")
+        words = [sys.executable, *command] if command[0].endswith(".py") else command
+        try:
+            child = subprocess.Popen(words, env={**os.environ, ENVIRONMENT: str(output.absolute())})
+        except OSError as error:
+            raise ConfigError(f"{command[0]}: {error.strerror}") from error
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the script too, which decides
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    code = child.wait()
+    found = sorted(output.absolute().parent.glob(f"{output.stem}*{output.suffix}"))
+    if output.exists():
+        names = ", ".join(path.name for path in found)
+        console.print(
+            f"trace: {escape(names)}; open with https://ui.perfetto.dev, or `swapper report`",
+            soft_wrap=True,
+            highlight=False,
+        )
+    else:
+        console.print("no trace: no manager was closed after an offload", soft_wrap=True, highlight=False)
+    raise typer.Exit(code if code >= 0 else 128 - code)

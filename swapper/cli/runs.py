@@ -70,7 +70,7 @@ def clean(
     console = Console(stderr=True)
     with reported(console):
         found = list(find_runs(directory))
-        left = {file: _space(file) for run in found for file in run.leftovers}
+        left = {file: file.stat().st_blocks * 512 for run in found for file in run.leftovers}
         problems = [f"{run.path}: {run.problem}" for run in found if run.problem]
         if not as_json:
             for file, nbytes in left.items():
@@ -102,18 +102,13 @@ def _may_remove(yes: bool, as_json: bool, count: int, nbytes: int) -> bool:
     return typer.confirm(f"Remove these {count} files, {format_bytes(nbytes)}?")
 
 
-def _space(file: Path) -> int:
-    return file.stat().st_blocks * 512
-
-
 def _describe(run: RunOnDisk) -> dict[str, Any]:
     record = run.record
-    specs = [] if record is None else [slot.spec for plan in plans_of(record.plans) for slot in plan.slots]
     return {
         "path": str(run.path),
         "step": None if record is None else record.step,
         "optimizer": None if record is None else record.optimizer.rpartition(".")[2],
-        "parameters": None if record is None else sum(spec.numel for spec in specs if spec.kind == "param"),
+        "parameters": run.parameters,
         "bytes": run.nbytes,
         "in_use_by": run.process,
         "part_of": None if run.main is None else str(run.main),
@@ -153,6 +148,7 @@ class RunOnDisk:
         process: number of the process that has it open, or "unknown"; None: nobody.
         nbytes: of its files, as they take space.
         record: of the last commit; None: there is none, or not here.
+        parameters: as many the record describes.
         main: the run's directory on its first drive, if that is another.
         leftovers: files that nothing can use. See [Note: leftovers].
         problem: the reason why it cannot be read, or "".
@@ -162,6 +158,7 @@ class RunOnDisk:
     process: str | None
     nbytes: int
     record: CommitRecord | None = None
+    parameters: int | None = None
     main: Path | None = None
     leftovers: tuple[Path, ...] = ()
     problem: str = ""
@@ -193,12 +190,14 @@ def look_at(path: Path) -> RunOnDisk:
     try:
         process = _holder(path)
         nbytes = sum(beneath.status(file).st_blocks * 512 for file in beneath.files(path))
-        record, drives = _record_of(path), read_record(path)
+        record = read_commit(path) if beneath.exists(path / COMMIT_NAME) else None
+        parameters = None if record is None else _parameters_in(path, record)
+        drives = read_record(path)
         main = None if drives is None or drives.index == 0 else drives.drives.directories[0]
         found = () if process is not None else tuple(_leftovers(path, drives))
     except (CheckpointError, DirectoryError, OSError) as error:
         return RunOnDisk(path, None, nbytes, problem=str(error))
-    return RunOnDisk(path, process, nbytes, record, main, found)
+    return RunOnDisk(path, process, nbytes, record, parameters, main, found)
 
 
 def remove_leftovers(path: Path, confirmed: Callable[[Path], bool] = lambda file: True) -> int:
@@ -241,8 +240,12 @@ def _leftovers(path: Path, drives: DrivesRecord | None) -> Iterator[Path]:
             yield file
 
 
-def _record_of(path: Path) -> CommitRecord | None:
-    return read_commit(path) if beneath.exists(path / COMMIT_NAME) else None
+def _parameters_in(path: Path, record: CommitRecord) -> int:
+    try:
+        specs = [slot.spec for plan in plans_of(record.plans) for slot in plan.slots]
+    except (AttributeError, LookupError, ValueError) as error:
+        raise CheckpointError(f"{path}: its commit record contradicts itself ({error!r})") from error
+    return sum(spec.numel for spec in specs if spec.kind == "param")
 
 
 def _holder(path: Path) -> str | None:

@@ -36,7 +36,6 @@ class StateCodec:
 
     Attributes:
         name: as the user gives it.
-        is_exact: whether every value but a NaN's payload is kept.
         plain_encode, plain_decode: define the result, in plain torch; the kernels give the same bits.
         needs_parameter: whether a bf16 parameter is half of the code: the value rounded to nearest, ties to even.
     """
@@ -45,7 +44,6 @@ class StateCodec:
     layout: tuple[Part, ...]
     plain_encode: Encode
     plain_decode: Decode
-    is_exact: bool = False
     needs_parameter: bool = False
 
     def parts(self, numel: int) -> tuple[tuple[str, torch.dtype, int], ...]:
@@ -155,15 +153,12 @@ def _are_runs(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
 CODECS = {
     codec.name: codec
     for codec in (
-        StateCodec(
-            "fp32", (Part("value", torch.float32),), reference.encode_fp32, reference.decode_fp32, is_exact=True
-        ),
+        StateCodec("fp32", (Part("value", torch.float32),), reference.encode_fp32, reference.decode_fp32),
         StateCodec(
             "split",
             (Part("low", torch.int16), Part("ties", torch.uint8, 8)),
             reference.encode_split,
             reference.decode_split,
-            is_exact=True,
             needs_parameter=True,
         ),
         StateCodec(

@@ -21,12 +21,10 @@ import torch
 from swapper.durability.ranks import Ranks, describe_failure
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, StateError
-from swapper.formats.dcp_directory import METADATA_NAME, seal_metadata
+from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, seal_metadata
 from swapper.formats.dcp_items import ContainerItems
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
-
-VERSION = "1.0.0"  # of torch.distributed.checkpoint's metadata
 
 
 class SnapshotDirectory:
@@ -136,7 +134,7 @@ class SnapshotDirectory:
                 for rank in reversed(range(len(places)))  # what several ranks have is the first one's
                 for index, place in places[rank].items()
             }
-            metadata.storage_meta, metadata.version = StorageMeta(), VERSION
+            metadata.storage_meta, metadata.version = StorageMeta(), METADATA_VERSION
             with (self._hidden / METADATA_NAME).open("xb") as file:
                 file.write(seal_metadata(pickle.dumps(metadata)))
                 file.flush()

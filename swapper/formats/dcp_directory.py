@@ -23,6 +23,7 @@ from swapper.formats.torch_zip.torch_file import read_item
 from swapper.formats.torch_zip.unpickling import Opaque
 
 METADATA_NAME = ".metadata"
+METADATA_VERSION = "1.0.0"  # which torch.distributed.checkpoint writes into it
 _SEAL = re.compile(rb"swapper-seal crc32 ([0-9a-f]{8})\n\Z")
 MAX_METADATA_BYTES = 1 << 30  # of a sane file; it is read whole
 

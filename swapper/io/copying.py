@@ -16,8 +16,7 @@ import torch
 
 from swapper import _C
 from swapper.errors import CheckpointError, IoError
-from swapper.io.engines import Engine, Transfer
-from swapper.io.waiting import drain
+from swapper.io.engines import Engine, Transfer, drain
 
 PIECE_BYTES = 4 << 20  # a choice
 PIECES = 4  # in flight: a choice

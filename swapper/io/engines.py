@@ -4,6 +4,8 @@ A drive needs many direct transfers in flight, from one thread: each drive of a 
 that a slow drive does not block the queue of a fast one. A filesystem in memory has no drive: a transfer is a copy by
 the processor. Several threads are then faster, also for writing, if the file has its final length before it is written
 (`csrc/io/filler.h`); if the kernel forbids that, one writes at a time. Bypassing the page cache gains nothing there.
+
+It also waits for tickets: for all of them, whatever one raises, so that their memory can be reused.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -195,7 +198,28 @@ def _device_of(directory: str) -> int | None:
     return None
 
 
-class Engines:
+class SeveralEngines(ABC):
+    """Adds up what several engines count, and closes them."""
+
+    @property
+    @abstractmethod
+    def all(self) -> list[_C.Engine]: ...
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(engine.bytes_read for engine in self.all)
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(engine.bytes_written for engine in self.all)
+
+    def close(self) -> None:
+        """Close the engines. Transfers that wait for another engine's (`after`) finish too."""
+        for engine in self.all:
+            engine.close()
+
+
+class Engines(SeveralEngines):
     """The engines of one handle, by drive. The first is opened at once, to check the options."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -226,20 +250,8 @@ class Engines:
                 engine = self._by_drive[drive] = _C.Engine(**self._options) if self._by_drive else self._first
             return engine
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(engine.bytes_read for engine in self.all)
 
-    @property
-    def bytes_written(self) -> int:
-        return sum(engine.bytes_written for engine in self.all)
-
-    def close(self) -> None:
-        for engine in self.all:
-            engine.close()
-
-
-class EngineOfDrives:
+class EngineOfDrives(SeveralEngines):
     """The engines of a run's drives, with the interface of one: each transfer goes to the engine of its file's drive.
 
     Args:
@@ -263,6 +275,10 @@ class EngineOfDrives:
             raise
         self._engines = list(by_drive.values())
 
+    @property
+    def all(self) -> list[_C.Engine]:
+        return self._engines
+
     def read(self, file: _C.File, offset: int, address: int, nbytes: int, **options: Any) -> _C.Ticket:
         return self._of(file).read(file, offset, address, nbytes, **options)
 
@@ -281,22 +297,9 @@ class EngineOfDrives:
     def reason(self) -> str:
         return ", ".join(dict.fromkeys(engine.reason for engine in self._engines))
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(engine.bytes_read for engine in self._engines)
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(engine.bytes_written for engine in self._engines)
-
     def drain(self) -> None:
         for engine in self._engines:
             engine.drain()
-
-    def close(self) -> None:
-        """Close the engines. Transfers that wait for another engine's (`after`) finish too."""
-        for engine in self._engines:
-            engine.close()
 
 
 def drive_of_device(device: int) -> str:
@@ -306,3 +309,42 @@ def drive_of_device(device: int) -> str:
     if (entry / "partition").exists():
         return (entry.resolve().parent / "dev").read_text().strip()
     return number
+
+
+def wait_for_all(tickets: Iterable[Transfer]) -> None:
+    """Wait for every ticket, even after one has failed, since others may use their memory. Raises the first error."""
+    failures: list[BaseException] = []
+    for ticket in tickets:
+        try:
+            ticket.wait()
+        except BaseException as error:
+            failures.append(error)
+            drain(ticket)
+    if failures:
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()  # its traceback refers to this frame: see runtime/interrupts.py
+
+
+@contextlib.contextmanager
+def all_over() -> Iterator[list[Transfer]]:
+    """Yield a list for tickets. At the end of the context all are over, whatever happened. Raises the first error.
+
+    For transfers whose memory others use next. (The engine itself keeps the memory alive until they are over.)
+    """
+    tickets: list[Transfer] = []
+    try:
+        yield tickets
+    except BaseException:
+        for ticket in tickets:
+            drain(ticket)
+        raise
+    wait_for_all(tickets)
+
+
+def drain(ticket: Transfer) -> None:
+    """Wait until the engine has released the ticket's memory, whatever its outcome."""
+    while not ticket.done:
+        with contextlib.suppress(Exception):
+            ticket.wait()

@@ -1,15 +1,23 @@
-"""Allocates ranges of a file for pieces of any size: first fit, neighbors joined. Pure: no I/O."""
+"""Allocates ranges of a file for pieces of any size (first fit, neighbors joined), and owns scratch files of such ranges."""
 
 from __future__ import annotations
 
 import bisect
+import os
+from itertools import count
+from pathlib import Path
 
+import torch
+
+from swapper import _C
 from swapper.errors import InvariantError
+from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES, round_up
+from swapper.io.engines import Engine, Transfer
 
 
 class Extents:
-    """Hands out ranges of a file of any length. All offsets and sizes are multiples of SECTOR_BYTES.
+    """Hands out ranges of a file of any length. Pure. All offsets and sizes are multiples of SECTOR_BYTES.
 
     Attributes:
         end: all allocated ranges lie before it.
@@ -52,3 +60,62 @@ class Extents:
             self.end = begin
         else:
             self._free.insert(at, (begin, end - begin))
+
+
+_numbers = count()
+
+
+class SpillFile:
+    """The scratch file of saved activations, unnamed and deleted with the process; made at the first write. Owns its places.
+
+    Args:
+        directory: on the drive of the file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file: _C.File | None = None
+        self._extents = Extents()
+        self._pid = os.getpid()
+        self.allocated_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of it in use."""
+        return self._extents.used_bytes
+
+    def write(self, engine: Engine, memory: torch.Tensor) -> tuple[int, Transfer]:
+        """Begin to write `memory`, uint8, to a place of its own. Returns the place's offset, and the ticket.
+
+        Raises:
+            IoError: the drive is full.
+        """
+        file = self._open()
+        offset = self._extents.take(memory.nbytes)
+        try:
+            if self._extents.end > self.allocated_bytes:
+                file.allocate(self._extents.end)
+                self.allocated_bytes = self._extents.end
+            return offset, engine.write(file, offset, memory.data_ptr(), memory.nbytes, keep=memory)
+        except BaseException:
+            self._extents.give(offset, memory.nbytes)
+            raise
+
+    def read(self, engine: Engine, offset: int, memory: torch.Tensor) -> Transfer:
+        """Begin to read into `memory`, uint8, from a written place. Returns the ticket."""
+        return engine.read(self._open(), offset, memory.data_ptr(), memory.nbytes, keep=memory)
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Free a place. Requires that no transfer of it is in flight."""
+        self._extents.give(offset, nbytes)
+
+    def _open(self) -> _C.File:
+        if self._file is None:
+            path = self._directory / f"activations-{os.getpid()}-{next(_numbers)}.swap"
+            self._file = beneath.open_for_transfers(path, create=True)
+            beneath.unlink(path)
+        return self._file
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid and self._file is not None:
+            self._file.close()  # transfers in flight keep it open, and their memory

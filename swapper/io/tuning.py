@@ -25,13 +25,17 @@ log = logging.getLogger("swapper")
 
 @dataclass(frozen=True)
 class Tuning:
-    """The best settings of one drive, and the bytes a second that they reached."""
+    """The best settings of one drive, and the bytes a second that they reached.
+
+    `busy_bytes_per_s` is of reads and writes together while torch computes on all its threads; infinite: not measured.
+    """
 
     piece_bytes: int
     depth: int
     backend: str
     read_bytes_per_s: float
     write_bytes_per_s: float
+    busy_bytes_per_s: float = math.inf
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """Return the minimum seconds for these bytes, reading and writing at once."""
@@ -50,6 +54,8 @@ class Tuning:
             for rate in (self.read_bytes_per_s, self.write_bytes_per_s)
         ):
             raise ValueError(f"rates {self.read_bytes_per_s!r}, {self.write_bytes_per_s!r}")
+        if not isinstance(self.busy_bytes_per_s, int | float) or not self.busy_bytes_per_s > 0:
+            raise ValueError(f"busy_bytes_per_s={self.busy_bytes_per_s!r}")
         return self
 
     def engine_options(self) -> dict[str, Any]:
@@ -99,6 +105,7 @@ def find_tuning_of(drives: Drives) -> Tuning | None:
         known[0],
         read_bytes_per_s=min(tuning.read_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),
         write_bytes_per_s=min(tuning.write_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),
+        busy_bytes_per_s=max(tuning.busy_bytes_per_s for tuning in known),  # which the processors set
     )
 
 

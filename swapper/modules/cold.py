@@ -36,8 +36,12 @@ from swapper.modules.torch_functions import (
     SET_DATA,
     VIEWS,
     Function,
+    as_plain,
     changes_nothing,
     getters,
+    leaves,
+    native,
+    share_memory,
     tensors_among,
     written_among,
 )
@@ -125,7 +129,7 @@ class ColdParameter(nn.Parameter):
             return self.__reduce_ex__(protocol)
         fault_handler = answering_handler(self, "pickling")
         shown = fault_handler.detached(self)
-        data = _copy(self) if shown is None else _as_plain(shown)
+        data = _copy(self) if shown is None else as_plain(shown)
         return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -166,18 +170,13 @@ Cold = ColdParameter | ColdView
 def _answer(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do torch's function `func` with these arguments, some of them cold."""
     if func in METADATA:
-        return _native(func, args, kwargs)
+        return native(func, args, kwargs)
     action = _ACTIONS.get(func)
     if action is not None:
         done = action(func, args, kwargs)
         if done is not NotImplemented:
             return done
     return _operate(func, args, kwargs)
-
-
-def _native(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 # --- functions that need no data, or special handling -----------------------------------------------------------------
@@ -193,17 +192,12 @@ def _differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     return func(outputs, edges, *others, **kwargs)
 
 
-def _run_backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensor.backward: the tensor's own data is not needed."""
-    return NotImplemented if _only_first_is_cold(args, kwargs) is None else _native(func, args, kwargs)
-
-
 def _detach(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else kwargs["input"]
     if type(first) is not ColdParameter:
         return _view(func, (first,), {})
     if is_aliasing():
-        return _native(func, args, kwargs)
+        return native(func, args, kwargs)
     fault_handler = handler_of(first)
     detached = None if fault_handler is None else fault_handler.detached(first)
     return NotImplemented if detached is None else detached
@@ -234,7 +228,7 @@ def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     first = args[0]
     if not isinstance(first, Cold):
         return _follow_form(func, args, kwargs)
-    if _native(torch.Tensor.is_contiguous, (first,), {}) and changes_nothing(
+    if native(torch.Tensor.is_contiguous, (first,), {}) and changes_nothing(
         lambda tensor: func(tensor, *args[1:], **kwargs), first
     ):
         return first
@@ -250,14 +244,14 @@ def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     refuse(owner_of(cold), "setting .data")
 
 
-def _make_like(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return NotImplemented if _only_first_is_cold(args, kwargs) is None else _native(func, args, kwargs)
+def _without_data_of_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented if _only_first_is_cold(args, kwargs) is None else native(func, args, kwargs)
 
 
 def _follow_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do a function that needs only the form of a cold argument, unless that is the first one."""
     if args and not isinstance(args[0], Cold):
-        return _native(func, args, kwargs)
+        return native(func, args, kwargs)
     return _view(func, args, kwargs) if func in VIEWS else NotImplemented
 
 
@@ -267,7 +261,7 @@ def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     owner = owner_of(first)
     whole = answering_handler(owner, func).whole(owner) if type(first) is ColdParameter else None
-    result = _native(func, args if whole is None else (whole, *args[1:]), kwargs)
+    result = native(func, args if whole is None else (whole, *args[1:]), kwargs)
     return _watched(result, [owner], {} if whole is None else {id(owner): whole}, [first], func)
 
 
@@ -287,13 +281,13 @@ _Action = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 _ACTIONS: dict[Function, _Action] = {
     **dict.fromkeys(CHANGES_OF_FORM, _refuse_form),
-    **dict.fromkeys(LIKE, _make_like),
+    **dict.fromkeys(LIKE, _without_data_of_first),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(CONVERSIONS, _convert),
     **dict.fromkeys(AFTER_ANOTHER - CONVERSIONS, _follow_form),
     SET_DATA: _set_data,
     torch.autograd.grad: _differentiate,
-    torch.Tensor.backward: _run_backward,
+    torch.Tensor.backward: _without_data_of_first,
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.Tensor.__getitem__: _index,
@@ -312,7 +306,7 @@ def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     owners = list({id(owner_of(tensor)): owner_of(tensor) for tensor in touched}.values())
     _check_views(touched, func)
     if _fault_in(owners, func) and all(type(tensor) is not ColdView for tensor in touched):
-        return _native(func, args, kwargs)
+        return native(func, args, kwargs)
     away = [owner for owner in owners if is_cold(owner)]
     written = {id(owner_of(t)) for t in written_among(func, args, kwargs) if isinstance(t, Cold)}
     if written:
@@ -390,13 +384,13 @@ def _watched(
     Raises:
         ColdParameterError: the result is a pointer or an array, say, which cannot be watched.
     """
-    for item in _leaves(result):
+    for item in leaves(result):
         if not isinstance(item, torch.Tensor):
             if not isinstance(item, _PLAIN_RESULTS):
                 refuse(owners[0], func)
         elif type(item) is torch.Tensor and item.layout is torch.strided:
             for owner, shown in [*((owner, instead.get(id(owner))) for owner in owners), *_apart(touched)]:
-                if _is_of(item, owner) if shown is None else _share_memory(item, shown):
+                if _is_of(item, owner) if shown is None else share_memory(item, shown):
                     _watch(item, owner, shown, func)
                     break
     return result
@@ -420,27 +414,9 @@ _PLAIN_RESULTS = (
 )  # fmt: skip
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _leaves(item)
-    elif isinstance(tree, dict):
-        yield from _leaves(list(tree.values()))
-    else:
-        yield tree
-
-
-def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
-        except NotImplementedError:  # it has none: functorch has wrapped it
-            return False
-
-
 def _is_of(tensor: torch.Tensor, whole: nn.Parameter) -> bool:
     """Return whether `tensor` lies in the range of `whole`, which shares its storage with other parameters."""
-    if not _share_memory(tensor, whole):
+    if not share_memory(tensor, whole):
         return False
     with torch._C.DisableTorchFunctionSubclass():
         begin, at = whole.storage_offset() * whole.itemsize, tensor.storage_offset() * tensor.itemsize
@@ -454,7 +430,7 @@ def _exchanged(tree: Any, instead: Mapping[int, torch.Tensor]) -> Any:
         if whole is None:
             return tree
         if type(tree) is ColdView:
-            whole = _as_plain(tree) if tree.swapper_apart else _same_view(tree, whole)
+            whole = as_plain(tree) if tree.swapper_apart else _same_view(tree, whole)
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and tree.requires_grad:
                 return _InPlaceOf.apply(tree, whole)  # type: ignore[no-untyped-call]
@@ -473,7 +449,7 @@ class _InPlaceOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, cold: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-        return _as_plain(shown)
+        return as_plain(shown)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -514,11 +490,6 @@ def _cold_among(tree: Any) -> list[Cold]:
 @torch.no_grad()
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
-
-
-def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(torch.Tensor)
 
 
 def _describe(tensor: Cold) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,10 +17,6 @@ def getters(*names: str) -> set[Function]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
-def _setters(*names: str) -> set[Function]:
-    return {getattr(torch.Tensor, name).__set__ for name in names}
-
-
 def _named(names: str, *spaces: Any) -> set[Function]:
     return {getattr(space, name) for space in spaces for name in names.split() if hasattr(space, name)}
 
@@ -33,7 +29,10 @@ METADATA: set[Function] = {
         *("output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "itemsize", "nbytes", "_grad", "_base"),
         *("is_xla", "is_maia", "name"),
     ),
-    *_setters("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *(
+        getattr(torch.Tensor, name).__set__
+        for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+    ),
     getattr(torch.Tensor, "grad").__delete__,  # noqa: B009  # mypy takes it for an instance's
     *_named(
         "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous is_signed is_inference "
@@ -164,3 +163,37 @@ def tensors_among(tree: Any) -> list[torch.Tensor]:
         elif isinstance(item, dict):
             pending.extend(item.values())
     return found
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield what lies in lists, tuples and dictionaries, at any depth."""
+    if isinstance(tree, list | tuple):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        yield from leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+# --- tensors of classes with a __torch_function__ of their own ----------------------------------------------------------
+
+
+def native(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Do `func` as if all tensors were of torch's own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as one of torch's own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+        except NotImplementedError:  # it has none: functorch has wrapped it
+            return False

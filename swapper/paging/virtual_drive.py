@@ -10,42 +10,44 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swapper.errors import InvariantError
 from swapper.io.engines import Transfer
 from swapper.runtime.counters import Counters
 
-DRIVE_CPU_S_A_BYTE = 1e-10
-"""Seconds of a processor for each byte that moves: the engine's threads, checksums, mapping of pages. Measured beside plain torch
-(docs/benchmarks/notebook.md): 0.04 to 0.16 s a GB on two cores. All cores compute meanwhile, so a step computes so much longer."""
-MOST_CPU_SHARE = 0.5
-"""Of the processors, that transfers can take from computing: a choice."""
+DRIVE_CPU_S_A_BYTE = 1.5e-10
+"""Seconds that a byte which moves adds to a step's computing: mapping, first touches, checksums, the pager, and processors that
+the engine takes. Fitted to the steps of tools/bench_plan on two cores, which computed longer by 0.15 to 0.19 s a GB."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriveRates:
     """Bytes a second that a drive reaches: reading alone, writing alone, and both together.
 
-    `cpu_s_a_byte` is what a byte takes of the processors while these compute, in seconds: so much longer they compute.
+    `cpu_s_a_byte` is what a byte that moves adds to the computing, in seconds. `busy` is what reads and writes reach together
+    while the processors compute: the engine and the kernel need them too.
     """
 
     read: float = math.inf
     write: float = math.inf
     both: float = math.inf
     cpu_s_a_byte: float = 0.0
+    busy: float = math.inf
 
     def faster(self, times: float) -> DriveRates:
-        """Return the rates of a drive that is `times` as fast."""
-        return DriveRates(self.read * times, self.write * times, self.both * times, self.cpu_s_a_byte)
+        """Return the rates of a drive that is `times` as fast, beside the same processors."""
+        return replace(self, read=self.read * times, write=self.write * times, both=self.both * times)
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """Return the least seconds for these bytes."""
         return max(read_bytes / self.read, written_bytes / self.write, (read_bytes + written_bytes) / self.both)
 
-    def of(self, reading: bool, writing: bool) -> tuple[float, float]:
-        """Return the rates of reads and of writes while the drive does these."""
+    def of(self, reading: bool, writing: bool, computing: bool = False) -> tuple[float, float]:
+        """Return the rates of reads and of writes while the drive, and the processors, do these."""
+        wanted = self.read * reading + self.write * writing if computing else 0.0
         share = min(1.0, self.both / (self.read + self.write)) if reading and writing else 1.0
+        share = min(share, self.busy / wanted) if wanted else share
         return self.read * share, self.write * share
 
 
@@ -88,6 +90,8 @@ class VirtualDrive:
         self._writes: list[VirtualTransfer] = []
         self.now_s = 0.0
         self.finished = 0
+        self._added_s = 0.0  # by transfers, of computing
+        self._is_computing = False
 
     def read(self, nbytes: int, after: Transfer | None) -> VirtualTransfer:
         return self._submit(self._reads, nbytes, after)
@@ -104,18 +108,12 @@ class VirtualDrive:
         return transfer
 
     def compute(self, seconds: float) -> None:
-        """Let this time pass, in which the drive works."""
-        left_s = seconds
-        while True:
-            share = (
-                sum(rate * self.rates.cpu_s_a_byte for _, _, rate in self._moving()) if self.rates.cpu_s_a_byte else 0
-            )
-            pace = 1 - min(share, MOST_CPU_SHARE)
-            began_s, end_s = self.now_s, self.now_s + left_s / pace
-            if not self._advance(end_s) or self.now_s >= end_s:
-                self.now_s = end_s
-                return
-            left_s -= (self.now_s - began_s) * pace
+        """Let this time pass, and what the bytes that have moved since take of the processors, while the drive works."""
+        end_s = self.now_s + seconds + self._added_s
+        self._added_s, self._is_computing = 0.0, True
+        while self.now_s < end_s and self._advance(end_s):
+            pass
+        self.now_s, self._is_computing = end_s, False
 
     def wait(self, transfer: VirtualTransfer) -> None:
         """Let time pass until `transfer` is done."""
@@ -127,7 +125,7 @@ class VirtualDrive:
         """Return the transfers that are under way: the queue, the transfer, and its rate."""
         read = next((one for one in self._reads if one.after is None or one.after.done), None)
         write = self._writes[0] if self._writes else None
-        rates = self.rates.of(read is not None, write is not None)
+        rates = self.rates.of(read is not None, write is not None, self._is_computing)
         found = zip((self._reads, self._writes), (read, write), rates, strict=True)
         return [(queue, one, rate) for queue, one, rate in found if one is not None]
 
@@ -145,6 +143,7 @@ class VirtualDrive:
             if one.left <= 1e-3:  # of a byte: rounding
                 one.left = 0.0
                 self.finished += 1
+                self._added_s += one.nbytes * self.rates.cpu_s_a_byte
                 queue.remove(one)
         return True
 

@@ -65,7 +65,6 @@ class _Heap:
         began_bytes: in use when the run began.
         peak_bytes: the most that a check found in use.
         other_bytes: what the process has besides its heap.
-        buffer_bytes: of buffers that come and go all the time: where they were is no hole.
         watches: of the open runs.
     """
 
@@ -76,7 +75,6 @@ class _Heap:
     began_bytes = 0
     peak_bytes = 0
     other_bytes = 0
-    buffer_bytes = 0
 
 
 class Watch:
@@ -100,15 +98,9 @@ def kept_free_bytes(budget_bytes: int) -> int:
     return min(max(budget_bytes // FREE_SHARE, MIN_CHECK_BYTES), MAX_CHECK_BYTES)
 
 
-def watch_free_memory(budget_bytes: int, buffer_bytes: int = 0) -> Watch:
-    """Begin the watch of a run. The newest run counts: a process has one heap.
-
-    Args:
-        budget_bytes: of the run.
-        buffer_bytes: of buffers that come and go all the time, as FSDP2's; their memory is kept.
-    """
+def watch_free_memory(budget_bytes: int) -> Watch:
+    """Begin the watch of a run with this budget. The newest run counts: a process has one heap."""
     watch = Watch()
-    _Heap.buffer_bytes = buffer_bytes
     return_free_memory()
     _Heap.check_bytes = kept_free_bytes(budget_bytes)
     _Heap.min_headroom_bytes = UNLIMITED
@@ -133,7 +125,7 @@ def note_freed(nbytes: int) -> None:
     note_used()
     _Heap.min_headroom_bytes = min(_Heap.min_headroom_bytes, headroom_bytes())
     holes_bytes = _anonymous_bytes() - _Heap.other_bytes - _Heap.peak_bytes
-    most_holes_bytes = max(_Heap.check_bytes, _Heap.peak_bytes - _Heap.began_bytes) // HOLES_SHARE + _Heap.buffer_bytes
+    most_holes_bytes = max(_Heap.check_bytes, _Heap.peak_bytes - _Heap.began_bytes) // HOLES_SHARE
     if holes_bytes > most_holes_bytes or _Heap.min_headroom_bytes < SHORTAGE_CHECKS * _Heap.check_bytes:
         return_free_memory()
 

@@ -70,7 +70,7 @@ def _watch(
             if why is None:
                 return
         except queue.Empty:
-            wait = _longest(counters)
+            wait = min(list(counters.waits.values()), key=lambda wait: wait.since_s, default=None)
             if wait is None or stall_s is None or wait is logged or time.monotonic() - wait.since_s < stall_s:
                 continue
             logged, why = wait, f"waiting for {stall_s:g} s and more"
@@ -78,10 +78,6 @@ def _watch(
             log.warning("%s\n%s", why, describe())
         except Exception:  # it reads what other threads change; the run must not suffer
             log.exception("the dump failed")
-
-
-def _longest(counters: Counters) -> Wait | None:
-    return min(list(counters.waits.values()), key=lambda wait: wait.since_s, default=None)
 
 
 def describe_waits(counters: Counters) -> str:

@@ -1,9 +1,9 @@
 """What of a process swapper changes, looked at from inside: each probe is a process of its own, with and without SWAPPER_OFF.
 
-    python process_probes.py DIRECTORY
+    python process_probes.py DIRECTORY WORD...
 
-runs them all, as forks of one process that has imported torch and nothing of swapper, and writes what each printed and how it ended
-to DIRECTORY/results.json, by word and "on" or "off".
+runs those of these words, as forks of one process that has imported torch and nothing of swapper, and writes what each printed and
+how it ended to DIRECTORY/results.json, by word and "on" or "off".
 """
 
 from __future__ import annotations
@@ -214,10 +214,10 @@ PROBES = {
 
 def main() -> None:
     """Run each probe in a forked process, which ends as any other does: by the end of its interpreter."""
-    place, results = Path(sys.argv[1]), {}
+    place, words, results = Path(sys.argv[1]), sys.argv[2:], {}
     gc.freeze()
     importlib.import_module("torch._dynamo")  # every optimizer does
-    for word in PROBES:
+    for word in words:
         for off in ("", ",".join(PROBES.keys() - {"everything"}) if word == "everything" else word):
             directory = place / f"{word}-{'off' if off else 'on'}"
             directory.mkdir()

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 import swapper
 import swapper.cli
 from swapper.cli import app
+from swapper.durability.commit import encode_commit, read_commit
 
 WIDE = {"COLUMNS": "40", "NO_COLOR": "1", "TERM": "dumb"}
 """A narrow terminal: tables must not wrap in it."""
@@ -83,6 +85,17 @@ def test_runs_are_listed_a_line_each(tmp_path: Path) -> None:
     assert [run["in_use_by"] for run in found] == [None, None, str(os.getpid())]
     (tmp_path / "empty").mkdir()
     assert f"no run in {tmp_path / 'empty'}" in run_here("runs", tmp_path / "empty").stdout
+
+
+def test_a_sealed_record_that_contradicts_itself_is_named_too(tmp_path: Path) -> None:
+    train(tmp_path)
+    run = tmp_path / "rank-0-of-1"
+    record = read_commit(run)
+    assert record is not None
+    (run / "commit.pt").write_bytes(encode_commit(replace(record, plans=["head.weight param: nn [2] at 0"])))
+    done = run_here("runs", tmp_path)
+    assert done.exit_code == 1 and "unreadable" in done.stdout
+    assert "contradicts itself" in json.loads(run_here("runs", tmp_path, "--json").stdout)[0]["problem"]
 
 
 def test_a_damaged_run_is_named_and_counts_as_a_failure(tmp_path: Path) -> None:

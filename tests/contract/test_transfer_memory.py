@@ -16,7 +16,7 @@ import pytest
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
-from swapper.io.waiting import all_over, wait_for_all
+from swapper.io.engines import all_over, wait_for_all
 
 MIB = 1 << 20
 

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import swapper
 from e2e.fsdp_run import adamw, same, train
-from e2e.killed_ranks import joined
-from e2e.killed_run import fork
+from e2e.killed_ranks import launch
 from swapper.checkpoint.dcp import StorageReader
 from swapper.checkpoint.encoded_state import MARK
 from swapper.codecs import CODECS
@@ -154,13 +153,7 @@ def main(directory: Path, codec: str, sizes: list[int]) -> None:
     importlib.import_module("swapper.manager")  # here and not in every child
     before = None
     for size in sizes:
-        meeting = directory / f"meeting-{size}"
-        ranks = [
-            fork(lambda r=rank, s=size, m=meeting, b=before: joined(r, s, m, lambda: stage(directory, codec, b)))
-            for rank in range(size)
-        ]
-        statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
-        if any(statuses):
+        if any(launch(size, directory / f"meeting-{size}", lambda b=before: stage(directory, codec, b))):
             raise SystemExit(1)
         look(directory / f"snapshot-{size}", codec)
         before = size

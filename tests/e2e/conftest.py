@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import swapper
 from e2e.leaks import watch_for_leaks
 from e2e.models import Net
 from e2e.twins import Twins
@@ -37,6 +38,12 @@ def twins(tmp_path: Path) -> Iterator[Callable[..., Twins]]:
     yield make
     while made:  # pytest keeps `make`, and so this list, until the test's very end
         made.pop().close()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[swapper.SwapManager]:
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as made:
+        yield made
 
 
 @pytest.fixture

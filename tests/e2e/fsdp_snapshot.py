@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import swapper
 from e2e.fsdp_run import adamw, flat, make, same, same_state, tied, train
-from e2e.killed_ranks import joined
-from e2e.killed_run import fork
+from e2e.killed_ranks import launch
 from swapper.checkpoint.dcp import StorageReader
 from swapper.durability.verify import verify
 
@@ -170,13 +169,7 @@ def main(directory: Path, sizes: list[int]) -> None:
     importlib.import_module("swapper.manager")  # here and not in every child
     before = None
     for size in sizes:
-        meeting = directory / f"meeting-{size}"
-        ranks = [
-            fork(lambda r=rank, s=size, m=meeting, b=before: joined(r, s, m, lambda: stage(directory, b)))
-            for rank in range(size)
-        ]
-        statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
-        if any(statuses):
+        if any(launch(size, directory / f"meeting-{size}", lambda b=before: stage(directory, b))):
             raise SystemExit(1)
         before = size
     for size in set(sizes):

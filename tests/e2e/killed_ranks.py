@@ -93,6 +93,12 @@ def joined(rank: int, size: int, meeting: Path, work: Callable[[], None]) -> Non
     dist.destroy_process_group()
 
 
+def launch(size: int, meeting: Path, work: Callable[[], None]) -> list[int]:
+    """Do `work` in each of `size` ranks; return their exit statuses, 0 where all went well."""
+    ranks = [fork(lambda r=rank: joined(r, size, meeting, work)) for rank in range(size)]
+    return [os.waitpid(rank, 0)[1] for rank in ranks]
+
+
 def plain(directory: Path, engine: str) -> None:
     model, wrapped, optimizer = prepare(dist.get_rank(), engine)
     losses = []
@@ -213,10 +219,7 @@ def train_plain(directory: Path, size: int, engine: str) -> None:
     for module in ("torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor") if engine == "ddp" else ():
         importlib.import_module(module)  # here and not in every child: DDP does
     swapper.SwapManager  # noqa: B018  # as well
-    ranks = [
-        fork(lambda r=r: joined(r, size, directory / "meeting", lambda: plain(directory, engine))) for r in range(size)
-    ]
-    assert sum(os.waitpid(rank, 0)[1] for rank in ranks) == 0
+    assert not any(launch(size, directory / "meeting", lambda: plain(directory, engine)))
 
 
 def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "ddp") -> None:

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import swapper
 from e2e.fsdp_run import adamw, make, same, same_state, tied, train
 from e2e.fsdp_snapshot import Counter, load
-from e2e.killed_ranks import joined
-from e2e.killed_run import fork
+from e2e.killed_ranks import launch
 from swapper.durability import committer
 
 CASE = {"optimizer": lambda model: adamw(model, weight_decay=0.1), "mesh": "replicated", "change": tied}
@@ -70,24 +69,16 @@ def stage(directory: Path, number: int, before: int | None, dies: bool) -> None:
     os.write(1, f"stage {number}, rank {rank} of {size}: same\n".encode())
 
 
-def launch(directory: Path, number: int, size: int, before: int | None, dies: bool = False) -> list[int]:
-    meeting = directory / f"meeting-{number}{'-dies' * dies}"
-    ranks = [
-        fork(lambda r=rank: joined(r, size, meeting, lambda: stage(directory, number, before, dies)))
-        for rank in range(size)
-    ]
-    return [os.waitpid(rank, 0)[1] for rank in ranks]
-
-
 def main(directory: Path, sizes: list[int], is_killed: bool) -> None:
     torch.set_num_threads(1)
     importlib.import_module("swapper.manager")  # here and not in every child
     before = None
     for number, size in enumerate(sizes):
-        if is_killed and before is not None:
-            assert any(launch(directory, number, size, before, dies=True))
-        if any(launch(directory, number, size, before)):
-            raise SystemExit(1)
+        for dies in (True, False) if is_killed and before is not None else (False,):
+            meeting = directory / f"meeting-{number}{'-dies' * dies}"
+            statuses = launch(size, meeting, lambda n=number, b=before, d=dies: stage(directory, n, b, d))
+            if any(statuses) != dies:
+                raise SystemExit(1)
         before = size
     names = {f"rank-{rank}-of-{size}" for size in sizes for rank in range(size)}
     assert {path.name for path in (directory / "run").iterdir()} == names  # nothing was removed

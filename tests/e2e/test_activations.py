@@ -29,12 +29,6 @@ MakeTwins = Callable[..., Twins]
 SMALL = {"to": "nvme", "host_memory": "1MiB", "min_bytes": "4KiB"}
 
 
-@pytest.fixture
-def manager(tmp_path: Path):
-    with swapper.SwapManager(tmp_path, host_memory="64MiB") as made:
-        yield made
-
-
 @pytest.mark.parametrize("to, host_memory", [("nvme", "1MiB"), ("nvme", 1), ("auto", "2MiB"), ("auto", "1GiB")])
 def test_gradients_are_plain_torchs(manager: swapper.SwapManager, to: str, host_memory: Any) -> None:
     model, value = Residual(), torch.randn(2, 128, WIDTH)

@@ -168,14 +168,19 @@ def test_a_run_that_goes_on_compares_what_the_commit_names(twins: MakeTwins, har
             train_step(model, optimizer)
 
 
-def test_a_snapshot_that_is_edited_with_its_time_put_back_is_noticed(twins: MakeTwins, tmp_path: Path) -> None:
-    """By what is read of it, or by the next commit: its inode changed at a time that nobody can put back."""
+def with_snapshot(twins: MakeTwins) -> tuple[Twins, Path]:
+    """Return twins with a frozen embedding, and the snapshot of their second step."""
     model = Net()
     for parameter in model.embedding.parameters():
         parameter.requires_grad_(False)
     pair = twins(model)
     pair.train(train_step, steps=2)
-    path = pair.manager.snapshot(pair.directory / "a.pt").result()
+    return pair, pair.manager.snapshot(pair.directory / "a.pt").result()
+
+
+def test_a_snapshot_that_is_edited_with_its_time_put_back_is_noticed(twins: MakeTwins, tmp_path: Path) -> None:
+    """By what is read of it, or by the next commit: its inode changed at a time that nobody can put back."""
+    pair, path = with_snapshot(twins)
     if path.stat().st_nlink == 1:
         pytest.skip("the filesystem gives snapshots bytes of their own")
     pair.train(train_step, steps=2)
@@ -195,12 +200,7 @@ def test_a_snapshot_that_is_edited_with_its_time_put_back_is_noticed(twins: Make
 
 
 def test_a_snapshot_that_is_renamed_or_removed_is_no_damage(twins: MakeTwins, caplog: Any) -> None:
-    model = Net()
-    for parameter in model.embedding.parameters():
-        parameter.requires_grad_(False)
-    pair = twins(model)
-    pair.train(train_step, steps=2)
-    path = pair.manager.snapshot(pair.directory / "a.pt").result()
+    pair, path = with_snapshot(twins)
     pair.train(train_step, steps=1)
     path.rename(pair.directory / "b.pt")
     pair.train(train_step, steps=1)

@@ -19,7 +19,7 @@ import swapper
 from e2e.loops import never_zero
 from e2e.models import WIDTH, Halves, Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import Counting
-from e2e.twins import Twins, alternating_halves, assert_same, fail_in_the_middle
+from e2e.twins import Twins, alternating_halves, assert_closed_runs_go_on, assert_same, fail_in_the_middle
 
 MakeTwins = Callable[..., Twins]
 Run = Callable[[Any, Any], Any]
@@ -139,27 +139,7 @@ def test_a_snapshot_is_of_the_last_step(deferred: MakeTwins, tmp_path: Path) -> 
 
 
 def test_a_run_that_is_closed_goes_on_from_its_last_step(tmp_path: Path) -> None:
-    def go(until: int) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Net()
-        losses = []
-        with swapper.SwapManager(tmp_path, host_memory="10MiB", resume="auto") as manager:
-            optimizer = AdamW(model.parameters(), lr=1e-3)
-            places = {"params": "nvme", "optimizer_state": "nvme"}
-            model, optimizer = manager.offload(model, optimizer, update="deferred", **places)
-            while manager.step < until:
-                torch.manual_seed(manager.step)
-                losses.append(train_step(model, optimizer))
-        return losses
-
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    expected = []
-    for number in range(5):
-        torch.manual_seed(number)
-        expected.append(train_step(model, optimizer))
-    assert_same([*go(2), *go(5)], expected)
+    assert_closed_runs_go_on(tmp_path, "deferred", (2, 5))
 
 
 # --- what fails -----------------------------------------------------------------------------------------------------

@@ -33,12 +33,6 @@ CPU = torch.device("cpu")
 LARGEST = 2 * 128 * 3 * WIDTH * 4
 
 
-@pytest.fixture
-def manager(tmp_path: Path):
-    with swapper.SwapManager(tmp_path, host_memory="64MiB") as made:
-        yield made
-
-
 def offload(manager: swapper.SwapManager, device: LateDevice, **options: Any) -> Any:
     """Activations of `manager` with the CPU's tensors on `device`."""
     given = {"to": "auto", "host_memory": "2MiB", "device_memory": "1MiB", "min_bytes": "4KiB", **options}

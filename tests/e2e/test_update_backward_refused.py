@@ -14,7 +14,7 @@ from torch.optim import AdamW, NAdam
 import swapper
 from e2e.early import updated_early
 from e2e.models import WIDTH, Net, loss_of, tokens, train_step
-from e2e.twins import Twins, assert_same, fail_in_the_middle
+from e2e.twins import Twins, assert_closed_runs_go_on, assert_same, fail_in_the_middle
 
 MakeTwins = Callable[..., Twins]
 
@@ -268,30 +268,12 @@ def test_a_backward_that_fails_before_any_update_costs_nothing(backward: MakeTwi
 
 
 def test_a_run_that_is_closed_between_backward_and_step_goes_on_from_the_step_before(tmp_path: Path) -> None:
-    def go(until: int, more: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Net()
-        losses = []
-        with swapper.SwapManager(tmp_path, host_memory="10MiB", resume="auto") as manager:
-            optimizer = AdamW(model.parameters(), lr=1e-3)
-            places = {"params": "nvme", "optimizer_state": "nvme"}
-            model, optimizer = manager.offload(model, optimizer, update="backward", **places)
-            while manager.step < until:
-                torch.manual_seed(manager.step)
-                losses.append(train_step(model, optimizer))
-            if more:
-                loss_of(model, tokens()).backward()
-                assert manager.current.run.model.update_is_open
-        return losses
+    def begin_another(model: nn.Module, manager: swapper.SwapManager) -> None:
+        if manager.step < 5:
+            loss_of(model, tokens()).backward()
+            assert manager.current.run.model.update_is_open
 
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    expected = []
-    for number in range(5):
-        torch.manual_seed(number)
-        expected.append(train_step(model, optimizer))
-    assert_same([*go(2, True), *go(3, True), *go(5, False)], expected)
+    assert_closed_runs_go_on(tmp_path, "backward", (2, 3, 5), begin_another)
 
 
 def test_ddp_is_refused(tmp_path: Path) -> None:

@@ -2,84 +2,89 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import AdamW, Optimizer
 
 
-class Lion(Optimizer):
+class PerParameter(Optimizer):
+    """Updates one parameter with a gradient after the other, as most do. `SETTINGS` are the defaults of its groups."""
+
+    SETTINGS: ClassVar[dict[str, Any]] = {"lr": 1e-2}
+
+    def __init__(self, params: Any, **settings: Any):
+        super().__init__(params, {**self.SETTINGS, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            self._begin(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, self.state[p], group)
+
+    def _begin(self, group: dict[str, Any]) -> None: ...
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lion(PerParameter):
     """Sign of an interpolated momentum; its state is made lazily, with `.data` throughout, as older code does."""
 
-    def __init__(
-        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
-    ):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    SETTINGS: ClassVar[dict[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if len(state) == 0:
-                    state["exp_avg"] = torch.zeros_like(p)
-                beta1, beta2 = group["betas"]
-                p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                update = state["exp_avg"].clone().mul_(beta1).add(p.grad, alpha=1 - beta1).sign_()
-                p.add_(update, alpha=-group["lr"])
-                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if len(state) == 0:
+            state["exp_avg"] = torch.zeros_like(p)
+        beta1, beta2 = group["betas"]
+        p.data.mul_(1 - group["lr"] * group["weight_decay"])
+        update = state["exp_avg"].clone().mul_(beta1).add(p.grad, alpha=1 - beta1).sign_()
+        p.add_(update, alpha=-group["lr"])
+        state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
 
-class Rebinding(Optimizer):
+class Rebinding(PerParameter):
     """Counts in Python numbers, replaces its tensors and `p.data` instead of changing them, and keeps what is no tensor."""
 
-    def __init__(self, params: Any, lr: float = 1e-2):
-        super().__init__(params, {"lr": lr, "seen": 0})
+    SETTINGS: ClassVar[dict[str, Any]] = {"lr": 1e-2, "seen": 0}
+
+    def __init__(self, params: Any, **settings: Any):
+        super().__init__(params, **settings)
         self.calls = 0
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         self.calls += 1
-        for group in self.param_groups:
-            group["seen"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["step"] = state.get("step", 0) + 1
-                state["note"] = None if state["step"] < 3 else "warm"
-                old = state.get("velocity")
-                state["velocity"] = p.grad.clone() if old is None else old * 0.9 + p.grad
-                p.data = p.data - group["lr"] / (self.calls + group["seen"]) * state["velocity"]
+        super().step()
+
+    def _begin(self, group: dict[str, Any]) -> None:
+        group["seen"] += 1
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        state["note"] = None if state["step"] < 3 else "warm"
+        old = state.get("velocity")
+        state["velocity"] = p.grad.clone() if old is None else old * 0.9 + p.grad
+        p.data = p.data - group["lr"] / (self.calls + group["seen"]) * state["velocity"]
 
 
-class FactoredRms(Optimizer):
+class FactoredRms(PerParameter):
     """State of other shapes: a mean for each row and each column; vectors have a whole one. Weight decay by dimensions."""
 
-    def __init__(self, params: Any, lr: float = 1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                square = p.grad.float().square()
-                if p.dim() < 2:
-                    state["whole"] = square if "whole" not in state else state["whole"] * 0.9 + square * 0.1
-                    scale = state["whole"]
-                else:
-                    p.mul_(0.999)
-                    for name, dim in (("row", -1), ("column", 0)):
-                        mean = square.mean(dim)
-                        state[name] = mean if name not in state else state[name] * 0.9 + mean * 0.1
-                    scale = state["row"].unsqueeze(-1) * state["column"]
-                    state.setdefault("shape", list(p.shape[:0]))
-                p.add_((p.grad.float() / (scale.sqrt() + 1e-3)).to(p.dtype), alpha=-group["lr"])
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        square = p.grad.float().square()
+        if p.dim() < 2:
+            state["whole"] = square if "whole" not in state else state["whole"] * 0.9 + square * 0.1
+            scale = state["whole"]
+        else:
+            p.mul_(0.999)
+            for name, dim in (("row", -1), ("column", 0)):
+                mean = square.mean(dim)
+                state[name] = mean if name not in state else state[name] * 0.9 + mean * 0.1
+            scale = state["row"].unsqueeze(-1) * state["column"]
+            state.setdefault("shape", list(p.shape[:0]))
+        p.add_((p.grad.float() / (scale.sqrt() + 1e-3)).to(p.dtype), alpha=-group["lr"])
 
 
 class Scaled(AdamW):
@@ -93,30 +98,22 @@ class Scaled(AdamW):
         return super().step(closure)
 
 
-class Coupled(Optimizer):
+class Coupled(PerParameter):
     """Divides by the norm over all parameters: one slice after the other would give other values."""
 
-    def __init__(self, params: Any):
-        super().__init__(params, {"lr": 1e-2})
+    def _begin(self, group: dict[str, Any]) -> None:
+        self.norm = torch.stack([p.grad.float().norm() for p in group["params"] if p.grad is not None]).norm()
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            norm = torch.stack([p.grad.float().norm() for p in group["params"] if p.grad is not None]).norm()
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad / norm.to(p.dtype), alpha=-group["lr"])
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad / self.norm.to(p.dtype), alpha=-group["lr"])
 
 
 class Noisy(Lion):
     """Langevin dynamics: random numbers for each parameter."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(torch.randn_like(p), alpha=1e-3)
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._update(p, state, group)
+        p.add_(torch.randn_like(p), alpha=1e-3)
 
 
 class Wrapper(Optimizer):
@@ -138,36 +135,25 @@ class Remembering(Lion):
         self.flat = {"all": [p for group in self.param_groups for p in group["params"]]}
 
 
-class GlobalState(Optimizer):
+class GlobalState(PerParameter):
     """Keeps state that belongs to no parameter."""
 
-    def __init__(self, params: Any):
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def _begin(self, group: dict[str, Any]) -> None:
         self.state["all"]["step"] = self.state["all"].get("step", 0) + 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad, alpha=group["lr"])
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"])
 
 
-class LowBit(Optimizer):
+class LowBit(PerParameter):
     """Keeps the momentum of tensors of 4,096 elements and more in 8 bits, as bitsandbytes and, in whole blocks, torchao do."""
 
-    def __init__(self, params: Any):
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                coded = p.numel() >= 4096 and p.numel() % 256 == 0
-                momentum = (state["momentum"].float() / 127 if coded else state["momentum"]) if state else p.grad
-                momentum = momentum.lerp(p.grad, 0.1)
-                state["momentum"] = momentum.clamp(-1, 1).mul(127).round().to(torch.int8) if coded else momentum
-                p.sub_(momentum, alpha=group["lr"])
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        coded = p.numel() >= 4096 and p.numel() % 256 == 0
+        momentum = (state["momentum"].float() / 127 if coded else state["momentum"]) if state else p.grad
+        momentum = momentum.lerp(p.grad, 0.1)
+        state["momentum"] = momentum.clamp(-1, 1).mul(127).round().to(torch.int8) if coded else momentum
+        p.sub_(momentum, alpha=group["lr"])
 
 
 class Quantized(torch.Tensor):
@@ -177,22 +163,18 @@ class Quantized(torch.Tensor):
 class LowBitTensors(LowBit):
     """Keeps the momentum of such tensors in a class of its own, as torchao does."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        super().step()
-        for state in self.state.values():
-            if state["momentum"].dtype == torch.int8:
-                state["momentum"] = state["momentum"].float().as_subclass(Quantized)
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._update(p, state, group)
+        if state["momentum"].dtype == torch.int8:
+            state["momentum"] = state["momentum"].float().as_subclass(Quantized)
 
 
 class ListOfTensors(Lion):
     """Keeps tensors in a list, as SOAP and Shampoo do."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        super().step()
-        for p, state in self.state.items():
-            state["factors"] = [torch.eye(size) for size in p.shape]
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._update(p, state, group)
+        state["factors"] = [torch.eye(size) for size in p.shape]
 
 
 class NeedsClosure(Lion):
@@ -203,11 +185,10 @@ class NeedsClosure(Lion):
         return super().step(closure)
 
 
-class ScheduleFree(Optimizer):
+class ScheduleFree(PerParameter):
     """Trains at a point between an average and a fast iterate; `eval()` replaces the parameters by the average, `train()` back."""
 
-    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9):
-        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+    SETTINGS: ClassVar[dict[str, Any]] = {"lr": 1e-2, "beta": 0.9, "k": 0, "train_mode": False}
 
     @torch.no_grad()
     def _move(self, is_training: bool) -> None:
@@ -224,37 +205,24 @@ class ScheduleFree(Optimizer):
     def eval(self) -> None:
         self._move(False)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            if not group["train_mode"]:
-                raise RuntimeError("call train() first")
-            group["k"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "z" not in state:
-                    state["z"] = p.clone()
-                p.lerp_(state["z"], weight=1 / group["k"])
-                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
-                state["z"].sub_(p.grad, alpha=group["lr"])
+    def _begin(self, group: dict[str, Any]) -> None:
+        if not group["train_mode"]:
+            raise RuntimeError("call train() first")
+        group["k"] += 1
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "z" not in state:
+            state["z"] = p.clone()
+        p.lerp_(state["z"], weight=1 / group["k"])
+        p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+        state["z"].sub_(p.grad, alpha=group["lr"])
 
 
-class SquareOfVectors(Optimizer):
+class SquareOfVectors(PerParameter):
     """Keeps a square matrix for a vector, as Shampoo does, which takes minutes for a root of a large one."""
 
-    def __init__(self, params: Any):
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                assert p.numel() <= 2048, "this would take minutes"
-                state = self.state[p]
-                flat = p.grad.reshape(-1, 1)
-                state["square"] = state.get("square", 0) + flat @ flat.T
-                p.sub_(p.grad / (1 + state["square"].diagonal().sqrt().view_as(p)), alpha=group["lr"])
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert p.numel() <= 2048, "this would take minutes"
+        flat = p.grad.reshape(-1, 1)
+        state["square"] = state.get("square", 0) + flat @ flat.T
+        p.sub_(p.grad / (1 + state["square"].diagonal().sqrt().view_as(p)), alpha=group["lr"])

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 import swapper
 from e2e.keywords import for_offload
-from e2e.models import WIDTH, finish_step, train_step
+from e2e.models import WIDTH, Net, finish_step, train_step
 from swapper.paging.residency import Residency
 from swapper.train.gradients.cold_grad import ColdGradient
 
@@ -385,3 +385,35 @@ def fail_in_the_middle(pair: Twins) -> None:
         apply(run)
 
     sweep._apply = fail_once
+
+
+def assert_closed_runs_go_on(
+    directory: Path,
+    update: str,
+    stops: Sequence[int],
+    before_close: Callable[[nn.Module, swapper.SwapManager], Any] = lambda model, manager: None,
+) -> None:
+    """Train to each of `stops`, a step, by a manager that is closed there. All losses must be plain torch's.
+
+    Args:
+        before_close: called with the model and the manager before it is closed.
+    """
+
+    def make() -> tuple[Net, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Net()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    losses: list[torch.Tensor] = []
+    for stop in stops:
+        with swapper.SwapManager(directory, host_memory="10MiB", resume="auto") as manager:
+            model, optimizer = manager.offload(*make(), update=update, params="nvme", optimizer_state="nvme")
+            while manager.step < stop:
+                torch.manual_seed(manager.step)
+                losses.append(train_step(model, optimizer))
+            before_close(model, manager)
+    model, optimizer = make()
+    for number, loss in enumerate(losses):
+        torch.manual_seed(number)
+        assert_same(loss, train_step(model, optimizer))
+    assert len(losses) == stops[-1]

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swapper.cli import app
-from swapper.cli.tune import search
+from swapper.cli.bench import search
 from swapper.io.tuning import Tuning, find_tuning, keep_tuning, tuning_path
 
 runner = CliRunner()

@@ -20,9 +20,10 @@ from simulated_engine import Arena, Engine, Faults, File, SimulationError, Ticke
 
 from swapper.device.registered_memory import LockedMemory
 from swapper.errors import IoError
+from swapper.io.extents import SpillFile
 from swapper.paging.residency import Residency
 from swapper.train.activations.device_activations import DeviceStored, DeviceTensorCache
-from swapper.train.activations.saved_tensor_cache import SavedTensorCache, SpillFile, Stored
+from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Stored
 
 SIZES = (1, 512, 4096, 5000, 8192, 12288)
 POISON = 0xEF

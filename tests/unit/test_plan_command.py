@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.cli import app
-from swapper.cli.planning.forecast import Forecaster, Machine, Setting
-from swapper.cli.planning.model_source import make_model, with_layers
+from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting
+from swapper.cli.planning.model_source import layers_of, make_model, with_layers
 from swapper.cli.planning.search import Row, smallest_budget, undominated
 from swapper.errors import BudgetError
 from swapper.io.tuning import Tuning, keep_tuning
+from swapper.manager import SwapManager
 from swapper.paging.virtual_drive import DriveRates
 
 SMALL = GptConfig(vocabulary=512, context=32, layers=4, width=256)
@@ -49,6 +50,11 @@ def figures(*arguments: str) -> dict[str, Any]:
 def small_gpt() -> nn.Module:
     """A model for `swapper plan`, which makes it on the meta device."""
     return make_gpt(SMALL, torch.get_default_dtype())
+
+
+def make_model_of(config: GptConfig) -> nn.Module:
+    with torch.device("meta"):
+        return make_gpt(config, torch.bfloat16)
 
 
 def gpt_of(layers: int) -> nn.Module:
@@ -102,6 +108,37 @@ def test_a_step_moves_what_the_plan_says_and_one_of_larger_pages_nearly_that() -
         assert not rough.exact and rough.plan.budget.page_bytes > plan.budget.page_bytes
         assert rough.written_bytes == pytest.approx(exact.written_bytes, rel=0.1)
         assert rough.step.wall_s == pytest.approx(exact.step.wall_s, rel=0.1)
+
+
+@pytest.mark.parametrize("codec", ["exact", "8bit"])
+def test_a_forecast_has_the_plan_that_offload_carries_out(codec: str, tmp_path: Path) -> None:
+    forecaster = Forecaster(meta_gpt(), 64)
+    for host_bytes, update in ((24 << 20, "step"), (48 << 20, "deferred"), (24 << 20, "deferred")):
+        found = forecaster.plan(machine(host_bytes), Setting(codec=codec, update=update))
+        model = meta_gpt()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        with SwapManager(tmp_path / f"{host_bytes}-{update}", host_memory=host_bytes) as manager:
+            plan = manager.plan(
+                model, optimizer, master_weights=torch.float32, state_codec=codec, update=update
+            )  # fmt: skip
+            assert (found.places, found.budget, found.traffic) == (plan.places, plan.budget, plan.traffic)
+            assert (found.space_bytes, found.commit_bytes) == (plan.space_bytes, plan.commit_bytes)
+
+
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_a_step_of_several_layers_as_one_takes_nearly_as_long(update: str) -> None:
+    deep = GptConfig(vocabulary=512, context=32, layers=40, width=256)
+    forecaster = Forecaster(make_model_of(deep), 64)
+    assert len(layers_of(forecaster.of_rank(1, is_rough=True))[2]) == 14  # of three layers each
+    on, setting = machine(160 << 20), Setting(update=update)
+    exact = forecaster.forecast(on, setting)
+    rough = forecaster.forecast(on, setting, ROUGH_PAGES)
+    assert exact.exact and not rough.exact and len(rough.plan.inventory.groups) < len(exact.plan.inventory.groups)
+    assert rough.plan.places == exact.plan.places and rough.memory_bytes == exact.memory_bytes
+    assert rough.step.wall_s == pytest.approx(exact.step.wall_s, rel=0.05)
+    assert rough.written_bytes == pytest.approx(exact.written_bytes, rel=0.05)
+    computed = [sum(of.compute.forward_s.values()) for of in (exact, rough)]
+    assert computed[1] == pytest.approx(computed[0]) and computed[0] > 0
 
 
 def test_each_pass_reads_parameters_again_and_updates_once() -> None:

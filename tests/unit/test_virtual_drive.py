@@ -73,13 +73,27 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
     assert least_s * (1 - 1e-6) <= drive.now_s <= most_s * (1 + 1e-6)
 
 
-def test_a_drive_that_would_take_all_processors_leaves_half_of_them() -> None:
-    """Of the rates that a drive twice as fast as an uncapped one has."""
-    drive = VirtualDrive(DriveRates(20e9, 20e9, 40e9, cpu_s_a_byte=1e-10))
-    for _ in range(4):
-        drive.read(10 * 10**9, None)
-        drive.write(10 * 10**9)
+def test_bytes_that_have_moved_lengthen_the_computing_whether_they_were_waited_for_or_not() -> None:
+    drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9, cpu_s_a_byte=1e-10))
+    drive.wait(drive.read(10 * 10**9, None))
+    assert drive.now_s == pytest.approx(1.0)
     drive.compute(1.0)
-    assert drive.now_s == pytest.approx(2.0)  # four transfers of half a second each way meanwhile
+    assert drive.now_s == pytest.approx(3.0)  # and a second for the bytes before
+    drive.write(10 * 10**9)
+    drive.compute(2.0)
+    assert drive.now_s == pytest.approx(5.0)
     drive.compute(1.0)
-    assert drive.now_s == pytest.approx(3.0)
+    assert drive.now_s == pytest.approx(7.0)
+
+
+def test_while_the_processors_compute_a_drive_is_as_fast_as_they_let_it_be() -> None:
+    drive = VirtualDrive(DriveRates(read=300, write=200, both=400, busy=100))
+    read, write = drive.read(300, None), drive.write(200)
+    drive.compute(4.0)  # 60 a second of the reads, 40 of the writes
+    assert (read.left, write.left) == (pytest.approx(60), pytest.approx(40))
+    drive.wait(read)
+    assert drive.now_s == pytest.approx(4.25)  # 240 a second of 400
+    alone = VirtualDrive(DriveRates(read=300, write=200, both=400, busy=1000))
+    other = alone.read(300, None)
+    alone.compute(1.0)
+    assert other.done and alone.rates.faster(2).busy == 1000

@@ -29,11 +29,10 @@ from torch.utils.serialization import config
 from swapper.checkpoint.replacing import sync
 from swapper.checkpoint.stream import BLOCK_BYTES, LARGE_BYTES, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError, IoError
-from swapper.formats.dcp_directory import METADATA_NAME, read_directory
+from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, read_directory
 from swapper.formats.dcp_items import item_of
 from swapper.io import beneath
 
-VERSION = "1.0.0"
 SUFFIX = ".distcp"
 _MIN_BLOCKS = 2
 
@@ -117,7 +116,7 @@ class StorageWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the metadata, in one step, and remove the previous checkpoint's files."""
-        metadata.version = VERSION
+        metadata.version = METADATA_VERSION
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.storage_meta()
         target = Path(self._get_metadata_path(None if self.use_collectives else self.rank))
@@ -154,7 +153,8 @@ class StorageWriter(FileSystemWriter):
         blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _MIN_BLOCKS)
         checksums = bool(config.save.compute_crc32)
         with StreamWriter(path, sum(map(_nbytes, items)), checksums=checksums, blocks=blocks) as writer:
-            results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in _bytes_first(items)]
+            bytes_first = sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+            results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in bytes_first]
         if self.sync_files:
             sync(path)
         return results
@@ -175,10 +175,6 @@ def _nbytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     return item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
-
-
-def _bytes_first(items: Sequence[WriteItem]) -> list[WriteItem]:
-    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
 
 
 def _write_item(writer: StreamWriter, name: str, item: WriteItem, data: Any) -> WriteResult:

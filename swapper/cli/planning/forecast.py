@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from swapper.cli.planning.model_source import shard_of
+from swapper.cli.planning.model_source import shard_of, with_larger_layers
 from swapper.device.device import Device
 from swapper.errors import BudgetError, ConfigError
-from swapper.manager import SwapManager
+from swapper.io.drives import Drives
 from swapper.options import Accelerator
 from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.stats import StepStats
+from swapper.train.layout.inventory import Inventory
 from swapper.train.layout.train_placement import StepKind, frames_needed, is_resident
+from swapper.train.optimizer.conditions import check_update
 from swapper.train.session.compute_times import ComputeTimes, find_compute
-from swapper.train.session.plan import Plan
+from swapper.train.session.plan import Plan, plan_run
+from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 
 EXACT_PAGES = 8192
 """A plan with more pages than this is simulated with coarser ones: some seconds."""
@@ -35,6 +38,8 @@ ROUGH_PAGES = 400
 """Pages of a simulation that is only compared with others."""
 COARSE_PAGES = 2000
 """Pages that it gets then."""
+ROUGH_LAYERS = 16
+"""Layers of a simulation that is only compared with others: several of the model's are one. A choice."""
 COARSER = 1.25
 """Coarser pages may have a pool larger by this: one of few large frames needs more. A choice."""
 GATHERED_BYTES = 2  # of an element: bf16 or fp16
@@ -142,26 +147,30 @@ class Forecaster:
 
     model: nn.Module
     tokens: int
-    _shards: dict[int, nn.Module] = field(default_factory=dict)
+    _models: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
+    _optimizers: dict[Any, Any] = field(default_factory=dict)
+    _inventories: dict[Any, Inventory] = field(default_factory=dict)
     _plans: dict[Any, Plan] = field(default_factory=dict)
     _measured: dict[Any, ComputeTimes] = field(default_factory=dict)
 
-    def of_rank(self, ranks: int) -> nn.Module:
-        """Return the model whose parameters one of the ranks pages."""
-        if ranks not in self._shards:
-            self._shards[ranks] = self.model if ranks == 1 else shard_of(self.model, ranks)
-        return self._shards[ranks]
+    def of_rank(self, ranks: int, is_rough: bool = False) -> nn.Module:
+        """Return the model whose parameters one of the ranks pages. `is_rough`: with ROUGH_LAYERS layers at most."""
+        key = ranks, is_rough
+        if key not in self._models:
+            whole = self.model if ranks == 1 else shard_of(self.model, ranks) if not is_rough else self.of_rank(ranks)
+            self._models[key] = with_larger_layers(whole, ROUGH_LAYERS) if is_rough else whole
+        return self._models[key]
 
-    def plan(self, machine: Machine, setting: Setting) -> Plan:
+    def plan(self, machine: Machine, setting: Setting, is_rough: bool = False) -> Plan:
         """Return the plan of one rank.
 
         Raises:
             BudgetError: the model does not fit the memory; names the smallest that works.
             ConfigError, UnsupportedError: options do not go together.
         """
-        model = self.of_rank(machine.ranks)
-        masters = None if next(model.parameters()).dtype == torch.float32 else torch.float32
-        made = OPTIMIZERS[setting.optimizer](model)
+        model = self.of_rank(machine.ranks, is_rough)
+        if (model, setting.optimizer) not in self._optimizers:
+            self._optimizers[model, setting.optimizer] = OPTIMIZERS[setting.optimizer](model)
         options: dict[str, Any] = {}
         if machine.device_bytes is not None:
             device = Device(torch.device("meta"), module=())  # of which nothing but the memory is asked
@@ -170,13 +179,23 @@ class Forecaster:
                 "device_memory": machine.device_bytes,
                 "accelerator": Accelerator(update_on="cpu"),
             }
-        host_bytes = machine.host_bytes // machine.of_node
+        chosen = OffloadOptions(
+            params=setting.params, optimizer_state=setting.optimizer_state, gradients=setting.gradients,
+            master_weights=None if next(model.parameters()).dtype == torch.float32 else torch.float32,
+            update=setting.update, state_codec=setting.codec, **options,
+        )  # fmt: skip
+        manager = ManagerOptions(
+            host_bytes=machine.host_bytes // machine.of_node, commit_every="free", fsync=False, drives=Drives((Path(),)),
+            backend="auto", check_reads=True, operates=True, stall_s=None,
+        )  # fmt: skip
+        request = Request.of(model, self._optimizers[model, setting.optimizer], chosen, manager)
+        key = model, setting.optimizer, setting.codec, machine.device_bytes is None
+        if key not in self._inventories:
+            self._inventories[key] = request.inventory(may_be_meta=True)
+        inventory = self._inventories[key]
+        check_update(setting.update, request.model, inventory.forms.values(), request.optimizers.name)
         try:
-            with _manager(host_bytes) as manager:
-                return manager.plan(
-                    model, made, params=setting.params, optimizer_state=setting.optimizer_state, gradients=setting.gradients,
-                    master_weights=masters, update=setting.update, state_codec=setting.codec, **options,
-                )  # fmt: skip
+            return plan_run(request, inventory)
         except BudgetError as error:
             if machine.of_node == 1:
                 raise
@@ -196,9 +215,11 @@ class Forecaster:
             self._plans[of, 0] = self.plan(machine, setting)
         exact = self._plans[of, 0]
         if (of, pages) not in self._plans:
-            self._plans[of, pages] = coarser(exact, pages)
+            self._plans[of, pages] = coarser(
+                exact if pages == EXACT_PAGES else self._rough(exact, machine, setting), pages
+            )
         plan = self._plans[of, pages]
-        compute = self.compute(plan, machine, setting)
+        compute = self.compute(exact, plan, machine, setting)
         step = plan.simulate(machine.rank_drive, compute, setting.passes)
         read_bytes, written_bytes = step.read_bytes, step.written_bytes
         if plan is exact and pages == EXACT_PAGES:
@@ -207,21 +228,35 @@ class Forecaster:
         memory_bytes = exact.budget.resident_bytes + exact.budget.pool_bytes
         return Forecast(plan, step, compute, read_bytes, written_bytes, memory_bytes, plan is exact)
 
-    def compute(self, plan: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
-        """Return what one pass, and the update, compute; and the link and the network while they are slower than that."""
+    def _rough(self, exact: Plan, machine: Machine, setting: Setting) -> Plan:
+        """Return a plan of the model with ROUGH_LAYERS layers, which has the same places; the exact one if that does not fit."""
+        if self.of_rank(machine.ranks, True) is self.of_rank(machine.ranks):
+            return exact
+        param, state, grad = (exact.places[family] for family in ("param", "state", "grad"))
+        with contextlib.suppress(BudgetError):
+            return self.plan(machine, replace(setting, params=param, optimizer_state=state, gradients=grad), True)
+        return exact
+
+    def compute(self, exact: Plan, plan: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
+        """Return what one pass, and the update, compute; and the link and the network while they are slower than that.
+
+        Args:
+            exact: the plan of the model.
+            plan: the one that is simulated, whose groups may consist of several.
+        """
         tokens = max(self.tokens // setting.passes, 1)  # the shards have 1/ranks of the work for all tokens
         key = (machine.ranks, machine.flops, machine.updates, setting.optimizer, tokens)
         if key not in self._measured:
             model = self.of_rank(machine.ranks)
             updates = None if machine.updates is None else machine.of_node / machine.updates
-            member = plan.request.optimizers.members[-1]
-            found = find_compute(model, plan.inventory, member, tokens, machine.flops, updates)
+            member = exact.request.optimizers.members[-1]
+            found = find_compute(model, exact.inventory, member, tokens, machine.flops, updates)
             if updates is None:
                 found = replace(found, update_s=found.update_s * machine.of_node)
             if setting.optimizer == "muon":
                 found = replace(found, update_s=found.update_s + _orthogonalizing_s(model, machine))
             self._measured[key] = found
-        found = self._measured[key]
+        found = self._measured[key].regrouped(exact.inventory.groups, plan.inventory.groups)
         forward, backward = _moving_seconds(plan, machine)
         return replace(
             found,
@@ -275,9 +310,3 @@ def _moving_seconds(plan: Plan, machine: Machine) -> tuple[dict[int, float], dic
         forward[group.index] = max(link_s, numel * others)
         backward[group.index] = max(link_s, 2 * numel * others)
     return forward, backward
-
-
-@contextlib.contextmanager
-def _manager(host_bytes: int) -> Iterator[SwapManager]:
-    with tempfile.TemporaryDirectory() as directory, SwapManager(directory, host_memory=host_bytes) as manager:
-        yield manager

@@ -279,13 +279,25 @@ def _rebuilt(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
 
 def shard_of(model: nn.Module, ranks: int) -> nn.Module:
     """Return what the first rank has of a model under `fully_shard`: a part of the rows of each parameter, in fp32."""
-    shards: dict[int, nn.Parameter] = {}
-    clone = copy.deepcopy(model)
-    for module in clone.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                shape = parameter.shape
-                rows = (math.ceil(shape[0] / ranks), *shape[1:]) if shape else shape
-                shard = nn.Parameter(torch.empty(rows, dtype=SHARDED_DTYPE, device="meta"), parameter.requires_grad)
-                module._parameters[name] = shards.setdefault(id(parameter), shard)
-    return clone
+
+    def shard(parameter: nn.Parameter) -> nn.Parameter:
+        shape = parameter.shape
+        rows = (math.ceil(shape[0] / ranks), *shape[1:]) if shape else shape
+        return nn.Parameter(torch.empty(rows, dtype=SHARDED_DTYPE, device="meta"), parameter.requires_grad)
+
+    return copy.deepcopy(model, {id(parameter): shard(parameter) for parameter in model.parameters()})
+
+
+def with_larger_layers(model: nn.Module, count: int) -> nn.Module:
+    """Return a model whose list of layers has `count` entries at most, of several layers each; the model itself if it has none."""
+    try:
+        owner, name, layers = layers_of(model)
+    except ConfigError:
+        return model
+    times = -(-len(layers) // count)
+    if times == 1:
+        return model
+    parts = [_Part() for _ in range(0, len(layers), times)]
+    for number, layer in enumerate(layers):
+        parts[number // times].add_module(str(number), layer)
+    return _rebuilt(model, {id(owner): _with_child(owner, name, nn.ModuleList(parts))})

@@ -25,13 +25,9 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def uses_kernel(device: torch.device) -> bool:
     """Return whether kernels, and not plain torch, compute on `device`."""
-    return device.type in ACCELERATORS or is_interpreted()
+    return device.type in ACCELERATORS or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def kernel(name: str) -> ModuleType:

@@ -85,7 +85,7 @@ class Traced(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        options = _without_device(kwargs or {})
+        options = {name: value for name, value in (kwargs or {}).items() if name not in ("device", "non_blocking")}
         arguments = tuple(a for a in args if not isinstance(a, torch.device)) if func is torch.Tensor.to else args
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*arguments, **options) if func is not torch.Tensor.to else _cast(*arguments, **options)
@@ -199,10 +199,6 @@ def _cast(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """Do `tensor.to` without a device, which others decide."""
     dtype = next((a for a in (*args, options.get("dtype")) if isinstance(a, torch.dtype)), tensor.dtype)
     return tensor.to(dtype)
-
-
-def _without_device(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in ("device", "non_blocking")}
 
 
 def _nodes(tree: Any) -> Any:

@@ -26,8 +26,7 @@ from swapper.infer.mapping.matching import Recipe
 from swapper.infer.mapping.tracing import recipe_of_row
 from swapper.infer.operators.weight_rows import ReadInto
 from swapper.infer.runtime.weights import FOR_INFERENCE, GroupWeights, PagedWeight
-from swapper.io.engines import Transfer
-from swapper.io.waiting import wait_for_all
+from swapper.io.engines import Transfer, wait_for_all
 from swapper.modules.cold import materialize, set_cold
 from swapper.modules.guarded import FaultHandler
 from swapper.paging.pager import Pager

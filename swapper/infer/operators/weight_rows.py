@@ -26,8 +26,7 @@ from swapper.infer.mapping.adoption import view_of
 from swapper.infer.mapping.matching import Recipe
 from swapper.infer.runtime.weights import refuse_gradient
 from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
-from swapper.io.engines import Transfer
-from swapper.io.waiting import wait_for_all
+from swapper.io.engines import Transfer, wait_for_all
 from swapper.modules.own_hook import not_traced, outside_transforms
 from swapper.runtime.interrupts import defer_sigint
 

@@ -7,6 +7,7 @@ pass reads every weight; later ones read what does not stay.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,8 +121,8 @@ class LoadPlan:
         Raises:
             ConfigError: the drive's speed is not known, or a value is not positive; a mixture needs `experts`.
         """
+        tuning = find_tuning(next(iter(self.source.stamps)).parent)
         if drive_read is None:
-            tuning = find_tuning(next(iter(self.source.stamps)).parent)
             if tuning is None:
                 raise ConfigError(
                     "the drive's speed is not known: run `swapper tune DIR`, or give predict(..., "
@@ -130,7 +131,8 @@ class LoadPlan:
             rate: float = tuning.read_bytes_per_s
         else:
             rate = parse_bytes(drive_read, "drive_read")
-        drive = DriveRates(rate, rate, rate, DRIVE_CPU_S_A_BYTE)
+        busy = math.inf if tuning is None else tuning.busy_bytes_per_s
+        drive = DriveRates(rate, rate, rate, DRIVE_CPU_S_A_BYTE, busy)
         return self.predict_on(drive, tokens, batch=batch, example=example, experts=experts)
 
     def predict_on(

@@ -15,8 +15,7 @@ from swapper.infer.mapping.matching import Recipe
 from swapper.infer.planning.infer_placement import Placement
 from swapper.infer.planning.streaming_plan import StreamingPlan
 from swapper.infer.runtime.model_files import WeightFiles
-from swapper.io.engines import Transfer
-from swapper.io.waiting import wait_for_all
+from swapper.io.engines import Transfer, wait_for_all
 from swapper.modules.model_device import page_access
 from swapper.modules.resources import Resources
 from swapper.paging.planning.layout import SectionPlan

@@ -13,23 +13,19 @@ the ticket is done.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from swapper import _C
 from swapper.errors import IoError
-from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
-from swapper.io.extents import Extents
+from swapper.io.extents import SpillFile
 from swapper.paging.residency import Residency, Resident
 from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import SteadyLock
@@ -418,62 +414,3 @@ class ActivationCounters:
     unlocked_bytes: int = 0
     device_held_bytes: int = 0
     device_peak_bytes: int = 0
-
-
-_numbers = count()
-
-
-class SpillFile:
-    """The scratch file, unnamed and deleted with the process; made at the first write. Owns its places.
-
-    Args:
-        directory: on the drive of the file.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._file: _C.File | None = None
-        self._extents = Extents()
-        self._pid = os.getpid()
-        self.allocated_bytes = 0
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of it in use."""
-        return self._extents.used_bytes
-
-    def write(self, engine: Engine, memory: torch.Tensor) -> tuple[int, Transfer]:
-        """Begin to write `memory`, uint8, to a place of its own. Returns the place's offset, and the ticket.
-
-        Raises:
-            IoError: the drive is full.
-        """
-        file = self._open()
-        offset = self._extents.take(memory.nbytes)
-        try:
-            if self._extents.end > self.allocated_bytes:
-                file.allocate(self._extents.end)
-                self.allocated_bytes = self._extents.end
-            return offset, engine.write(file, offset, memory.data_ptr(), memory.nbytes, keep=memory)
-        except BaseException:
-            self._extents.give(offset, memory.nbytes)
-            raise
-
-    def read(self, engine: Engine, offset: int, memory: torch.Tensor) -> Transfer:
-        """Begin to read into `memory`, uint8, from a written place. Returns the ticket."""
-        return engine.read(self._open(), offset, memory.data_ptr(), memory.nbytes, keep=memory)
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Free a place. Requires that no transfer of it is in flight."""
-        self._extents.give(offset, nbytes)
-
-    def _open(self) -> _C.File:
-        if self._file is None:
-            path = self._directory / f"activations-{os.getpid()}-{next(_numbers)}.swap"
-            self._file = beneath.open_for_transfers(path, create=True)
-            beneath.unlink(path)
-        return self._file
-
-    def __del__(self) -> None:
-        if os.getpid() == self._pid and self._file is not None:
-            self._file.close()  # transfers in flight keep it open, and their memory

@@ -27,10 +27,11 @@ from swapper.device.device import Device
 from swapper.device.registered_memory import LockedMemory
 from swapper.errors import StateError
 from swapper.io.engines import Engine, open_engine
+from swapper.io.extents import SpillFile
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
 from swapper.train.activations.device_activations import DeviceStored, DeviceTensorCache
-from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, SpillFile, Stored
+from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, Stored
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError, StateError
-from swapper.modules.torch_functions import METADATA
+from swapper.modules.torch_functions import METADATA, native
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
 from swapper.train.layout.slices import TensorLocation
@@ -63,8 +63,7 @@ class ColdGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return native(func, args, kwargs or {})
         action = ACTIONS.get(func)
         done = NotImplemented if action is None else action(*args, **(kwargs or {}))
         if done is NotImplemented:

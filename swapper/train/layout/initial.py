@@ -17,8 +17,7 @@ from swapper import _C
 from swapper.errors import ConfigError, InvariantError, UnsupportedError
 from swapper.formats.sources import Source, open_source
 from swapper.formats.stored import StoredTensor
-from swapper.io.engines import Engine
-from swapper.io.waiting import all_over
+from swapper.io.engines import Engine, all_over
 from swapper.modules.groups import Group
 
 Initialize = Callable[[nn.Module], Any]
@@ -149,7 +148,8 @@ class Values:
             for stored, target, landing in landed:
                 if landing is not target:
                     flat = landing.view(stored.dtype)
-                    target.copy_(flat.as_strided(stored.shape, stored.stride or _contiguous(stored.shape)))
+                    stride = stored.stride or torch.empty(stored.shape, device="meta").stride()
+                    target.copy_(flat.as_strided(stored.shape, stride))
         finally:
             for file in files.values():
                 file.close()
@@ -167,10 +167,6 @@ def check_buffers(model: nn.Module, why: str) -> None:
                 f"buffer {name} is on the meta device, and {why} does not have it: build the model's buffers on the CPU, as "
                 "`with swapper.without_weights():` does"
             )
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _find(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, StoredTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,15 +22,9 @@ from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
-from swapper.train.optimizer.optimizer_probe import (
-    OptimizerProbe,
-    StateForm,
-    check_dtypes,
-    check_masters,
-    check_supported,
-    is_plain,
-)
-from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.optimizer.entries import StateForm
+from swapper.train.optimizer.optimizer_probe import OptimizerProbe, is_plain
+from swapper.train.optimizer.optimizer_set import OptimizerSet, check_dtypes, check_masters, check_supported
 from swapper.train.sharded.shard_values import rows_of
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import NO_GROUP, Trainable
@@ -94,6 +89,32 @@ class Inventory:
             for number, plan in enumerate(self.plans)
             if plan.family == "param" and not any(slot.spec.owner in trained for slot in plan.slots)
         )
+
+    @cached_property
+    def kinds(self) -> frozenset[int]:
+        """One group of each kind, the layers of a transformer being one: groups with equal sections have equal slices."""
+        plans: dict[int, list[SectionPlan]] = {}
+        for plan in (*self.plans, *self.grad_plans):
+            plans.setdefault(plan.group, []).append(plan)
+        kinds: dict[Any, int] = {}
+        for group in self.groups:
+            number = {name: at for at, (name, _) in enumerate(group.parameters)}
+            tensors = tuple(
+                (
+                    plan.family,
+                    plan.dtype,
+                    plan.nbytes,
+                    slot.offset,
+                    number[slot.spec.owner],
+                    slot.spec.kind,
+                    slot.spec.shape,
+                )
+                for plan in plans.get(group.index, ())
+                for slot in plan.slots
+            )
+            forms = tuple(self.forms.get(name) for name in number)
+            kinds.setdefault((tensors, forms, group.index in self.staying_state), group.index)
+        return frozenset(kinds.values())
 
     def family_bytes(self, family: str) -> int:
         return sum(p.nbytes for p in (*self.plans, *self.grad_plans) if p.family == family)

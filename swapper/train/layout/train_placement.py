@@ -6,7 +6,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
 from swapper.device.device_placement import DeviceBudget, DevicePlacement, place_on_device
@@ -131,8 +130,16 @@ def _decoded_bytes(inventory: Inventory) -> int:
     """Return the bytes of the scratch for encoded state."""
     if not any(inventory.codecs.values()):
         return 0
-    sections = make_sections(inventory.plans, [0] * len(inventory.plans), lambda plan: True, 0)
-    return decoded_bytes(find_trainables(inventory, find_places(sections)))
+    return decoded_bytes(_of_each_kind(inventory, lambda plan: True, 0))
+
+
+def _of_each_kind(inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int) -> list[Trainable]:
+    """Return the trainables of one group of each kind: what one needs at most, the others do."""
+    kinds = inventory.kinds
+    plans = [plan for plan in (*inventory.plans, *inventory.grad_plans) if plan.group in kinds]
+    sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
+    some = replace(inventory, groups=[group for group in inventory.groups if group.index in kinds])
+    return find_trainables(some, find_places(sections))
 
 
 def place_on_accelerator(
@@ -232,11 +239,7 @@ def frames_needed(
         step: its variant.
     """
     most, meanwhile = _frames_of_uses(inventory, resident, page_bytes, step)
-    kinds = _group_kinds(inventory)
-    plans = [plan for plan in (*inventory.plans, *inventory.grad_plans) if plan.group in kinds]
-    sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
-    some = replace(inventory, groups=[group for group in inventory.groups if group.index in kinds])
-    for trainable in find_trainables(some, find_places(sections)):
+    for trainable in _of_each_kind(inventory, resident, page_bytes):
         # Several slices are leased at once: any, as parameters without gradients are skipped.
         pages = largest_slice_pages(trainable.places, page_bytes)
         most = max(most, meanwhile + (RING + 1 if step.updates_there else 2) * pages)
@@ -256,32 +259,6 @@ def _frames_of_uses(
     if step.on_device:
         most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
     return most + leaving, 0 if step.update == "step" else most + leaving * step.on_device
-
-
-def _group_kinds(inventory: Inventory) -> frozenset[int]:
-    """Return one group of each kind, the layers of a transformer being one: groups with equal sections have equal slices."""
-    plans: dict[int, list[SectionPlan]] = {}
-    for plan in (*inventory.plans, *inventory.grad_plans):
-        plans.setdefault(plan.group, []).append(plan)
-    kinds: dict[Any, int] = {}
-    for group in inventory.groups:
-        number = {name: at for at, (name, _) in enumerate(group.parameters)}
-        tensors = [
-            (
-                plan.family,
-                plan.dtype,
-                plan.nbytes,
-                slot.offset,
-                number[slot.spec.owner],
-                slot.spec.kind,
-                slot.spec.shape,
-            )
-            for plan in plans.get(group.index, ())
-            for slot in plan.slots
-        ]
-        forms = [inventory.forms.get(name) for name in number]
-        kinds.setdefault((tuple(tensors), tuple(forms), group.index in inventory.staying_state), group.index)
-    return frozenset(kinds.values())
 
 
 ByGroup = Mapping[int, Sequence[Task]]

@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from swapper.errors import StateError, UnsupportedError
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations
-from swapper.train.optimizer.entries import StateEntries
-from swapper.train.optimizer.optimizer_probe import StateForm
+from swapper.train.optimizer.entries import StateEntries, StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.parameters.preparation import refuse_averaging
 from swapper.train.updates.sweep import NO_GROUP, Trainable

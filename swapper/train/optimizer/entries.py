@@ -1,4 +1,4 @@
-"""Tracks the entries of `optimizer.state[p]` for each parameter, as plain torch would have them.
+"""Tracks the entries of `optimizer.state[p]` for each parameter, as plain torch would have them, and defines their form.
 
 Tensors of state lie in sections, whether or not the optimizer has made them yet. Which entries it has made, in which
 order, and entries that are no tensors (a step counter that is a Python number, None) are kept here, in memory, and go
@@ -10,12 +10,55 @@ would not be.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from swapper.train.optimizer.optimizer_probe import StateForm
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """A tensor that an optimizer keeps for a parameter.
+
+    `axes` has for each of its dimensions the parameter's dimension of the same size, or -n-1 for a constant n.
+    `is_never_negative`: no element was negative in the trial.
+    """
+
+    name: str
+    dtype: torch.dtype
+    axes: tuple[int, ...]
+    is_never_negative: bool = False
+
+    def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
+        return tuple(parameter[axis] if axis >= 0 else -axis - 1 for axis in self.axes)
+
+    def is_like(self, ndim: int) -> bool:
+        """Return True if it has the parameter's own shape."""
+        return self.axes == tuple(range(ndim))
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """An optimizer's state for parameters of one kind.
+
+    Attributes:
+        keys: the tensors that it keeps, after any step.
+        always: names, of tensors and other entries, that were there after every step of the trial.
+        may_cut: see [Note: what the trial decides] (optimizer_probe.py).
+        starts_together: parameters must get their first gradients in one step: SGD(foreach=True, momentum=...) in bf16
+            rounds differently in a step in which any of them is new.
+        sets: names of settings in its groups that a step changes.
+    """
+
+    keys: tuple[StateKey, ...]
+    always: frozenset[str]
+    may_cut: bool
+    starts_together: bool = False
+    sets: frozenset[str] = frozenset()
+
+    def find(self, name: str) -> StateKey | None:
+        return next((key for key in self.keys if key.name == name), None)
 
 
 class _Paged:

@@ -21,7 +21,7 @@ import torch
 
 from swapper.errors import InvariantError, IoError, StateError
 from swapper.io.alignment import SECTOR_BYTES
-from swapper.modules.torch_functions import METADATA, tensors_among, written_among
+from swapper.modules.torch_functions import METADATA, as_plain, tensors_among, written_among
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
 from swapper.runtime.process import after_fork_in_child
@@ -83,8 +83,7 @@ class StateTensor(torch.Tensor):
 
     def _plain(self) -> torch.Tensor:
         self.shown_by.check()
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
+        return as_plain(self)
 
 
 class MappedState:

@@ -33,16 +33,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, Rprop, SparseAdam
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, Rprop
 
 from swapper.errors import UnsupportedError
+from swapper.train.optimizer.entries import StateForm, StateKey
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
-from swapper.train.optimizer.optimizer_set import OptimizerSet, has_modes, kind_of
+from swapper.train.optimizer.optimizer_set import NARROW, OptimizerSet, check_settings, has_modes, kind_of
 
 STEPS = 4  # of the trial: state that appears later is not seen
 SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -77,50 +77,6 @@ PLAIN = (int, float, bool, str, type(None))
 
 _of_torch: dict[Any, StateForm] = {}
 """See [Note: tried once]."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateKey:
-    """A tensor that an optimizer keeps for a parameter.
-
-    `axes` has for each of its dimensions the parameter's dimension of the same size, or -n-1 for a constant n.
-    `is_never_negative`: no element was negative in the trial.
-    """
-
-    name: str
-    dtype: torch.dtype
-    axes: tuple[int, ...]
-    is_never_negative: bool = False
-
-    def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
-        return tuple(parameter[axis] if axis >= 0 else -axis - 1 for axis in self.axes)
-
-    def is_like(self, ndim: int) -> bool:
-        """Return True if it has the parameter's own shape."""
-        return self.axes == tuple(range(ndim))
-
-
-@dataclass(frozen=True, slots=True)
-class StateForm:
-    """An optimizer's state for parameters of one kind.
-
-    Attributes:
-        keys: the tensors that it keeps, after any step.
-        always: names, of tensors and other entries, that were there after every step of the trial.
-        may_cut: see [Note: what the trial decides].
-        starts_together: parameters must get their first gradients in one step: SGD(foreach=True, momentum=...) in bf16
-            rounds differently in a step in which any of them is new.
-        sets: names of settings in its groups that a step changes.
-    """
-
-    keys: tuple[StateKey, ...]
-    always: frozenset[str]
-    may_cut: bool
-    starts_together: bool = False
-    sets: frozenset[str] = frozenset()
-
-    def find(self, name: str) -> StateKey | None:
-        return next((key for key in self.keys if key.name == name), None)
 
 
 class OptimizerProbe:
@@ -455,92 +411,3 @@ def _axes(
         else:
             return None
     return tuple(axes)
-
-
-NARROW = (torch.bfloat16, torch.float16)
-"""Dtypes in which torch's kernels differ from each other."""
-
-
-def check_supported(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError unless a trial of `optimizer` can tell everything that matters."""
-    if not isinstance(optimizer, Optimizer):
-        raise UnsupportedError(f"offload takes a torch.optim.Optimizer; {type(optimizer).__name__} is not supported")
-    kind = kind_of(optimizer)
-    if isinstance(optimizer, LBFGS):
-        raise UnsupportedError(
-            f"{kind} cannot be paged: it keeps a history of flat vectors over all parameters and runs the closure several times "
-            "within a step. Use an optimizer that updates each parameter from its own gradient"
-        )
-    if isinstance(optimizer, SparseAdam):
-        raise UnsupportedError(
-            f"{kind} cannot be paged: it takes sparse gradients, which have no fixed place. "
-            "Build embeddings with sparse=False, and use Adam"
-        )
-    for group in optimizer.param_groups:
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__}({option}=True) cannot be paged: build it with {option}=False"
-                )
-    _check_attributes(kind, optimizer)
-
-
-def check_masters(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError for an optimizer that cannot update fp32 masters in the place of parameters."""
-    if has_modes(optimizer):
-        raise UnsupportedError(
-            f"{kind_of(optimizer)} changes parameters in its train() and eval(), which fp32 masters would not follow: leave out "
-            "master_weights, and train in fp32"
-        )
-
-
-def check_settings(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> None:
-    """Raise UnsupportedError for a group of parameters (or masters) of `dtype` that torch itself updates wrongly."""
-    if isinstance(optimizer, SGD) and group.get("fused") and group.get("momentum") and dtype in NARROW:
-        raise UnsupportedError(
-            f"SGD(fused=True, momentum={group['momentum']}) gives wrong values for {dtype} from its second step on in torch "
-            "itself: leave out fused=True, or pass master_weights=torch.float32"
-        )
-
-
-def check_dtypes(optimizers: OptimizerSet, dtypes: Mapping[int, Collection[torch.dtype]]) -> None:
-    """Raise UnsupportedError if what happens to a parameter depends on the dtype of another one in its group.
-
-    Args:
-        optimizers: the user's.
-        dtypes: those that parameters (or masters) are updated in, by the number of their group.
-    """
-    for number, found in dtypes.items():
-        member, index = optimizers.locate(number)
-        optimizer = optimizers.members[member]
-        if isinstance(optimizer, Adafactor) and len(found) > 1 and optimizer.param_groups[index]["eps"][0] is None:
-            raise UnsupportedError(
-                f"group {index} of Adafactor has parameters of {' and '.join(sorted(map(str, found)))}: torch takes the epsilon "
-                "of the first for all of them. Give each dtype a group of its own, or pass eps=(value, value)"
-            )
-
-
-def _check_attributes(kind: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that reaches parameters past its groups: its proxy would update those, and not slices."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    pending = [
-        (name, value, 0)
-        for name, value in vars(optimizer).items()
-        if name not in ("param_groups", "state", "step") and not name.endswith("_hooks")
-    ]
-    while pending:
-        name, value, depth = pending.pop()
-        if isinstance(value, Optimizer):
-            raise UnsupportedError(
-                f"{kind} cannot be paged: its attribute {name!r} is an optimizer of its own, which would update parameters that "
-                "are cold. Offload that one, and do what the wrapper does in the training loop"
-            )
-        if id(value) in own:
-            raise UnsupportedError(
-                f"{kind} cannot be paged: its attribute {name!r} holds parameters, which may be cold when it uses them; "
-                "an optimizer must find them in its param_groups"
-            )
-        if isinstance(value, dict) and depth < 3:
-            pending += [(name, item, depth + 1) for pair in value.items() for item in pair]
-        elif isinstance(value, list | tuple | set | frozenset) and depth < 3:
-            pending += [(name, item, depth + 1) for item in value]

@@ -2,18 +2,19 @@
 
 A session has one set: of one optimizer, or of several that update different parameters of one model (Muon for matrices
 and AdamW for the rest, a GAN's two). Everything that asks for a group of "the optimizer" by number means the set's.
-docs/decisions/several-optimizers.md has the reasons.
+docs/decisions/several-optimizers.md has the reasons. What the user gives may hold them: a list, a container, accelerate's
+wrapper (`accelerator.prepare` puts an AcceleratedOptimizer around an optimizer, as DDP around a model).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, SGD, Adafactor, Optimizer, SparseAdam
 
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, UnsupportedError
 
 
 class HoldsOptimizers(Protocol):
@@ -138,3 +139,112 @@ def give_back(given: Any, paged: Sequence[Optimizer]) -> Any:
         given.optimizers = list(paged)
         return given
     return paged[0]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that accelerate's wrapper steps; anything else as it is."""
+    return optimizer.optimizer if _is_accelerated(optimizer) else optimizer
+
+
+def wrapped_as(optimizer: Any, paged: Any) -> Any:
+    """Return accelerate's wrapper `optimizer`, which steps `paged` from now on; `paged` if there is no wrapper."""
+    if not _is_accelerated(optimizer):
+        return paged
+    optimizer.__setstate__({"optimizer": paged})  # that of a GradScaler's `step` follows
+    return optimizer
+
+
+def _is_accelerated(optimizer: Any) -> bool:
+    kind = type(optimizer)
+    return kind.__module__ == "accelerate.optimizer" and kind.__qualname__ == "AcceleratedOptimizer"
+
+
+# --- what is refused without a trial ------------------------------------------------------------------------------------
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes in which torch's kernels differ from each other."""
+
+
+def check_supported(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError unless a trial of `optimizer` (optimizer_probe.py) can tell everything that matters."""
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedError(f"offload takes a torch.optim.Optimizer; {type(optimizer).__name__} is not supported")
+    kind = kind_of(optimizer)
+    if isinstance(optimizer, LBFGS):
+        raise UnsupportedError(
+            f"{kind} cannot be paged: it keeps a history of flat vectors over all parameters and runs the closure several times "
+            "within a step. Use an optimizer that updates each parameter from its own gradient"
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise UnsupportedError(
+            f"{kind} cannot be paged: it takes sparse gradients, which have no fixed place. "
+            "Build embeddings with sparse=False, and use Adam"
+        )
+    for group in optimizer.param_groups:
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}({option}=True) cannot be paged: build it with {option}=False"
+                )
+    _check_attributes(kind, optimizer)
+
+
+def check_masters(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError for an optimizer that cannot update fp32 masters in the place of parameters."""
+    if has_modes(optimizer):
+        raise UnsupportedError(
+            f"{kind_of(optimizer)} changes parameters in its train() and eval(), which fp32 masters would not follow: leave out "
+            "master_weights, and train in fp32"
+        )
+
+
+def check_settings(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> None:
+    """Raise UnsupportedError for a group of parameters (or masters) of `dtype` that torch itself updates wrongly."""
+    if isinstance(optimizer, SGD) and group.get("fused") and group.get("momentum") and dtype in NARROW:
+        raise UnsupportedError(
+            f"SGD(fused=True, momentum={group['momentum']}) gives wrong values for {dtype} from its second step on in torch "
+            "itself: leave out fused=True, or pass master_weights=torch.float32"
+        )
+
+
+def check_dtypes(optimizers: OptimizerSet, dtypes: Mapping[int, Collection[torch.dtype]]) -> None:
+    """Raise UnsupportedError if what happens to a parameter depends on the dtype of another one in its group.
+
+    Args:
+        optimizers: the user's.
+        dtypes: those that parameters (or masters) are updated in, by the number of their group.
+    """
+    for number, found in dtypes.items():
+        member, index = optimizers.locate(number)
+        optimizer = optimizers.members[member]
+        if isinstance(optimizer, Adafactor) and len(found) > 1 and optimizer.param_groups[index]["eps"][0] is None:
+            raise UnsupportedError(
+                f"group {index} of Adafactor has parameters of {' and '.join(sorted(map(str, found)))}: torch takes the epsilon "
+                "of the first for all of them. Give each dtype a group of its own, or pass eps=(value, value)"
+            )
+
+
+def _check_attributes(kind: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that reaches parameters past its groups: its proxy would update those, and not slices."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    pending = [
+        (name, value, 0)
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state", "step") and not name.endswith("_hooks")
+    ]
+    while pending:
+        name, value, depth = pending.pop()
+        if isinstance(value, Optimizer):
+            raise UnsupportedError(
+                f"{kind} cannot be paged: its attribute {name!r} is an optimizer of its own, which would update parameters that "
+                "are cold. Offload that one, and do what the wrapper does in the training loop"
+            )
+        if id(value) in own:
+            raise UnsupportedError(
+                f"{kind} cannot be paged: its attribute {name!r} holds parameters, which may be cold when it uses them; "
+                "an optimizer must find them in its param_groups"
+            )
+        if isinstance(value, dict) and depth < 3:
+            pending += [(name, item, depth + 1) for pair in value.items() for item in pair]
+        elif isinstance(value, list | tuple | set | frozenset) and depth < 3:
+            pending += [(name, item, depth + 1) for item in value]

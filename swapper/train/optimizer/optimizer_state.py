@@ -21,7 +21,7 @@ from swapper.paging.section import Section
 from swapper.runtime.interrupts import defer_sigint
 from swapper.train.device.resident_state import DeviceResidentState
 from swapper.train.device.train_device import TrainingDevice
-from swapper.train.layout.content import iter_section_pages
+from swapper.train.layout.content import copy_of, iter_section_pages
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER
@@ -383,14 +383,7 @@ class OptimizerState:
             return self._coded.read(name, key)
         place = self._places[name, key]
         kept = None if self.kept is None else self.kept.read(group, place)
-        return self._copy(place) if kept is None else kept
-
-    def _copy(self, place: TensorLocation) -> torch.Tensor:
-        """Return a copy of the tensor at a location."""
-        copied = torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype)
-        for _, begin, end, view in iter_section_pages(place.section, self._pager, only=[place.slot]):
-            copied.view(-1)[begin:end] = view
-        return copied
+        return copy_of(place, self._pager) if kept is None else kept
 
     def _make_write(self, name: str, key: str) -> Callable[[torch.Tensor, str], None]:
         """Return a function that writes back a changed copy. A copy that the user keeps must not keep us alive."""

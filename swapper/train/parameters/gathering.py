@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,16 +23,7 @@ from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transf
 from swapper.modules.turns import Turns
 from swapper.runtime.interrupts import close_all, defer_sigint, run_uninterrupted
 from swapper.train.parameters.parameter_group import GroupParameters
-
-
-class Followers(Protocol):
-    """What follows changes of parameters: fp32 masters. See train/updates/masters.py."""
-
-    def before_change(self, groups: Iterable[GroupParameters], /) -> None:
-        """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
-
-    def after_change(self, groups: Iterable[GroupParameters], /) -> None:
-        """They are not changed any more."""
+from swapper.train.updates.masters import Masters
 
 
 class Gathering:
@@ -49,7 +40,7 @@ class Gathering:
     def __init__(
         self,
         groups: Sequence[GroupParameters],
-        masters: Followers,
+        masters: Masters,
         turns: Turns,
         check_room: Callable[[Iterable[int]], None],
     ) -> None:
@@ -140,7 +131,7 @@ class LoadHooks:
         units: Iterable[Unit],
         groups: list[GroupParameters],
         check_to_write: Callable[[], None],
-        masters: Followers,
+        masters: Masters,
     ) -> None:
         self._groups = groups
         self._check_to_write = check_to_write

@@ -24,11 +24,12 @@ from swapper.train.parameters.accumulation_pass import (
     forget_failed_backward,
 )
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
-from swapper.train.parameters.gathering import Followers, LoadHooks
+from swapper.train.parameters.gathering import LoadHooks
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.parameters.train_hooks import TrainingHooks
 from swapper.train.session.session_slot import SessionGuard
 from swapper.train.updates.at_step import Updates
+from swapper.train.updates.masters import Masters
 from swapper.train.updates.sweep import Sweep
 
 
@@ -53,7 +54,7 @@ class PassLifecycle:
         clock: StepClock,
         on_device: TrainingDevice | None,
         gradients: Gradients,
-        masters: Followers,
+        masters: Masters,
         order: AccumulationOrder,
     ) -> None:
         self._inventory = inventory

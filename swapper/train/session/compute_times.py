@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from swapper.errors import StateError
 from swapper.modules.cold import is_cold
+from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
 from swapper.modules.operations import OperationTimes, least_seconds, record
 from swapper.paging.dry_run import Task
 from swapper.paging.planning.layout import SectionPlan
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.updates.update_rates import update_seconds
-from swapper.train.updates.update_times import find_update_times
+from swapper.train.updates.update_times import find_update_times, update_seconds
 
 log = logging.getLogger("swapper")
 
@@ -68,6 +68,18 @@ class ComputeTimes:
             self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
             slice_s=self.slice_s / times, copied_byte_s=self.copied_byte_s / times,
         )  # fmt: skip
+
+    def regrouped(self, groups: Sequence[Group], larger: Sequence[Group]) -> ComputeTimes:
+        """Return the seconds by `larger` groups, of which each has the parameters of one or more of `groups`."""
+        if groups is larger:
+            return self
+        of = {id(parameter): group.index for group in larger for _, parameter in group.parameters}
+        forward, backward = (dict.fromkeys((group.index for group in larger), 0.0) for _ in range(2))
+        for group in groups:
+            index = of[id(group.parameters[0][1])]
+            forward[index] += self.forward_s[group.index]
+            backward[index] += self.backward_s[group.index]
+        return replace(self, forward_s=forward, backward_s=backward)
 
     def with_copies(self, plans: Sequence[SectionPlan]) -> ComputeTimes:
         """Return the seconds with those in which backward copies gradients to these sections."""

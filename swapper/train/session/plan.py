@@ -7,6 +7,7 @@ real pager (paging/dry_run.py).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,8 +27,8 @@ from swapper.paging.section import Section, pieces_of
 from swapper.paging.store.swap_files import TURNS
 from swapper.paging.virtual_drive import DRIVE_CPU_S_A_BYTE, DriveRates, VirtualDrive
 from swapper.runtime.free_memory import kept_free_bytes
-from swapper.runtime.sizes import format_bytes, parse_bytes
-from swapper.runtime.stats import StepStats, by_family
+from swapper.runtime.sizes import parse_bytes
+from swapper.runtime.stats import StepStats
 from swapper.train.device.device_sweep import ring_bytes
 from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
@@ -43,6 +44,7 @@ from swapper.train.layout.train_placement import (
     without_gradients,
 )
 from swapper.train.session.compute_times import ComputeTimes, calibrate
+from swapper.train.session.overview import describe
 from swapper.train.session.request import Request
 from swapper.train.sharded.buffers import buffer_bytes
 from swapper.train.sharded.shards import Shards
@@ -137,10 +139,10 @@ class Plan:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of gradients on the drive."""
-        return sum(self._scratch_bytes_of(plan) for plan in self._grad_plans)
+        return sum(self._scratch_bytes_of(plan) for plan in self.grad_plans)
 
     @property
-    def _grad_plans(self) -> list[SectionPlan]:
+    def grad_plans(self) -> list[SectionPlan]:
         """Sections of the gradients that do not stay on an accelerator."""
         kept = self.on_device.gradients if self.on_device is not None else ()
         return without_gradients(self.inventory, kept).grad_plans
@@ -149,9 +151,9 @@ class Plan:
     def _placed_grad_plans(self) -> list[SectionPlan]:
         """Those of them that have sections. Others stay autograd's own (train/gradients/autograd_grads.py)."""
         if self.request.device is not None or self.places["grad"] == "nvme":
-            return self._grad_plans
+            return self.grad_plans
         always_there = groups_in_memory(self.inventory, self.places)
-        return [plan for plan in self._grad_plans if plan.group not in always_there]
+        return [plan for plan in self.grad_plans if plan.group not in always_there]
 
     @property
     def lazy(self) -> bool:
@@ -295,7 +297,8 @@ class Plan:
     def drive_rates(self, drive_read: int | str | None = None, drive_write: int | str | None = None) -> DriveRates:
         """Return the rates of the drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
         rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
-        return DriveRates(*rates, sum(rates), DRIVE_CPU_S_A_BYTE)
+        busy = math.inf if self.tuning is None else self.tuning.busy_bytes_per_s
+        return DriveRates(*rates, sum(rates), DRIVE_CPU_S_A_BYTE, busy)
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:
         if given is not None:
@@ -341,7 +344,7 @@ class Plan:
         """Bytes that a commit writes in addition to the step's: resident sections, and changed pages in the pool."""
         if self.commit_every is None:
             return 0
-        kept = {id(plan) for plan in self._state_plans if plan.group in self.inventory.staying_state}
+        kept = {id(plan) for plan in self.state_plans if plan.group in self.inventory.staying_state}
         own = [plan for plan in self.inventory.plans if plan.external is None]
         resident = sum(p.nbytes for p in own if is_resident(p, self.places) or id(p) in kept)
         return resident + self.traffic.pooled_bytes
@@ -361,7 +364,7 @@ class Plan:
         what swapper lets the heap keep free (runtime/free_memory.py).
         """
         budget, compute = self.budget, self.found.compute
-        gradients = sum(plan.nbytes for plan in self._grad_plans if is_resident(plan, self.places))
+        gradients = sum(plan.nbytes for plan in self.grad_plans if is_resident(plan, self.places))
         activations = None if compute is None else compute.activation_bytes
         is_apart = compute is None or activations is None or bool(self._placed_grad_plans)
         if compute is not None and not is_apart:
@@ -383,106 +386,13 @@ class Plan:
             return None
         return self.tuning.seconds_for(self.traffic.total_read_bytes, self.traffic.total_written_bytes)
 
-    def __str__(self) -> str:
-        return "\n".join(f"{name:<18}{text}" for name, text in self._lines())
-
-    def placement_lines(self) -> list[tuple[str, str]]:
-        """Return (name, text) of what is where, for people."""
-        size, resident_set, budget = self.inventory.family_bytes, self.inventory.staying_state, self.budget
-        return [
-            ("parameters", f"{format_bytes(size('param'))} on {self.places['param']}"),
-            *([("frozen", self._frozen())] if self.external_bytes else []),
-            ("optimizer state", self._where("state", [p for p in self._state_plans if p.group not in resident_set])),
-            ("gradients", self._where("grad", self._grad_plans)),
-            (
-                "host memory",
-                f"{format_bytes(budget.resident_bytes + budget.pool_bytes)} of {format_bytes(self.request.manager.host_bytes)}: "
-                f"{format_bytes(budget.resident_bytes)} stay, {format_bytes(budget.pool_bytes)} are "
-                f"{budget.frame_count} frames of {format_bytes(budget.page_bytes)}",
-            ),
-            *([("FSDP2's buffers", self._buffers())] if self.buffer_bytes is not None else []),
-            *(
-                [
-                    ("device memory", self._on_device()),
-                    ("updates", self._updates()),
-                ]
-                if self.request.device is not None
-                else []
-            ),
-        ]
-
-    def _lines(self) -> list[tuple[str, str]]:
-        lines = [
-            *self.placement_lines(),
-            (
-                "drive space",
-                f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}{self._scratch()}"
-                f"{self._by_drive()}",
-            ),
-            ("a step reads", by_family(self.traffic.read_bytes)),
-            ("a step writes", by_family(self.traffic.written_bytes)),
-            ("commits", self._commits()),
-        ]
-        if self.drive_seconds is not None:
-            lines.append(("drive time", f"{self.drive_seconds:.2f} s a step at least, by what `swapper tune` measured"))
-        else:
-            lines.append(("drive time", "not known: `swapper tune DIR` measures the drive"))
-        if self.found.step is not None:
-            lines.append(("predicted", f"{self.found.step.wall_s:.3f} s a step, bound by {self.found.step.bound}"))
-            memory = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.memory.items())
-            lines.append(("peak memory", f"{format_bytes(sum(self.memory.values()))}: {memory}"))
-        if self.found.why:
-            lines.append(("chosen", self.found.why))
-        daily = self.traffic.total_written_bytes + self.commit_bytes / (self.commit_every or 1)
-        lines.append(("wear", f"{format_bytes(1000 * daily)} written in 1000 steps"))
-        return lines
-
     @property
-    def _state_plans(self) -> list[SectionPlan]:
+    def state_plans(self) -> list[SectionPlan]:
+        """Sections of the optimizer's state."""
         return [plan for plan in self.inventory.plans if plan.family == "state"]
 
-    def _where(self, family: str, elsewhere: Sequence[SectionPlan]) -> str:
-        nbytes = sum(plan.nbytes for plan in elsewhere)
-        kept = self.inventory.family_bytes(family) - nbytes
-        where = [f"{format_bytes(nbytes)} on {self.places[family]}"] if nbytes or not kept else []
-        return ", ".join([*([f"{format_bytes(kept)} on the device"] if kept else []), *where])
-
-    def _on_device(self) -> str:
-        device = self.request.device
-        if device is None or self.on_device is None:
-            return "none"
-        count, resident_set = len(self.inventory.groups), len(self.on_device.resident_set)
-        size = f"{format_bytes(device.nbytes)} on {device.device}"
-        return f"{size}: {resident_set} of {count} groups stay from forward to backward"
-
-    def _updates(self) -> str:
-        where = "device" if self.request.updates_there else "cpu"
-        return f"on the {where}{', by AdamW as one kernel' if self.request.kernel else ''}"
-
-    def _buffers(self) -> str:
-        return f"{format_bytes(self.buffer_bytes or 0)} at most, in addition: gathered parameters and reduced gradients"
-
-    def _scratch(self) -> str:
-        return f", and {format_bytes(self.scratch_bytes)} for gradients" if self.scratch_bytes else ""
-
-    def _frozen(self) -> str:
-        frozen = self.inventory.frozen
-        return f"{format_bytes(self.external_bytes)} of the parameters read from {frozen.source.path}" if frozen else ""
-
-    def _by_drive(self) -> str:
-        if len(self._weights) == 1:
-            return ""
-        return f"; on {len(self._weights)} drives: " + ", ".join(map(format_bytes, self.space_by_drive()))
-
-    def _commits(self) -> str:
-        if self.commit_every is None:
-            why = ": what changes stays in memory" if self.request.manager.commit_every == "free" else ""
-            return f"none{why}; a killed run resumes from its last snapshot"
-        every = "each step" if self.commit_every == 1 else f"every {self.commit_every} steps"
-        extra = (
-            f"{format_bytes(self.commit_bytes)} written for it" if self.commit_bytes >= 1 << 20 else "at no extra write"
-        )
-        return f"{every}, {extra}"
+    def __str__(self) -> str:
+        return describe(self)
 
 
 def plan_run(

@@ -24,7 +24,7 @@ from swapper.train.optimizer.optim import NoOptimizer
 from swapper.train.optimizer.optimizer_set import OptimizerSet, members_of_given
 from swapper.train.sharded.shards import Shards, is_sharded, optimizer_of
 from swapper.train.updates.adamw_kernel import AdamWKernel
-from swapper.train.updates.update_rates import faster_place
+from swapper.train.updates.update_times import faster_place
 
 
 @dataclass(frozen=True, kw_only=True)

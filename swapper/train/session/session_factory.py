@@ -20,14 +20,13 @@ from swapper.io import beneath
 from swapper.io.engines import Engine
 from swapper.io.tuning import find_tuning_of
 from swapper.paging.store.swap_files import first_free_number
-from swapper.train.layout.content import GivenSource
+from swapper.train.layout.content import GivenSource, ReshardedSource
 from swapper.train.layout.frozen import check_external
 from swapper.train.layout.initial import Values, check_buffers
 from swapper.train.layout.inventory import Inventory
-from swapper.train.layout.resharded import ReshardedSource
 from swapper.train.optimizer.conditions import names_by_group
-from swapper.train.optimizer.member_state import MemberState
 from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
+from swapper.train.optimizer.state_view import MemberState
 from swapper.train.session.alike import check_alike, digests
 from swapper.train.session.parking import Parking
 from swapper.train.session.plan import Plan, plan_run

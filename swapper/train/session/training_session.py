@@ -299,7 +299,7 @@ class TrainingSession:
     def begin(self, values: Values | None) -> None:
         """Allocate the gradients, install the hooks, and fill a model without values from `values`."""
         # After `adopt`: the gradients reuse the heap memory of the model's previous parameters.
-        self._free_memory = watch_free_memory(self.plan.request.manager.host_bytes, self.plan.buffer_bytes or 0)
+        self._free_memory = watch_free_memory(self.plan.request.manager.host_bytes)
         self._resources.add_memory([section for section in self._grad_sections if section.resident])
         self.model.start()
         if values is not None:

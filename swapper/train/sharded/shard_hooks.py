@@ -24,6 +24,8 @@ from swapper.paging.section import own_storage
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.sharded.buffer_memory import give_memory, take_memory
+from swapper.train.sharded.buffers import memory_bytes
 from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.open_shards import OpenShards, local_of
 from swapper.train.sharded.shards import Shard, Shards, sharded_like
@@ -75,6 +77,9 @@ class ShardHooks:
             self._lease_around(param_group, needed)
             if updates.follows_backward:
                 self._follow_backward(param_group, needed)
+        nbytes = memory_bytes(shards)
+        if nbytes is not None:
+            give_memory([param_group for param_group, _ in shards.by_group], nbytes)
         self._open_shards = []
         for group in groups:
             of_group = {id(local) for local in group.parameters}
@@ -113,6 +118,7 @@ class ShardHooks:
             handle.remove()
         for open_shards in self._open_shards:
             open_shards.show()
+        take_memory(param_group for param_group, _ in self._shards.by_group)
         for param_group, members in self._shards.by_group:
             for name in ("unshard", "wait_for_unshard", "pre_forward", "post_backward"):
                 vars(param_group).pop(name, None)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.errors import StateError, UnsupportedError
-from swapper.train.optimizer.optimizer_probe import StateForm
+from swapper.train.optimizer.entries import StateForm
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from torch import nn
 
 from swapper.errors import StateError
 from swapper.modules.own_hook import OwnHook
-from swapper.modules.torch_functions import METADATA, tensors_among
+from swapper.modules.torch_functions import METADATA, native, tensors_among
 from swapper.paging.planning.schedule import Access
 from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.parameters.parameter_group import GroupParameters
@@ -56,8 +56,7 @@ class FixedGradient(torch.Tensor):
             for tensor in tensors_among((args, kwargs)):
                 if type(tensor) is FixedGradient:
                     tensor.finish()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return native(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         self.finish()

@@ -8,21 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 
 from swapper.paging.pager import Pager
-from swapper.train.layout.content import iter_section_pages
-from swapper.train.layout.slices import TensorLocation
+from swapper.train.layout.content import copy_of
+from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.sweep import Sweep, Trainable
-
-
-class Changed(Protocol):
-    """A group of parameters."""
-
-    @property
-    def index(self) -> int: ...
 
 
 class Masters:
@@ -40,28 +32,21 @@ class Masters:
         self._changes: Counter[int] = Counter()  # that are open, by group
         self._before: dict[int, dict[str, torch.Tensor]] = {}  # by group and name: parameters before a change
 
-    def before_change(self, groups: Iterable[Changed]) -> None:
+    def before_change(self, groups: Iterable[GroupParameters]) -> None:
         """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
         for trainable in self._among(groups):
             self._changes[trainable.group] += 1
             if self._changes[trainable.group] == 1:
                 coded = [places for places in trainable.places if places.has_coded_master]
-                self._before[trainable.group] = {places.name: self._copy(places.param) for places in coded}
+                self._before[trainable.group] = {one.name: copy_of(one.param, self._pager).view(-1) for one in coded}
 
-    def after_change(self, groups: Iterable[Changed]) -> None:
+    def after_change(self, groups: Iterable[GroupParameters]) -> None:
         """Set masters of `groups` to changed parameters, when the outermost change of each is over: no step is taken before."""
         for trainable in self._among(groups):
             self._changes[trainable.group] -= 1
             if self._changes[trainable.group] == 0:
                 self._sweep.refresh_masters(trainable, self._before.pop(trainable.group))
 
-    def _copy(self, place: TensorLocation) -> torch.Tensor:
-        """Return a copy of the parameter at a location; on an accelerator, of what its copy there was made from."""
-        copied = torch.empty(place.slot.spec.numel, dtype=place.slot.spec.dtype)
-        for _, begin, end, view in iter_section_pages(place.section, self._pager, only=[place.slot]):
-            copied[begin:end] = view
-        return copied
-
-    def _among(self, groups: Iterable[Changed]) -> Iterator[Trainable]:
+    def _among(self, groups: Iterable[GroupParameters]) -> Iterator[Trainable]:
         found = (self._of.get(group.index) for group in groups)
         return (trainable for trainable in found if trainable is not None)

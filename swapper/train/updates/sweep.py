@@ -29,8 +29,7 @@ from swapper.runtime.free_memory import note_freed
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
 from swapper.train.optimizer.entries import PAGED, StateEntries
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work
-from swapper.train.updates import fused_adamw
-from swapper.train.updates.coded_run import CodedRun, scratch_bytes
+from swapper.train.updates.coded_run import CodedRun, is_fused, scratch_bytes, update_fused
 
 UPDATE_ELEMENTS = (1 << 18) * min(max(len(os.sched_getaffinity(0)), 2), 32)
 """Elements, 256 Ki for a core: their fp32 state fits its cache, and on two cores 256 Ki to 4 Mi in all were no faster; with
@@ -274,9 +273,7 @@ class Sweep:
     def _is_fused(self, trainable: Trainable, number: int) -> bool:
         places = trainable.places[number]
         settings = self._proxies.settings(trainable.settings[number]) if places.coded else {}
-        return bool(places.coded) and fused_adamw.is_fused(
-            self._proxies.kind(trainable.settings[number]), settings, places
-        )
+        return bool(places.coded) and is_fused(self._proxies.kind(trainable.settings[number]), settings, places)
 
     def _update_fused(self, update: GroupUpdate, piece: SlicePiece) -> None:
         """Update a piece and its encoded state in one pass; its step counter as `_state` and `_store` do."""
@@ -287,7 +284,7 @@ class Sweep:
         stored = self._old[places.name]["step"] if begin > 0 else self._others(places)["step"]
         entries = self._entries[places.name]
         before = stored.clone() if "step" in entries else torch.zeros_like(stored)
-        fused_adamw.update(
+        update_fused(
             places,
             {key: self._coded.parts(coded, begin, end) for key, coded in places.coded.items()},
             self._flat_part(places.param, begin, end),
