@@ -125,7 +125,7 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
             arena.close()
 
 
-def measure_beside(pattern: Pattern, paths: dict[str, Path], backend: str = "auto") -> Speed:
+def measure_while_computing(pattern: Pattern, paths: dict[str, Path], backend: str = "auto") -> Speed:
     """Measure swapper's engine while torch computes on all its threads: products, and operations on more than a cache has."""
     left, right, large = torch.ones(1024, 1024), torch.ones(1024, 1024), torch.ones(2, 16 << 20)
     with ThreadPoolExecutor(1) as pool:

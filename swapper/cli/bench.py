@@ -27,10 +27,10 @@ from swapper.bench.measure import (
     Speed,
     files_for,
     has_fio,
-    measure_beside,
     measure_deepnvme,
     measure_engine,
     measure_fio,
+    measure_while_computing,
 )
 from swapper.cli.command import ARGUMENT, reported
 from swapper.errors import ConfigError
@@ -254,7 +254,7 @@ def tune(
     console.print(
         f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}: "
         f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written, "
-        f"{tuning.busy_bytes_per_s / 1e9:.2f} GB/s both ways beside computing",
+        f"{tuning.busy_bytes_per_s / 1e9:.2f} GB/s both ways while torch computes",
         highlight=False,
     )
     if where is not None:
@@ -279,8 +279,8 @@ def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuni
             return read, write
 
         found = search(speeds, name)
-        beside = measure_beside(Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds), paths, name)
-        return replace(found, busy_bytes_per_s=beside.bytes_per_s)
+        both = Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds)
+        return replace(found, busy_bytes_per_s=measure_while_computing(both, paths, name).bytes_per_s)
 
 
 def search(speeds: Callable[[int, int], tuple[float, float]], backend: str) -> Tuning:

@@ -36,7 +36,7 @@ class DriveRates:
     busy: float = math.inf
 
     def faster(self, times: float) -> DriveRates:
-        """Return the rates of a drive that is `times` as fast, beside the same processors."""
+        """Return the rates of a drive that is `times` as fast, with the same processors."""
         return replace(self, read=self.read * times, write=self.write * times, both=self.both * times)
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:

@@ -59,3 +59,11 @@ def test_a_step_is_shown_whatever_it_moves(
     shown = " ".join(capsys.readouterr().out.split())
     assert said in shown
     assert f"{moved_bytes / MB:.0f} MB read" in shown and "equal to those in memory in 2 steps" in shown
+
+
+def test_losses_are_compared_with_those_of_deepspeed(bench_train: ModuleType) -> None:
+    peer = {"losses": [2.0, 1.0], "version": "0.19.8", "step_s": 3.0, "growth_bytes": 4e6}
+    swapped = {"losses": [[2.0], [0.8], [0.5]], "step_s": 1.5, "growth_bytes": 2e6}
+    [(name, text)] = bench_train.peer_rows(peer, swapped)
+    assert name == "DeepSpeed 0.19.8"
+    assert "2.00 times as long" in text and "differ by 25.0% at most in 2 steps" in text
