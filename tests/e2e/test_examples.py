@@ -87,7 +87,8 @@ def test_a_killed_fine_tuning_gives_the_result_of_one_that_was_not(model: Path, 
     killed = run_python(tmp_path / "killed.py", EXAMPLES / "finetune.py", *common, tmp_path / "run")
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     resumed = run("finetune.py", *common, tmp_path / "run")
-    assert re.findall(r"^step +(\d+) ", resumed, re.MULTILINE) == ["4", "5", "6"]
+    steps = re.findall(r"^step +(\d+) ", resumed, re.MULTILINE)
+    assert steps in (["4", "5", "6"], ["3", "4", "5", "6"])  # the third step was over, and maybe not yet on the drive
     results = [(tmp_path / name / "result" / "model.safetensors").read_bytes() for name in ("run", "whole")]
     assert results[0] == results[1] != (model / "model.safetensors").read_bytes()
 
