@@ -17,6 +17,7 @@ import swapper
 from e2e import third_party
 from e2e.models import Net, train_step
 from e2e.twins import Twins
+from swapper.train.optimizer.optimizer_proxy import is_same
 
 MakeTwins = Callable[..., Twins]
 PLACES: dict[str, dict[str, Any]] = {
@@ -141,9 +142,27 @@ def test_pytorch_optimizers_of_tensors_are_bit_equal(twins: MakeTwins, name: str
     pair.finish(paged=False)
 
 
+IN_LISTS = {
+    "one like SOAP": third_party.Whitening,
+    "pytorch_optimizer.SOAP": published("pytorch_optimizer", "SOAP", precondition_frequency=3),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", IN_LISTS)
+def test_state_in_lists_is_bit_equal_and_shown_in_lists(twins: MakeTwins, name: str, place: str) -> None:
+    pair = twins(nn.Sequential(*(nn.Linear(96, 64) for _ in range(4))), IN_LISTS[name], **PLACES[place])
+    pair.train(random_gradients, steps=8)
+    theirs = pair.plain_optimizer.state[next(pair.plain.parameters())]
+    ours = pair.optimizer.state[next(pair.swapped.parameters())]
+    assert list(ours) == list(theirs)
+    for key, value in theirs.items():
+        assert is_same(value, ours[key])
+    pair.finish(paged=False)
+
+
 REFUSED = {
     "Prodigy": (published("prodigyopt", "Prodigy"), "depends on the others.*Prodigy.*use AdamW with the rate"),
-    "SOAP": (published("pytorch_optimizer", "SOAP"), "it keeps 'GG' as a list.*each under a key of its own"),
     "ScalableShampoo": (published("pytorch_optimizer", "ScalableShampoo"), "it keeps '.*' as a PreConditioner"),
     "bitsandbytes AdamW8bit": (published("bitsandbytes.optim", "AdamW8bit"), rf"'state1' as torch\.uint8.*{ADVICE}"),
     "bitsandbytes paged": (published("bitsandbytes.optim", "PagedAdamW8bit"), rf"'state1' as torch\.uint8.*{ADVICE}"),

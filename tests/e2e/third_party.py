@@ -69,6 +69,29 @@ class Rebinding(PerParameter):
         p.data = p.data - group["lr"] / (self.calls + group["seen"]) * state["velocity"]
 
 
+class Whitening(PerParameter):
+    """A factor for each dimension in a list, and its eigenvectors in another, made every third step in LAPACK's order of
+    memory, as SOAP does; vectors have lists without a tensor."""
+
+    SETTINGS: ClassVar[dict[str, Any]] = {"lr": 1e-2, "basis_steps": 3}
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            sizes = p.shape if p.dim() == 2 else ()
+            state.update(step=0, factors=[torch.eye(size) for size in sizes] or [[]], bases=None)
+        if p.dim() == 2:
+            for factor, product in zip(state["factors"], (p.grad @ p.grad.t(), p.grad.t() @ p.grad), strict=True):
+                factor.lerp_(product, 0.1)
+        if state["step"] % group["basis_steps"] == 0:
+            state["bases"] = [torch.linalg.eigh(one)[1] if len(one) else [] for one in state["factors"]]
+        state["step"] += 1
+        if p.dim() == 2:
+            left, right = state["bases"]
+            p.add_(left @ (left.t() @ p.grad @ right).sign() @ right.t(), alpha=-group["lr"])
+        else:
+            p.add_(p.grad, alpha=-group["lr"])
+
+
 class FactoredRms(PerParameter):
     """State of other shapes: a mean for each row and each column; vectors have a whole one. Weight decay by dimensions."""
 

@@ -27,7 +27,7 @@ from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.free_memory import note_freed
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
-from swapper.train.optimizer.entries import PAGED, StateEntries
+from swapper.train.optimizer.entries import PAGED, StateEntries, in_order
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work
 from swapper.train.updates.coded_run import CodedRun, is_fused, scratch_bytes, update_fused
 
@@ -381,10 +381,14 @@ class Sweep:
                 self._old[places.name] = {key: value.clone() for key, value in stored.items()}
             state_tensors.update(stored)
             others = stored
-        return {
+        state = {
             key: (others[key] if key in places.others else state_tensors[key]).detach() if entry is PAGED else entry
             for key, entry in entries.items()
         }
+        for key, order in places.orders.items():
+            if key in state:
+                state[key] = in_order(state[key], order)
+        return state
 
     def _others(self, places: ParameterLocations) -> dict[str, torch.Tensor]:
         """Return the state that belongs to a parameter as a whole."""
