@@ -6,7 +6,9 @@ runs what is skipped here without them. Classes of tests/e2e/third_party.py stan
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,13 +153,40 @@ IN_LISTS = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", IN_LISTS)
 def test_state_in_lists_is_bit_equal_and_shown_in_lists(twins: MakeTwins, name: str, place: str) -> None:
-    pair = twins(nn.Sequential(*(nn.Linear(96, 64) for _ in range(4))), IN_LISTS[name], **PLACES[place])
+    pair = twins(layers(), IN_LISTS[name], **PLACES[place])
     pair.train(random_gradients, steps=8)
     theirs = pair.plain_optimizer.state[next(pair.plain.parameters())]
     ours = pair.optimizer.state[next(pair.swapped.parameters())]
     assert list(ours) == list(theirs)
     for key, value in theirs.items():
         assert is_same(value, ours[key])
+    pair.finish(paged=False)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(96, 64) for _ in range(4)))
+
+
+def test_state_in_lists_goes_through_resume_snapshot_load_and_edit(twins: MakeTwins, tmp_path: Path) -> None:
+    pair = twins(layers(), third_party.Whitening)
+    pair.train(random_gradients, steps=4)
+    pair.manager.snapshot(tmp_path / "snapshot.pt").wait()
+    saved = torch.load(tmp_path / "snapshot.pt", weights_only=True)["optimizer"]["state"]
+    assert is_same(saved[0]["bases"], pair.plain_optimizer.state_dict()["state"][0]["bases"])
+    pair.resume(layers(), third_party.Whitening)
+    pair.train(random_gradients, steps=2)
+    pair.both(lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())))
+    pair.train(random_gradients, steps=2)
+
+    def edit(model: Any, optimizer: Any) -> None:
+        state = optimizer.state[next(model.parameters())]
+        state["factors"][0].mul_(2)
+        state["bases"] = [-basis for basis in state["bases"]]
+
+    pair.both(edit)
+    pair.train(random_gradients, steps=2)
+    with pytest.raises(TypeError):
+        pair.optimizer.state[next(pair.swapped.parameters())]["factors"][0] = torch.zeros(64, 64)
     pair.finish(paged=False)
 
 

@@ -87,7 +87,8 @@ class Whitening(PerParameter):
         state["step"] += 1
         if p.dim() == 2:
             left, right = state["bases"]
-            p.add_(left @ (left.t() @ p.grad @ right).sign() @ right.t(), alpha=-group["lr"])
+            turned = (left.t() @ p.grad @ right).sign() + right.sum(0)  # a sum depends on the order of memory
+            p.add_(left @ turned @ right.t(), alpha=-group["lr"])
         else:
             p.add_(p.grad, alpha=-group["lr"])
 
