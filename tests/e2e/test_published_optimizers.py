@@ -190,6 +190,20 @@ def test_state_in_lists_goes_through_resume_snapshot_load_and_edit(twins: MakeTw
     pair.finish(paged=False)
 
 
+def test_factors_that_a_step_leaves_are_not_written(twins: MakeTwins) -> None:
+    def written_bytes(basis_steps: int) -> int:
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+        pair = twins(model, lambda p: third_party.Whitening(p, basis_steps=basis_steps), commit_every=1)
+        pair.train(random_gradients, steps=3)
+        before = pair.manager.counters.written_bytes["state"]
+        pair.train(random_gradients, steps=3)
+        count = pair.manager.counters.written_bytes["state"] - before
+        pair.finish(paged=False)
+        return count
+
+    assert 0 < written_bytes(basis_steps=100) < 0.7 * written_bytes(basis_steps=1)
+
+
 REFUSED = {
     "Prodigy": (published("prodigyopt", "Prodigy"), "depends on the others.*Prodigy.*use AdamW with the rate"),
     "ScalableShampoo": (published("pytorch_optimizer", "ScalableShampoo"), "it keeps '.*' as a PreConditioner"),

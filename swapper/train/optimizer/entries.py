@@ -182,7 +182,7 @@ def nested(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Return a copy of a tensor with the order of memory of `StateKey.order`."""
-    turned = tensor.permute(*order).contiguous()
+    turned = tensor.permute(*order).clone(memory_format=torch.contiguous_format)
     return turned.permute(*(order.index(dim) for dim in range(len(order))))
 
 
