@@ -297,7 +297,7 @@ class _Trial:
         if type(value) is not torch.Tensor and not is_plain(value):
             raise UnsupportedError(
                 f"{self._kind} cannot be paged: it keeps {name!r} as a {type(value).__name__}; only dense tensors of torch's own "
-                "class, numbers and strings, each under a key of its own, can be kept in a file that plain torch.load reads"
+                "class, alone or in a list, numbers and strings can be kept in a file that plain torch.load reads"
                 + (f": {FEWER_BITS}" if isinstance(value, torch.Tensor) else "")
             )
 
