@@ -23,6 +23,7 @@ from swapper.modules.own_hook import OwnHook
 from swapper.paging.section import own_storage
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import TensorLocation
+from swapper.train.parameters.given_model import HookTargets
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.sharded.buffer_memory import give_memory, take_memory
 from swapper.train.sharded.buffers import memory_bytes
@@ -37,31 +38,16 @@ class ShardHooks:
 
     Args:
         shards: of this rank.
-        groups: of swapper's, one for each FSDPParamGroup, in the same order.
-        place: returns where a shard lies, by its parameter's name.
-        enter_forward: called at the start of each forward; raises if the manager cannot be used.
-        enter_phase: told which phase of a step begins.
-        updates: told of what FSDP2 is about to use.
-        finish: finishes an open step before an access by the user; raises if the manager cannot be used.
-        lose_ranks: told why this rank has left a collective that the others wait in.
+        targets: what the hooks act on; the groups are one for each FSDPParamGroup, in the same order.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        groups: list[GroupParameters],
-        place: Callable[[str], TensorLocation],
-        enter_forward: Callable[[], None],
-        enter_phase: Callable[[str], None],
-        updates: Updates,
-        finish: Callable[[], None],
-        lose_ranks: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, shards: Shards, targets: HookTargets) -> None:
         self._shards = shards
-        self._lose_ranks = lose_ranks
-        self._enter_forward = enter_forward
-        self._enter_phase = enter_phase
-        self._updates = updates
+        self._lose_ranks = targets.lose_ranks
+        self._enter_forward = targets.enter_forward
+        self._enter_phase = targets.enter_phase
+        self._updates = updates = targets.updates
+        groups = targets.groups
         self._handles: list[Any] = []
         self._uses: dict[int, list[ShardUse]] = {}  # by id of an FSDPParamGroup: those whose backward is still to come
         self._tasks: set[int] = set()  # running backwards, one within the other
@@ -69,7 +55,7 @@ class ShardHooks:
         self._paged = {key for key, group in group_of.items() if group.paged}
         for param_group, members in shards.by_group:
             for shard in members:
-                _bind(shard, place(shard.name))
+                _bind(shard, targets.place(shard.name))
                 if shard.local.requires_grad:
                     hook = _take_gradient(shard, updates)
                     self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -83,7 +69,9 @@ class ShardHooks:
         self._open_shards = []
         for group in groups:
             of_group = {id(local) for local in group.parameters}
-            group.open_shards = OpenShards([shard for shard in shards.all if id(shard.local) in of_group], finish)
+            group.open_shards = OpenShards(
+                [shard for shard in shards.all if id(shard.local) in of_group], targets.finish
+            )
             self._open_shards.append(group.open_shards)
         self._handles.append(shards.model.register_forward_pre_hook(self._before_forward, prepend=True))
 
@@ -108,7 +96,7 @@ class ShardHooks:
             gradient: Any = shard.parameter.grad
             shard.local.grad = None if gradient is None else local_of(gradient)
 
-    def remove(self, keep_cold: bool = True) -> None:
+    def remove(self, keep_cold: bool) -> None:
         """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises.
 
         Args:

@@ -9,7 +9,7 @@ shard must be in memory while FSDP2 copies it into the all-gather's input, and a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.errors import StateError, UnsupportedError
-from swapper.train.optimizer.entries import StateForm
+from swapper.errors import UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,44 +112,6 @@ class Shards(nn.Module):
         elif recurse:
             named = self.model.named_parameters(prefix, remove_duplicate=False)
             yield from ((name, self.of[id(parameter)].local) for name, parameter in named)
-
-    def check_optimizer(self, forms: Iterable[StateForm], name: str) -> None:
-        """Raise UnsupportedError if the optimizer looks at more than one element: it would see a shard for the whole."""
-        if not all(form.may_cut for form in forms):
-            raise UnsupportedError(
-                f"{name} does not treat each element by itself, and a rank has only a shard of each parameter: use an elementwise "
-                "optimizer (AdamW, SGD, ...) with a model that fully_shard has sharded"
-            )
-
-    def check_without_gradients(self) -> None:
-        """Raise StateError if a parameter has a gradient, whose place is about to change."""
-        for shard in self.all:
-            if shard.parameter.grad is not None:
-                raise StateError(
-                    f"a sharded model gets more to train while {shard.name} has a gradient: call optimizer.add_param_group(...) "
-                    "between optimizer.zero_grad() and the next forward, with the parameters that are unfrozen then. Leave frozen "
-                    "ones out of the groups until then"
-                )
-
-    def follow_requires_grad(self) -> None:
-        """Have shards require gradients where the model's parameters do by now."""
-        for shard in self.all:
-            shard.local.requires_grad_(shard.parameter.requires_grad)
-
-    @property
-    def padded_numel(self) -> dict[int, int]:
-        """How many elements FSDP2 gathers of each shard, by the id of its `local`."""
-        return {id(shard.local): shard.padded_numel for shard in self.all}
-
-    @property
-    def rows(self) -> dict[str, tuple[int, int]]:
-        """The first row of each shard, and the rows of the whole parameter, by name."""
-        return {shard.name: (shard.rows.start, shard.parameter.shape[0]) for shard in self.all}
-
-    @property
-    def whole_shapes(self) -> dict[int, torch.Size]:
-        """The shape of each whole parameter, by the id of its `local`."""
-        return {id(shard.local): shard.parameter.shape for shard in self.all}
 
 
 def is_sharded(model: Any) -> bool:
