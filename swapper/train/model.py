@@ -207,6 +207,7 @@ class OffloadedModel:
                 fault_handler=self.fault_handler,
                 groups=self.groups,
                 place=lambda name: self._places[name, "param"],
+                kept_gradients=self._kept_gradients(),
                 update=self._update,
                 updates=self.updates,
                 enter_forward=self._passes.enter_forward,

@@ -42,6 +42,7 @@ class HookTargets:
         fault_handler: of the paged parameters.
         groups: of these.
         place: returns where a parameter lies, by its name.
+        kept_gradients: names of the parameters whose gradients stay autograd's own.
         update: when it is updated.
         updates: told of what is about to be used.
         enter_forward: called at the start of each forward; raises if the manager cannot be used.
@@ -53,6 +54,7 @@ class HookTargets:
     fault_handler: ParameterFaultHandler
     groups: list[GroupParameters]
     place: Callable[[str], TensorLocation]
+    kept_gradients: frozenset[str]
     update: str
     updates: Updates
     enter_forward: Callable[[], None]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.parameters.given_model import HookTargets
 from swapper.train.parameters.parameter_group import GroupParameters
-from swapper.train.sharded.buffer_memory import give_memory, take_memory
+from swapper.train.sharded.buffer_memory import EmptyTensors, give_memory, has_replicas, take_memory
 from swapper.train.sharded.buffers import memory_bytes
 from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.open_shards import OpenShards, local_of
@@ -49,6 +50,7 @@ class ShardHooks:
         self._updates = updates = targets.updates
         groups = targets.groups
         self._handles: list[Any] = []
+        self._casts: Callable[[int], AbstractContextManager[Any]] = nullcontext  # in which FSDP2 casts what it gathers
         self._uses: dict[int, list[ShardUse]] = {}  # by id of an FSDPParamGroup: those whose backward is still to come
         self._tasks: set[int] = set()  # running backwards, one within the other
         group_of = {id(parameter): group for group in groups for parameter in group.parameters}
@@ -65,7 +67,13 @@ class ShardHooks:
                 self._follow_backward(param_group, needed)
         nbytes = memory_bytes(shards)
         if nbytes is not None:
-            give_memory([param_group for param_group, _ in shards.by_group], nbytes)
+            kept = [
+                group
+                for group, members in shards.by_group
+                if has_replicas(group) or any(shard.name in targets.kept_gradients for shard in members)
+            ]
+            memory = give_memory([param_group for param_group, _ in shards.by_group], nbytes, kept)
+            self._casts = partial(EmptyTensors, memory)
         self._open_shards = []
         for group in groups:
             of_group = {id(local) for local in group.parameters}
@@ -124,7 +132,8 @@ class ShardHooks:
         """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
         vars(param_group).pop("unshard", None)  # of an earlier session
         unshard, wait_for_unshard = param_group.unshard, param_group.wait_for_unshard
-        alone = param_group._all_gather_process_group.size() == 1
+        ranks = param_group._all_gather_process_group.size()
+        alone = ranks == 1
 
         @contextmanager
         def leased() -> Iterator[None]:
@@ -152,7 +161,7 @@ class ShardHooks:
             if alone or not param_group.is_sharded or param_group._all_gather_result is not None:
                 unshard(async_op)
                 return
-            with leased():
+            with leased(), self._casts(ranks):
                 unshard(async_op)
 
         def wait_leased() -> None:
