@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from swapper.paging.section import own_storage
+
 
 class BufferMemory:
     """One mapping, divided among buffers as they come: each is at the first place that is large enough.
@@ -141,7 +143,8 @@ class _ReduceScatter(_Collective):
             self._input = super().allocate(size, dtype=dtype, device=device)
             return self._input
         if self.reuses_input:
-            return self._part_of(self._input)
+            part = self._part_of(self._input)
+            return own_storage(part.view(torch.uint8)).view(dtype)  # FSDP2 counts from the storage's begin
         output: torch.Tensor = self.own.allocate(size, dtype=dtype, device=device)
         return output
 
