@@ -240,9 +240,12 @@ def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def sharded_like(value: Any, parameter: Any) -> Any:
     """Return a tensor of a shard's shape as the DTensor that plain torch would keep for `parameter`; anything else as it is."""
-    if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape and value.dim():
-        return sharded_rows(value, parameter)
-    return value
+    if not isinstance(value, torch.Tensor) or value.shape != parameter._local_tensor.shape or not value.dim():
+        return value
+    spec = parameter._spec
+    if value.dtype == spec.tensor_meta.dtype and value.is_contiguous() and parameter.is_contiguous():
+        return type(parameter.data)(value, spec, requires_grad=False)  # as from_local, in a hundredth of its time
+    return sharded_rows(value, parameter)
 
 
 def sharded_rows(value: torch.Tensor, parameter: Any) -> Any:
