@@ -16,7 +16,7 @@ from sampling import runs_a_sample
 from torch.distributed.fsdp import fully_shard
 
 import swapper
-from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_unfrozen
+from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_tensor_parallel, fsdp_unfrozen
 from e2e.processes import run_python
 from e2e.twins import named_budget
 
@@ -51,6 +51,13 @@ def test_two_ranks_train_load_and_go_on(tmp_path: Path, update: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
     run(tmp_path, ranks, some_loops(3) if runs_a_sample() else list(fsdp_run.CASES), update)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_shards_of_tensors_that_are_split_already(tmp_path: Path, update: str) -> None:
+    """FSDP2 over tensor parallelism, on a mesh of 2 x 2."""
+    assert torchrun(4, fsdp_tensor_parallel, tmp_path, update) == [f"rank {rank}: same" for rank in range(4)]
 
 
 @pytest.mark.slow

@@ -125,6 +125,9 @@ class GivenModel:
     def check_optimizer(self, forms: Iterable[StateForm], name: str) -> None:
         """Raise UnsupportedError if an optimizer with state of these forms is not exact on what is paged."""
 
+    def check_rows(self, option: str) -> None:
+        """Raise UnsupportedError unless each rank has whole rows of its shards, which `option` needs."""
+
     def prepare_more(self, ranks: Ranks) -> None:
         """More is about to be trained. Raises StateError, on all ranks, if it cannot be now."""
 

@@ -151,6 +151,8 @@ class Request:
             _check_sharded(options, device)
         of = (ShardedModel if is_sharded(model) else GivenModel)(as_one(model))
         used = of.optimizers_of(given)
+        if options.state_codecs.of_key:
+            of.check_rows(options.state_codecs.said)
         updates_there = _check_accelerator(options, accelerator, device, used)
         if options.state_codecs.of_key and updates_there:
             raise UnsupportedError(

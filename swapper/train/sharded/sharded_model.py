@@ -12,6 +12,7 @@ from swapper.durability.ranks import Ranks
 from swapper.errors import StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
 from swapper.io.engines import Engine
+from swapper.train.layout.content import NOT_BY_ROWS
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.initial import Values
 from swapper.train.optimizer.entries import StateForm
@@ -45,7 +46,10 @@ class ShardedModel(GivenModel):
         shards = self.shards.all
         self.padded_numel = {id(shard.local): shard.padded_numel for shard in shards}
         self.whole_shapes = {id(shard.local): shard.parameter.shape for shard in shards}
-        self.rows = {shard.name: (shard.rows.start, shard.parameter.shape[0]) for shard in shards}
+        self.rows = {
+            shard.name: (shard.rows.start, shard.parameter.shape[0]) if shard.is_by_rows else NOT_BY_ROWS
+            for shard in shards
+        }
 
     def buffer_bytes(self) -> int | None:
         return buffer_bytes(self.shards)
@@ -72,6 +76,13 @@ class ShardedModel(GivenModel):
                 "optimizer (AdamW, SGD, ...) with a model that fully_shard has sharded"
             )
 
+    def check_rows(self, option: str) -> None:
+        if not all(shard.is_by_rows for shard in self.shards.all):
+            raise UnsupportedError(
+                f"{option} needs shards of whole rows, which tensor parallelism does not leave: leave it out, and load values with "
+                "torch.distributed.checkpoint"
+            )
+
     def prepare_more(self, ranks: Ranks) -> None:
         """All shards without gradients, whose places are about to change, require gradients where the parameters do by now."""
         ranks.settle("train more parameters", self._check_without_gradients, lambda _: None)
@@ -89,12 +100,14 @@ class ShardedModel(GivenModel):
 
     def find_external(self, frozen: FrozenFiles, wanted: Mapping[str, nn.Parameter]) -> dict[str, StoredTensor]:
         """The rows of shards. FSDP2 reads a shard's padding too, which is not in the file: such a shard has a copy of its own."""
+        self.check_rows("external=")
         shards = {shard.name: shard for shard in self.shards.all}
         whole = {name: p for name, p in wanted.items() if shards[name].padded_numel == p.numel()}
         found = frozen.find(self.module, whole, self.whole_shapes)
         return {name: rows_of(stored, shards[name]) for name, stored in found.items()}
 
     def initial_values(self, init: Any, engine: Engine, external: Collection[str]) -> Values:
+        self.check_rows("init=")
         return ShardValues(init, self.shards, engine, external)
 
     def bind(self, targets: HookTargets) -> ModelBinding:

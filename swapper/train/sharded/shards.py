@@ -43,6 +43,12 @@ class Shard:
         return sharded
 
     @property
+    def is_by_rows(self) -> bool:
+        """Whether the rank has whole rows, one after the other: not with tensor parallelism, which splits a parameter once more."""
+        placements: Sequence[Any] = self.fsdp_param.sharded_param.placements
+        return sum(not placement.is_replicate() for placement in placements) == 1
+
+    @property
     def rows(self) -> range:
         """The rows of the whole parameter that this rank has."""
         begin = self.fsdp_param.mesh_info.shard_mesh_rank * (self.fsdp_param.padded_sharded_param_size[0])
@@ -150,11 +156,10 @@ def _begin(model: nn.Module) -> None:
 
 def _shard(name: str, fsdp_param: Any) -> Shard:
     spec = fsdp_param.sharded_param._spec
-    placed = [placement for placement in spec.placements if not placement.is_replicate()]
-    if len(placed) != 1 or not placed[0].is_shard(0) or type(placed[0]).__name__ != "Shard":
+    if fsdp_param.fsdp_placement.dim != 0:
         raise UnsupportedError(
-            f"parameter {name} is placed as {spec.placements}: swapper pages shards by rows, Shard(0), of fully_shard alone or "
-            "with replicas (HSDP)"
+            f"parameter {name} is placed as {spec.placements}: swapper pages what fully_shard has sharded by rows, Shard(0): leave "
+            "out shard_placement_fn"
         )
     if fsdp_param.offload_to_cpu:
         raise UnsupportedError(
