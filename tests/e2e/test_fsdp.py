@@ -16,7 +16,7 @@ from sampling import runs_a_sample
 from torch.distributed.fsdp import fully_shard
 
 import swapper
-from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_tensor_parallel, fsdp_unfrozen
+from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_tensor_parallel, fsdp_unfrozen, replicated_run
 from e2e.processes import run_python
 from e2e.twins import named_budget
 
@@ -58,6 +58,11 @@ def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
 def test_shards_of_tensors_that_are_split_already(tmp_path: Path, update: str) -> None:
     """FSDP2 over tensor parallelism, on a mesh of 2 x 2."""
     assert torchrun(4, fsdp_tensor_parallel, tmp_path, update) == [f"rank {rank}: same" for rank in range(4)]
+
+
+@pytest.mark.slow
+def test_composable_replicas_are_exact_or_refused(tmp_path: Path) -> None:
+    assert torchrun(2, replicated_run, tmp_path) == [f"rank {rank}: same" for rank in range(2)]
 
 
 @pytest.mark.slow

@@ -156,6 +156,11 @@ def _begin(model: nn.Module) -> None:
 
 def _shard(name: str, fsdp_param: Any) -> Shard:
     spec = fsdp_param.sharded_param._spec
+    if not hasattr(fsdp_param.mesh_info, "shard_mesh_rank"):
+        raise UnsupportedError(
+            f"parameter {name} is replicated, not sharded, by FSDP2's replicate: call fully_shard(model) with a mesh of two "
+            "dimensions (HSDP), or use DistributedDataParallel"
+        )
     if fsdp_param.fsdp_placement.dim != 0:
         raise UnsupportedError(
             f"parameter {name} is placed as {spec.placements}: swapper pages what fully_shard has sharded by rows, Shard(0): leave "
