@@ -134,13 +134,14 @@ def test_a_part_that_is_sharded_in_a_model_that_is_not_is_refused(tmp_path: Path
         manager.offload(model, fsdp_run.adamw(model))
 
 
-def test_a_matrix_optimizer_is_refused(tmp_path: Path, alone: None) -> None:
-    model, _ = fsdp_run.make({})
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.Muon])
+def test_a_matrix_optimizer_is_refused(tmp_path: Path, alone: None, optimizer: type[torch.optim.Optimizer]) -> None:
+    model = fully_shard(torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3))))
     with (
         swapper.SwapManager(tmp_path, host_memory="64MiB") as manager,
         pytest.raises(swapper.UnsupportedError, match="elementwise"),
     ):
-        manager.offload(model, torch.optim.Adafactor(model.parameters()))
+        manager.offload(model, optimizer(model.parameters()))
 
 
 def test_after_close_the_model_says_so(tmp_path: Path, alone: None) -> None:
@@ -225,6 +226,18 @@ def test_between_backward_and_step_nothing_shows_a_half_done_step(tmp_path: Path
             plain_optimizer.step()
             plain_optimizer.zero_grad()
         fsdp_run.same_state(model, optimizer, plain, plain_optimizer, "after looks")
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_plan_counts_ddps_buckets(tmp_path: Path) -> None:
+    whole = fsdp_run.Model()
+    whole.blocks[1].requires_grad_(False)
+    model = torch.nn.parallel.DistributedDataParallel(whole, bucket_cap_mb=1)
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        plan = manager.plan(model, fsdp_run.adamw(model), params="nvme", optimizer_state="nvme")
+    buckets = model._get_ddp_logging_data()["bucket_sizes"].split(",")
+    assert plan.buffer_bytes == sum(map(int, buckets))
+    assert plan.memory["DDP's buckets"] == plan.buffer_bytes and "DDP's buckets" in str(plan)
 
 
 @pytest.mark.usefixtures("alone")

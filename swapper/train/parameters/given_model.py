@@ -22,6 +22,7 @@ from swapper.io.engines import Engine
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.initial import Values
 from swapper.train.layout.slices import TensorLocation
+from swapper.train.optimizer.conditions import is_replicated
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optim import StateOwner, packed_groups
 from swapper.train.optimizer.optimizer_set import OptimizerSet
@@ -86,12 +87,14 @@ class GivenModel:
         given: as given; its parameters are those that the user sees.
         module: its parameters are paged.
         is_sharded: they are shards.
+        buffers: the name of what `buffer_bytes` counts, and its content.
         padded_numel: elements that are stored of a parameter, by the paged one's id, where these are more than it has.
         whole_shapes: the shape of each whole parameter, by the id of its shard.
         rows: the first row of each shard, and the rows of the whole parameter, by name.
     """
 
     is_sharded: ClassVar[bool] = False
+    buffers: ClassVar[tuple[str, str]] = "DDP's buckets", "all gradients once more"
     padded_numel: Mapping[int, int] = {}
     whole_shapes: Mapping[int, torch.Size] = {}
     rows: Mapping[str, tuple[int, int]] = {}
@@ -101,8 +104,13 @@ class GivenModel:
         self.module = given
 
     def buffer_bytes(self) -> int | None:
-        """Return the peak of FSDP2's own buffers in a step; None without FSDP2."""
-        return None
+        """Return how much memory DDP's buckets take, or FSDP2's own buffers at their peak; None without either.
+
+        The buckets have all gradients once more. A model that is put into DDP later is not known here.
+        """
+        if not is_replicated(self.given):
+            return None
+        return sum(p.numel() * p.itemsize for p in self.given.parameters() if p.requires_grad)
 
     def paged(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what is paged of a parameter that the user sees."""

@@ -349,7 +349,7 @@ class Plan:
 
     @cached_property
     def buffer_bytes(self) -> int | None:
-        """Peak of FSDP2's own buffers in a step on this rank, outside of `host_memory`; None if the model is not sharded."""
+        """Peak of FSDP2's own buffers in a step on this rank, or of DDP's, outside of `host_memory`; None without them."""
         return self.request.model.buffer_bytes()
 
     @property
@@ -371,7 +371,7 @@ class Plan:
             "gradients": gradients if is_apart else 0,
             "pool": budget.pool_bytes,
             "activations": activations or 0,
-            "FSDP2's buffers": self.buffer_bytes or 0,
+            self.request.model.buffers[0]: self.buffer_bytes or 0,
             "allocator": kept_free_bytes(self.request.manager.host_bytes),
         }
         return {name: nbytes for name, nbytes in parts.items() if nbytes}

@@ -39,6 +39,7 @@ class ShardedModel(GivenModel):
     """
 
     is_sharded: ClassVar[bool] = True
+    buffers: ClassVar[tuple[str, str]] = "FSDP2's buffers", "gathered parameters and reduced gradients"
 
     def __init__(self, given: nn.Module) -> None:
         super().__init__(given)
