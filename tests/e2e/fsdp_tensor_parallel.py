@@ -1,6 +1,6 @@
 """One of 4 ranks under torchrun: FSDP2 over tensor parallelism, on a plain and on a swapped model; both must go the same way.
 
-Usage: fsdp_tensor_parallel.py DIRECTORY UPDATE, the time of updates, as for `offload`.
+Usage: fsdp_tensor_parallel.py DIRECTORY UPDATE, the time of updates, as for `offload`; with "reshard" one of 2 ranks, after that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Block(nn.Module):
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensors"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shards", "tensors"))
     for block in model:
         parallelize_module(block, mesh["tensors"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["shards"])
@@ -95,7 +95,16 @@ def run(directory: Path, update: str) -> None:
     os.write(1, f"rank {dist.get_rank()}: same\n".encode())
 
 
+def reshard(directory: Path) -> None:
+    with swapper.SwapManager(directory, host_memory="64MiB", resume="reshard") as manager:
+        try:
+            manager.offload(*make(), params="nvme", optimizer_state="nvme")
+        except swapper.UnsupportedError as error:
+            os.write(1, f"rank {dist.get_rank()}: {error}\n".encode())
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    run(Path(sys.argv[1], "run"), sys.argv[2])
+    here = Path(sys.argv[1], "run")
+    reshard(here) if sys.argv[2] == "reshard" else run(here, sys.argv[2])
     dist.destroy_process_group()

@@ -58,6 +58,9 @@ def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
 def test_shards_of_tensors_that_are_split_already(tmp_path: Path, update: str) -> None:
     """FSDP2 over tensor parallelism, on a mesh of 2 x 2."""
     assert torchrun(4, fsdp_tensor_parallel, tmp_path, update) == [f"rank {rank}: same" for rank in range(4)]
+    if update == "step":
+        said = torchrun(2, fsdp_tensor_parallel, tmp_path, "reshard")
+        assert len(said) == 2 and all("tensor parallelism cannot be resharded" in line for line in said), said
 
 
 @pytest.mark.slow
