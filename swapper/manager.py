@@ -349,7 +349,7 @@ class SwapManager:
             parameters = list(target)
         if write:
             self.current.check_to_write()
-        with run.model.gathering.gather(run.model.paged(parameters), write):
+        with run.model.gathering.gather([run.model.model.paged(p) for p in parameters], write):
             yield target
 
     def parked(self) -> AbstractContextManager[None]:
@@ -432,14 +432,14 @@ class SwapManager:
         self.current.check()
         model = self.current.running("clip_grad_norm_").model
         model.updates.check_clipping()
-        return nn.utils.clip_grad_norm_(model.given_parameters(), max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(model.model.given.parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_."""
         self.current.check()
         model = self.current.running("clip_grad_value_").model
         model.updates.check_clipping()
-        nn.utils.clip_grad_value_(model.given_parameters(), clip_value)
+        nn.utils.clip_grad_value_(model.model.given.parameters(), clip_value)
 
     def snapshot(
         self,

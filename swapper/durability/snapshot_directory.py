@@ -61,9 +61,7 @@ class SnapshotDirectory:
             self._planner.set_up_planner(_with_values(state), is_coordinator=ranks.rank == 0)
         except ValueError as error:
             raise CheckpointError(f"the snapshot {path} cannot be written: {error}") from error
-        plan = self._planner.create_local_plan()
-        plan.items[:] = [item for item in plan.items if not _is_empty_part(item)]
-        self._plan = plan
+        self._plan = _plan_of(self._planner)
         if ranks.rank == 0:
             try:
                 _remove(self._hidden)  # of a run that was killed
@@ -215,6 +213,30 @@ def _with_values(state: Any) -> Any:
     if state.keys() == {"codec", "value"}:
         return state["value"]
     return type(state)((key, _with_values(value)) for key, value in state.items())
+
+
+_last_plan: tuple[Any, Any] = (None, None)
+"""What the last snapshot had, without its data, and the plan for that, which is made of it alone and takes a while."""
+
+
+def _plan_of(planner: Any) -> Any:
+    """Return the plan that `planner` makes for its state, without the parts of tensors that this rank has nothing of."""
+    global _last_plan
+    has = [(name, *_form(value)) for name, value in planner.state_dict.items()]
+    has += [planner.is_coordinator, planner.mappings]
+    if has != _last_plan[0]:
+        plan = planner.create_local_plan()
+        plan.items[:] = [item for item in plan.items if not _is_empty_part(item)]
+        _last_plan = has, plan
+    return _last_plan[1]
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    """Return what a plan has of an entry: of a tensor all but its values, of anything else nothing."""
+    if not isinstance(value, torch.Tensor):
+        return ()
+    place = getattr(value, "device_mesh", value.device), getattr(value, "placements", None)
+    return value.dtype, value.shape, value.stride(), value.requires_grad, value.layout, *place
 
 
 def _is_empty_part(item: Any) -> bool:

@@ -86,7 +86,7 @@ class ContainerItems:
         self._contents: dict[Any, bytes | tuple[str, bytes]] = {}
         self.places: dict[Any, tuple[int, int]] = {}
 
-    def add(self, index: Any, value: object, place: StorageRef | None, record_nbytes: int) -> None:
+    def add(self, index: Any, value: Any, place: StorageRef | None, record_nbytes: int) -> None:
         """Add an item.
 
         Args:
@@ -98,10 +98,9 @@ class ContainerItems:
         elif place is None:
             self._contents[index] = _saved(value)
         else:
-            self._contents[index] = (
-                place.key,
-                pickle_state(value, {place.key: record_nbytes}, lambda tensor: place).data,
-            )
+            grad = value.requires_grad
+            pickled = _pickled(place, record_nbytes, value.dtype, tuple(value.shape), value.stride(), grad)
+            self._contents[index] = (place.key, pickled)
 
     def build(self, begin: int, payloads: Mapping[str, Entry]) -> bytes:
         """Return the record's content, which begins at offset `begin` of the file.
@@ -123,6 +122,20 @@ class ContainerItems:
             data += item.finish(1)
             self.places[index] = 0, begin + len(data)
         return bytes(data)
+
+
+@lru_cache(maxsize=8192)
+def _pickled(
+    place: StorageRef,
+    record_nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    grad: bool,
+) -> bytes:
+    """Return the pickle of a plain tensor at `place`. Each snapshot of a run has the same."""
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=grad)
+    return pickle_state(tensor, {place.key: record_nbytes}, lambda _: place).data
 
 
 def _saved(value: Any) -> bytes:

@@ -32,20 +32,17 @@ from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.conditions import Conditions, Membership
-from swapper.train.optimizer.optim import OtherOptimizers, packed_groups
+from swapper.train.optimizer.optim import OtherOptimizers
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.accumulation_pass import AccumulationOrder
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
-from swapper.train.parameters.gathering import Gathering, state_dict_of
+from swapper.train.parameters.gathering import Gathering
+from swapper.train.parameters.given_model import HookTargets, ModelBinding
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
-from swapper.train.parameters.preparation import Preparation
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionGuard, SessionSlot
-from swapper.train.sharded.shard_hooks import ShardHooks
-from swapper.train.sharded.sharded_state import checkpoint_of
-from swapper.train.sharded.shards import Shards
 from swapper.train.updates.at_step import Updates
 from swapper.train.updates.deferred import DeferredStep
 from swapper.train.updates.during_backward import StepInBackward
@@ -86,9 +83,8 @@ class OffloadedModel:
         )
         self.model = model
         self._clock = current.clock
-        self._shard_hooks: ShardHooks | None = None
+        self._binding: ModelBinding | None = None
         self._has_warned = False
-        self._preparation: Preparation | None = None
         self._update = plan.request.options.update
         self._on_device = on_device
         self._inventory = inventory
@@ -113,11 +109,11 @@ class OffloadedModel:
         self.gathering = Gathering(self.groups, self._masters, session_guard.turns, pager.check_room)
         self.fault_handler = ParameterFaultHandler(
             inventory, self._trainables, self.groups, self._places, pager, session_guard, self.gathering, self.finish_update,
-            changes_itself(model), current.changed_in_pass,
+            changes_itself(model.module), current.changed_in_pass,
         )  # fmt: skip
         self._gradients: Gradients | None = None
         self._passes: PassLifecycle | None = None
-        self._other_optimizers = OtherOptimizers(plan.request.given_optimizers, self._names_of_given())
+        self._other_optimizers = OtherOptimizers(plan.request.given_optimizers, model.names_of_given(self._names))
         self._rollback = StepRollback(optimizers, self.optimizer_state, sections, current.undo_update)
         self._begin_step = current.begin_step
         self._lose_ranks = current.lose_ranks
@@ -140,7 +136,7 @@ class OffloadedModel:
         if self._update == "backward":
             return StepInBackward(
                 self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived,
-                isinstance(self.model, Shards),
+                self.model.is_sharded,
             )  # fmt: skip
         return Updates(self._sweep)
 
@@ -196,7 +192,7 @@ class OffloadedModel:
     def start(self) -> None:
         """Construct the gradients, and install the hooks."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
-        order = AccumulationOrder(self.model)  # before all other hooks of the parameters
+        order = AccumulationOrder(self.model.module)  # before all other hooks of the parameters
         regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
             parameters, self._grad_sections, self._pager, regions, self._on_device, self._kept_gradients()
@@ -206,19 +202,20 @@ class OffloadedModel:
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
             self._clock, self._on_device, self._gradients, self._masters, order,
         )  # fmt: skip
-        if isinstance(self.model, Shards):
-            self._shard_hooks = ShardHooks(
-                self.model,
-                self.groups,
-                lambda name: self._places[name, "param"],
-                self._passes.enter_forward,
-                self._clock.enter,
-                self.updates,
-                self._make_finish(),
-                self._lose_ranks,
+        self._binding = self.model.bind(
+            HookTargets(
+                fault_handler=self.fault_handler,
+                groups=self.groups,
+                place=lambda name: self._places[name, "param"],
+                kept_gradients=self._kept_gradients(),
+                update=self._update,
+                updates=self.updates,
+                enter_forward=self._passes.enter_forward,
+                enter_phase=self._clock.enter,
+                finish=self._make_finish(),
+                lose_ranks=self._lose_ranks,
             )
-        else:
-            self._preparation = Preparation(self.model, self.fault_handler, self._update)
+        )
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
             self._on_device.start()
@@ -259,7 +256,7 @@ class OffloadedModel:
     def move_buffers(self) -> None:
         """Move the model's buffers to the accelerator, if any, after their initial values."""
         if self._on_device is not None:
-            self._on_device.move(self.model)
+            self._on_device.move(self.model.module)
 
     @property
     def gradients(self) -> Gradients:
@@ -273,25 +270,10 @@ class OffloadedModel:
             raise StateError("the model is not offloaded yet")
         return self._passes
 
-    def given_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the user's model; of a sharded model `self.model` has only the shards."""
-        return self.model.model.parameters() if isinstance(self.model, Shards) else self.model.parameters()
-
     def named_given_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the same with their names."""
-        names = self._names_of_given()
-        return ((names[id(parameter)], parameter) for parameter in self.given_parameters())
-
-    def _names_of_given(self) -> dict[int, str]:
-        """Return the names of the parameters of the user's model, by id."""
-        return (
-            {key: shard.name for key, shard in self.model.of.items()} if isinstance(self.model, Shards) else self._names
-        )
-
-    def paged(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the paged parameters for `parameters` of the user's model: of a sharded one the shards."""
-        of = self.model.of if isinstance(self.model, Shards) else {}
-        return [of[id(parameter)].local if id(parameter) in of else parameter for parameter in parameters]
+        """Yield the parameters that the user sees, with their names."""
+        names = self.model.names_of_given(self._names)
+        return ((names[id(parameter)], parameter) for parameter in self.model.given.parameters())
 
     def restore_groups(self, settings: list[dict[str, Any]], members: Sequence[Sequence[str]] | None) -> None:
         """Restore the optimizers' groups from a commit: settings and, if the run has edited them, members by name."""
@@ -314,8 +296,8 @@ class OffloadedModel:
         Raises:
             StateError: an edit cannot be followed.
         """
-        if self._shard_hooks is not None:
-            self._shard_hooks.follow_gradients()
+        if self._binding is not None:
+            self._binding.follow_gradients()
         if not self.updates.has_begun_early:
             if self.updates.is_open and self._membership.is_outdated:
                 self.finish_update(in_order=True)  # another optimizer's step, of the groups before
@@ -375,7 +357,7 @@ class OffloadedModel:
 
     def _agree_to_begin(self, may: Callable[[], bool]) -> bool:
         """Return True if `may` does, on all ranks of a sharded model: those that begin wait for each other."""
-        return all(self._ranks.settle("begin a step in backward", may, bool)[1]) if self._shard_hooks else may()
+        return all(self._ranks.settle("begin a step in backward", may, bool)[1]) if self.model.is_sharded else may()
 
     @property
     def update_is_open(self) -> bool:
@@ -406,7 +388,7 @@ class OffloadedModel:
 
     def _may_defer(self) -> bool:
         """Return False if a tensor shows the memory of a shard, which could not be hidden from it."""
-        shown = None if self._shard_hooks is None else self._shard_hooks.shown()
+        shown = None if self._binding is None else self._binding.shown()
         if shown is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -451,20 +433,15 @@ class OffloadedModel:
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state in the form of a checkpoint. Its tensors alias the sections, whose data may be cold."""
-        if isinstance(self.model, Shards):
-            return checkpoint_of(self.model, self._optimizers.members[0], self.optimizer_state.at_its_place())
         placed = None if self._on_device is None else self._placed
-        content: dict[str, Any] = {"model": state_dict_of(self.model, placed)}
+        content: dict[str, Any] = {"model": self.model.state_dict(placed)}
         masters = {
             places.name: self.optimizer_state.stored(places.name, "master")
             for _, places in self._trained()
             if places.has_master
         }
         packed = [
-            {
-                "state": self.optimizer_state.at_its_place(self._optimizers.numbers(number)),
-                "param_groups": packed_groups(member.param_groups),
-            }
+            self.model.optimizer_state_dict(member, self.optimizer_state.at_its_place(self._optimizers.numbers(number)))
             for number, member in enumerate(self._optimizers.members)
         ]
         content["optimizer"] = packed if len(packed) > 1 else packed[0]
@@ -474,10 +451,8 @@ class OffloadedModel:
 
     def close(self, keep_cold: bool) -> None:
         """Remove the hooks. Paged parameters stay cold if `keep_cold`."""
-        if self._shard_hooks is not None:
-            self._shard_hooks.remove(keep_cold)
-        if self._preparation is not None:
-            self._preparation.remove()
+        if self._binding is not None:
+            self._binding.remove(keep_cold)
         if self._passes is not None:
             self._passes.remove()
         self.updates.remove()

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import swapper
 from e2e.twins import named_budget
+from swapper.train.sharded import buffer_memory
 
 
 class Block(nn.Module):
@@ -360,6 +361,8 @@ def resume(directory: Path, budget: int, placement: Any, case: Any, plain: Any, 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    if sys.argv[2] != "step":
+        buffer_memory.MIN_BROADCAST_BYTES = 0  # as with a large model
     for name in sys.argv[3:] or CASES:
         run(Path(sys.argv[1], f"case-{list(CASES).index(name)}"), name, sys.argv[2])
     dist.destroy_process_group()

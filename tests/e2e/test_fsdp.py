@@ -16,7 +16,7 @@ from sampling import runs_a_sample
 from torch.distributed.fsdp import fully_shard
 
 import swapper
-from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_unfrozen
+from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_tensor_parallel, fsdp_unfrozen, replicated_run
 from e2e.processes import run_python
 from e2e.twins import named_budget
 
@@ -51,6 +51,21 @@ def test_two_ranks_train_load_and_go_on(tmp_path: Path, update: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
     run(tmp_path, ranks, some_loops(3) if runs_a_sample() else list(fsdp_run.CASES), update)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_shards_of_tensors_that_are_split_already(tmp_path: Path, update: str) -> None:
+    """FSDP2 over tensor parallelism, on a mesh of 2 x 2."""
+    assert torchrun(4, fsdp_tensor_parallel, tmp_path, update) == [f"rank {rank}: same" for rank in range(4)]
+    if update == "step":
+        said = torchrun(2, fsdp_tensor_parallel, tmp_path, "reshard")
+        assert len(said) == 2 and all("tensor parallelism cannot be resharded" in line for line in said), said
+
+
+@pytest.mark.slow
+def test_composable_replicas_are_exact_or_refused(tmp_path: Path) -> None:
+    assert torchrun(2, replicated_run, tmp_path) == [f"rank {rank}: same" for rank in range(2)]
 
 
 @pytest.mark.slow
@@ -122,13 +137,14 @@ def test_a_part_that_is_sharded_in_a_model_that_is_not_is_refused(tmp_path: Path
         manager.offload(model, fsdp_run.adamw(model))
 
 
-def test_a_matrix_optimizer_is_refused(tmp_path: Path, alone: None) -> None:
-    model, _ = fsdp_run.make({})
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.Muon])
+def test_a_matrix_optimizer_is_refused(tmp_path: Path, alone: None, optimizer: type[torch.optim.Optimizer]) -> None:
+    model = fully_shard(torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3))))
     with (
         swapper.SwapManager(tmp_path, host_memory="64MiB") as manager,
         pytest.raises(swapper.UnsupportedError, match="elementwise"),
     ):
-        manager.offload(model, torch.optim.Adafactor(model.parameters()))
+        manager.offload(model, optimizer(model.parameters()))
 
 
 def test_after_close_the_model_says_so(tmp_path: Path, alone: None) -> None:
@@ -213,6 +229,18 @@ def test_between_backward_and_step_nothing_shows_a_half_done_step(tmp_path: Path
             plain_optimizer.step()
             plain_optimizer.zero_grad()
         fsdp_run.same_state(model, optimizer, plain, plain_optimizer, "after looks")
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_plan_counts_ddps_buckets(tmp_path: Path) -> None:
+    whole = fsdp_run.Model()
+    whole.blocks[1].requires_grad_(False)
+    model = torch.nn.parallel.DistributedDataParallel(whole, bucket_cap_mb=1)
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        plan = manager.plan(model, fsdp_run.adamw(model), params="nvme", optimizer_state="nvme")
+    buckets = model._get_ddp_logging_data()["bucket_sizes"].split(",")
+    assert plan.buffer_bytes == sum(map(int, buckets))
+    assert plan.memory["DDP's buckets"] == plan.buffer_bytes and "DDP's buckets" in str(plan)
 
 
 @pytest.mark.usefixtures("alone")

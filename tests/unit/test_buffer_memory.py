@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swapper.train.sharded.buffer_memory import BufferMemory, _Unsharded, may_lend
+from swapper.train.sharded.buffer_memory import BufferMemory, EmptyTensors, _Unsharded, may_lend
 
 PAGE = mmap.PAGESIZE
 
@@ -40,6 +40,35 @@ def test_buffers_lie_in_the_first_gap_that_is_large_enough_and_never_on_another(
     assert memory.allocate(0) is None
     last = memory.allocate(2 * PAGE)
     assert last is not None and last.data_ptr() == begin + 4 * PAGE
+
+
+def test_what_is_freed_at_once_lies_at_the_end_and_leaves_no_gap_among_others() -> None:
+    memory = BufferMemory(6 * PAGE)
+    stays = memory.allocate(PAGE)
+    brief = memory.allocate(PAGE + 1, is_brief=True)
+    longer = memory.allocate(3 * PAGE)
+    assert stays is not None and brief is not None and longer is not None
+    begin = stays.data_ptr()
+    assert [buffer.data_ptr() - begin for buffer in (brief, longer)] == [4 * PAGE, PAGE]
+    del brief
+    last = memory.allocate(2 * PAGE)
+    assert last is not None and last.data_ptr() == begin + 4 * PAGE
+
+
+def test_empty_tensors_lie_in_the_memory_while_it_has_a_place() -> None:
+    memory = BufferMemory(3 * PAGE)
+    here = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    with EmptyTensors(memory, 2):
+        ours = torch.empty((PAGE // 2,), **here)
+        torchs = torch.empty((PAGE // 2,), **here)  # the output of an all-gather would have no place beside it
+    after = torch.empty((1,), **here)
+    output = memory.allocate(2 * PAGE)
+    assert output is not None and memory.allocate(1) is None
+    assert (ours.shape, ours.dtype, torchs.shape, after.shape) == ((PAGE // 2,), torch.bfloat16, (PAGE // 2,), (1,))
+    address = ours.data_ptr()
+    del ours, torchs, after
+    again = memory.allocate(PAGE)
+    assert again is not None and again.data_ptr() == address
 
 
 class Parameter:

@@ -27,6 +27,7 @@ from swapper.train.layout.slices import (
 from swapper.train.layout.state_codecs import StateCodecs
 from swapper.train.layout.train_placement import StepKind, frames_needed
 from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.parameters.given_model import GivenModel
 
 GROUP = 5
 
@@ -213,7 +214,7 @@ def test_a_step_in_which_parameters_have_no_gradient_fits_into_the_frames_too(la
     """The sweep has two neighbouring slices leased at one time, whichever parameters are left out."""
     page_bytes = page_sectors * 16 * SECTOR_BYTES
     model = Stack(layers)
-    inventory = take_inventory(model, OptimizerSet([torch.optim.AdamW(model.parameters())]), None)
+    inventory = take_inventory(GivenModel(model), OptimizerSet([torch.optim.AdamW(model.parameters())]), None)
     sections = make_sections(inventory.plans, [0] * len(inventory.plans), lambda plan: False, page_bytes)
     frames = frames_needed(inventory, lambda plan: False, page_bytes, StepKind())
     before: set[int] = set()
@@ -233,7 +234,7 @@ def test_the_frames_of_large_equal_layers_are_those_of_all_slices(codec):
         model = nn.Sequential(*layers).to(torch.bfloat16)
     optimizers = OptimizerSet([torch.optim.AdamW(model.parameters(), fused=True)])
     codecs = StateCodecs.parse(codec, torch.float32)
-    inventory = take_inventory(model, optimizers, torch.float32, may_be_meta=True, state_codecs=codecs)
+    inventory = take_inventory(GivenModel(model), optimizers, torch.float32, may_be_meta=True, state_codecs=codecs)
     page_bytes = 6 * SECTOR_BYTES
     sections = make_sections(inventory.plans, [0] * len(inventory.plans), lambda plan: False, page_bytes)
     most = longest = 0

@@ -193,7 +193,7 @@ class Forecaster:
         if key not in self._inventories:
             self._inventories[key] = request.inventory(may_be_meta=True)
         inventory = self._inventories[key]
-        check_update(setting.update, request.model, inventory.forms.values(), request.optimizers.name)
+        check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
         try:
             return plan_run(request, inventory)
         except BudgetError as error:

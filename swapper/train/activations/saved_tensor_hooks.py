@@ -280,7 +280,7 @@ class ActivationOwner:
         if run is None or not run.has_model:
             return frozenset()
         if self._run is None or self._run() is not run:
-            model = run.model.model
+            model = run.model.model.module
             with torch._C.DisableTorchFunctionSubclass():
                 tensors = [*model.parameters(), *model.buffers()]
                 self._of_model = frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)

@@ -270,6 +270,8 @@ def fill(section: Section, pager: Pager, content: SectionSource) -> None:
 
 Rows = Mapping[str, tuple[int, int]]
 """The first row of a rank's part of each sharded parameter, and the rows of the whole, by name."""
+NOT_BY_ROWS = (0, 0)
+"""Stands there for a part that is not some whole rows."""
 Form = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -292,7 +294,7 @@ class ReshardedSource:
 
     Raises:
         CheckpointError: they are of another model or optimizer; lists the differences.
-        UnsupportedError: the earlier ranks read parameters from files of the user's.
+        UnsupportedError: the earlier ranks read parameters from files of the user's, or there is tensor parallelism.
     """
 
     def __init__(self, earlier: Sequence[CommittedRank], plans: Sequence[SectionPlan], rows: Rows) -> None:
@@ -355,6 +357,11 @@ class _RowsOf:
             for slot in plan.slots
             if slot.spec.kind == "param" and slot.spec.owner in rows
         }
+        if any(count and rows[name] == NOT_BY_ROWS for name, count in self._counts.items()):
+            raise UnsupportedError(
+                "a run with tensor parallelism cannot be resharded: take a snapshot of it, and load that by "
+                "torch.distributed.checkpoint, with resume='discard'"
+            )
 
     def has_some(self, name: str) -> bool:
         """Return True unless this rank has no row of that sharded parameter."""

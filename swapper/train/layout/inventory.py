@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,9 +25,10 @@ from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, c
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_probe import OptimizerProbe, is_plain
 from swapper.train.optimizer.optimizer_set import OptimizerSet, check_dtypes, check_masters, check_supported
-from swapper.train.sharded.shard_values import rows_of
-from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import NO_GROUP, Trainable
+
+if TYPE_CHECKING:  # whose state owners ask for places of this module
+    from swapper.train.parameters.given_model import GivenModel
 
 KINDS = ("param", MASTER, "grad")
 """Kinds of a tensor in addition to the keys of the optimizer's state."""
@@ -121,7 +122,7 @@ class Inventory:
 
 
 def take_inventory(
-    model: nn.Module,
+    given: GivenModel,
     optimizers: OptimizerSet,
     master_weights: torch.dtype | None,
     may_be_meta: bool = False,
@@ -133,7 +134,7 @@ def take_inventory(
     """List everything to be placed.
 
     Args:
-        model, optimizers: the user's.
+        given, optimizers: the user's.
         master_weights: torch.float32, or None.
         may_be_meta: parameters may be on the meta device: their values come later.
         before: the present inventory, if the model is offloaded already and more is to be trained: everything trained
@@ -149,6 +150,7 @@ def take_inventory(
         UnsupportedError: the model or the optimizer cannot be offloaded exactly.
         StateError: the model is offloaded already.
     """
+    model = given.module
     if master_weights not in (None, torch.float32):
         raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
     if before is None:
@@ -159,14 +161,12 @@ def take_inventory(
     discovery = OptimizerProbe(optimizers) if before is None else before.discovery
     forms: dict[str, StateForm] = {}
     groups, units = partition(model)
-    padded = model.padded_numel if isinstance(model, Shards) else {}
-    shapes = model.whole_shapes if isinstance(model, Shards) else {}
     if before is not None:
         _check_same_parameters(groups, before.groups)
     with_gradient = _with_gradient(groups, settings, before)
     ranges = optimizers.ranges
     homes = _homes(groups, settings, ranges, before)
-    external = {} if frozen is None else _find_external(frozen, model, groups, with_gradient, before is not None)
+    external = {} if frozen is None else _find_external(frozen, given, groups, with_gradient, before is not None)
     chosen = state_codecs or StateCodecs({})
     codecs: dict[str, dict[str, StateCodec]] = {}
     dtypes: dict[int, set[torch.dtype]] = {}  # by group of the optimizer
@@ -189,12 +189,12 @@ def take_inventory(
             else:
                 continue
             _check_state(name, parameter, optimizers.state_of(parameter), forms[name], updated)
-            shape = shapes.get(id(parameter), parameter.shape)
+            shape = given.whole_shapes.get(id(parameter), parameter.shape)
             codecs[name] = chosen.of(name, parameter, updated, forms[name], shape)
             part = state.setdefault(homes.get(name, 0), [])
             part += state_specs_of(name, parameter, updated, forms[name], codecs[name])
         for parameters in _apart(group.parameters, with_gradient, homes):
-            specs = [_spec(n, "param", p, padded.get(id(p), 0)) for n, p in parameters]
+            specs = [_spec(n, "param", p, given.padded_numel.get(id(p), 0)) for n, p in parameters]
             param_plans += plan_group(group.index, "param", [spec for spec in specs if spec.owner not in external])
             if frozen is not None:
                 param_plans += frozen.plan(group.index, [(s, external[s.owner]) for s in specs if s.owner in external])
@@ -222,7 +222,7 @@ def take_inventory(
 
 
 def _find_external(
-    frozen: FrozenFiles, model: nn.Module, groups: Sequence[Group], with_gradient: frozenset[str], may_be_none: bool
+    frozen: FrozenFiles, given: GivenModel, groups: Sequence[Group], with_gradient: frozenset[str], may_be_none: bool
 ) -> dict[str, StoredTensor]:
     wanted = {name: p for group in groups for name, p in group.parameters if name not in with_gradient}
     if not wanted and not may_be_none:
@@ -230,13 +230,7 @@ def _find_external(
             f"external= ({str(frozen.source.path)!r}) has frozen parameters, and the model has none: call requires_grad_(False) "
             "before manager.offload"
         )
-    if not isinstance(model, Shards):
-        return frozen.find(model, wanted)
-    shards = {shard.name: shard for shard in model.all}
-    # FSDP2 reads the padding of a shard too, which is not in the file: that shard has a copy of its own.
-    whole = {name: p for name, p in wanted.items() if shards[name].padded_numel == p.numel()}
-    found = frozen.find(model, whole, model.whole_shapes)
-    return {name: rows_of(stored, shards[name]) for name, stored in found.items()}
+    return given.find_external(frozen, wanted)
 
 
 def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: Inventory | None) -> frozenset[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.nn.parallel import DistributedDataParallel
 
 from swapper.errors import StateError, UnsupportedError
@@ -223,6 +224,11 @@ class Conditions:
         )
 
 
+def is_replicated(module: nn.Module) -> bool:
+    """Return whether gradients of `module` are averaged over processes: by DDP, or by torch's composable `replicate`."""
+    return isinstance(module, DistributedDataParallel) or "replicate" in (_get_registry(module) or ())
+
+
 def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], optimizer: str) -> None:
     """Raise UnsupportedError if updates at this time cannot be exact.
 
@@ -238,5 +244,5 @@ def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], opti
             f"{optimizer} changes its own settings ({', '.join(names)}) in a step, which update='deferred' would show only when "
             "after the next forward: offload with update='step'"
         )
-    if update == "backward" and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    if update == "backward" and any(map(is_replicated, model.modules())):
         refuse_averaging()

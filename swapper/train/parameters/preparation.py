@@ -47,7 +47,14 @@ class Preparation:
             copy_without_hooks(each)
             each.__dict__["_apply"] = OwnHook(_apply_of(each))
 
-    def remove(self) -> None:
+    def follow_gradients(self) -> None:
+        """What the user sees is what is paged."""
+
+    def shown(self) -> str | None:
+        return None
+
+    def remove(self, keep_cold: bool) -> None:
+        """See ModelBinding (given_model.py)."""
         for model in self._models:
             model.__dict__.pop("_apply", None)
         self._models.clear()

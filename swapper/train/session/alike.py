@@ -11,16 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from swapper.durability.ranks import Ranks
 from swapper.errors import ConfigError
 from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.session.request import Request
-from swapper.train.sharded.shards import Shards
 
 Digests = tuple[tuple[int, ...], dict[str, str]]
 """The ranks that a rank is compared with, and digests of what it gives, by subject."""
@@ -35,7 +31,7 @@ _REMEDIES = {
 def digests(request: Request) -> Digests:
     """Return a digest of each subject."""
     subjects = _subjects(request)
-    return _peers(request), {
+    return request.model.peers(), {
         name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in subjects.items()
     }
 
@@ -67,23 +63,12 @@ def check_alike(request: Request, ranks: Ranks, told: Sequence[Sequence[Any]], v
         )
 
 
-def _peers(request: Request) -> tuple[int, ...]:
-    """Return the ranks that hold the same model as this one."""
-    if isinstance(request.model, Shards):
-        mesh: Any = request.model.all[0].parameter.device_mesh  # type: ignore[attr-defined]
-        return tuple(mesh.mesh.flatten().tolist())
-    if isinstance(request.given[0], DistributedDataParallel):
-        return tuple(dist.get_process_group_ranks(request.given[0].process_group))
-    return ()
-
-
 def _subjects(request: Request) -> dict[str, list[str]]:
-    model: nn.Module = request.model.model if isinstance(request.model, Shards) else request.model
     optimizers, options = OptimizerSet(request.given_optimizers), request.options
     return {
         "model": [
             f"{name}: {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
-            for name, p in model.named_parameters()
+            for name, p in request.model.given.named_parameters()
         ],
         "optimizer": [optimizers.kind, *_settings(packed_groups(optimizers.param_groups))],
         "options": [

@@ -109,7 +109,7 @@ def placement_lines(plan: Plan) -> list[tuple[str, str]]:
             f"{format_bytes(budget.resident_bytes)} stay, {format_bytes(budget.pool_bytes)} are "
             f"{budget.frame_count} frames of {format_bytes(budget.page_bytes)}",
         ),
-        *([("FSDP2's buffers", _buffers(plan))] if plan.buffer_bytes is not None else []),
+        *([(plan.request.model.buffers[0], _buffers(plan))] if plan.buffer_bytes is not None else []),
         *(
             [
                 ("device memory", _on_device(plan)),
@@ -170,7 +170,7 @@ def _updates(plan: Plan) -> str:
 
 
 def _buffers(plan: Plan) -> str:
-    return f"{format_bytes(plan.buffer_bytes or 0)} at most, in addition: gathered parameters and reduced gradients"
+    return f"{format_bytes(plan.buffer_bytes or 0)} at most, in addition: {plan.request.model.buffers[1]}"
 
 
 def _scratch(plan: Plan) -> str:

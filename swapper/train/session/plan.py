@@ -46,8 +46,6 @@ from swapper.train.layout.train_placement import (
 from swapper.train.session.compute_times import ComputeTimes, calibrate
 from swapper.train.session.overview import describe
 from swapper.train.session.request import Request
-from swapper.train.sharded.buffers import buffer_bytes
-from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import Trainable
 
 
@@ -269,7 +267,7 @@ class Plan:
         """Measure what a step computes on this processor: an input of `simulate`. Args and Raises: see `predict`."""
         unmeasured = {
             "a model on an accelerator": self.request.device is not None,
-            "a sharded model": isinstance(self.request.model, Shards),
+            "a sharded model": self.request.model.is_sharded,
         }
         for what in (what for what, is_so in unmeasured.items() if is_so):
             raise UnsupportedError(
@@ -277,7 +275,7 @@ class Plan:
             )
         request = self.request
         return calibrate(
-            request.model, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example
+            request.model.module, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example
         )  # fmt: skip
 
     def with_copies(self, compute: ComputeTimes) -> ComputeTimes:
@@ -351,9 +349,8 @@ class Plan:
 
     @cached_property
     def buffer_bytes(self) -> int | None:
-        """Peak of FSDP2's own buffers in a step on this rank, outside of `host_memory`; None if the model is not sharded."""
-        model = self.request.model
-        return buffer_bytes(model) if isinstance(model, Shards) else None
+        """Peak of FSDP2's own buffers in a step on this rank, or of DDP's, outside of `host_memory`; None without them."""
+        return self.request.model.buffer_bytes()
 
     @property
     def memory(self) -> dict[str, int]:
@@ -374,7 +371,7 @@ class Plan:
             "gradients": gradients if is_apart else 0,
             "pool": budget.pool_bytes,
             "activations": activations or 0,
-            "FSDP2's buffers": self.buffer_bytes or 0,
+            self.request.model.buffers[0]: self.buffer_bytes or 0,
             "allocator": kept_free_bytes(self.request.manager.host_bytes),
         }
         return {name: nbytes for name, nbytes in parts.items() if nbytes}
@@ -439,7 +436,7 @@ def plan_run(
     sections = _make_sections(inventory, found, budget, layout)
     on_device = None
     if device is not None:
-        other_bytes = sum(buffer.nbytes for buffer in request.model.buffers())
+        other_bytes = sum(buffer.nbytes for buffer in request.model.module.buffers())
         if request.updates_there:
             other_bytes += ring_bytes(find_trainables(inventory, find_places(sections)), budget.page_bytes)
         on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays)

@@ -32,7 +32,6 @@ from swapper.train.session.alike import check_alike, digests
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
-from swapper.train.sharded.shards import Shards
 
 OpenRun = Callable[[Plan, Origin], TrainingSession]
 
@@ -103,7 +102,7 @@ class Relayout:
 
     def _ranks_of(self, plan: Plan) -> Ranks:
         """Return those that change their layouts together. Others may do so alone."""
-        are_together = isinstance(plan.request.model, Shards) or plan.commit_every is not None
+        are_together = plan.request.model.is_sharded or plan.commit_every is not None
         return self._directory.ranks if are_together else Ranks()
 
     def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:

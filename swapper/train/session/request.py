@@ -22,7 +22,9 @@ from swapper.train.layout.state_codecs import StateCodecs
 from swapper.train.optimizer.conditions import check_update
 from swapper.train.optimizer.optim import NoOptimizer
 from swapper.train.optimizer.optimizer_set import OptimizerSet, members_of_given
-from swapper.train.sharded.shards import Shards, is_sharded, optimizer_of
+from swapper.train.parameters.given_model import GivenModel
+from swapper.train.sharded.sharded_model import ShardedModel
+from swapper.train.sharded.shards import is_sharded
 from swapper.train.updates.adamw_kernel import AdamWKernel
 from swapper.train.updates.update_times import faster_place
 
@@ -102,8 +104,8 @@ class Request:
     Attributes:
         given: the user's model, or several, and the optimizer, a list, or an object with several.
         given_optimizers: the user's own, or a NoOptimizer.
-        model: the paged one: the model, a module that contains all, or the shards of this rank.
-        optimizers: of `model`.
+        model: what of it is paged.
+        optimizers: over that.
         options: the keywords.
         manager: the manager's options.
         device: the accelerator of forwards and backwards, and its budget; None: the CPU.
@@ -114,7 +116,7 @@ class Request:
 
     given: tuple[Any, Any]
     given_optimizers: tuple[Optimizer, ...]
-    model: nn.Module
+    model: GivenModel
     optimizers: OptimizerSet
     options: OffloadOptions
     manager: ManagerOptions
@@ -142,14 +144,15 @@ class Request:
         """
         device = DeviceBudget.parse(options.device, options.device_memory)
         given = [NoOptimizer()] if optimizer is None else members_of_given(optimizer)
-        whole, used = as_one(model), given
         accelerator = options.accelerator or Accelerator()
         if len(given) > 1:
             _check_several(options, accelerator, is_sharded(model))
         if is_sharded(model):
             _check_sharded(options, device)
-            whole = Shards(whole)
-            used = [optimizer_of(given[0], whole)]
+        of = (ShardedModel if is_sharded(model) else GivenModel)(as_one(model))
+        used = of.optimizers_of(given)
+        if options.state_codecs.of_key:
+            of.check_rows(options.state_codecs.said)
         updates_there = _check_accelerator(options, accelerator, device, used)
         if options.state_codecs.of_key and updates_there:
             raise UnsupportedError(
@@ -167,7 +170,7 @@ class Request:
             kernel.check(used[0], options.master_weights, device.device.device)
         frozen = None if options.external is None else FrozenFiles.of(options.external)
         return cls(
-            (model, optimizer), tuple(given), whole, OptimizerSet(used), options, manager, device, updates_there, kernel, frozen
+            (model, optimizer), tuple(given), of, OptimizerSet(used), options, manager, device, updates_there, kernel, frozen
         )  # fmt: skip
 
     def check_is_for(self, model: Any, optimizer: Any, manager: ManagerOptions) -> None:
@@ -195,9 +198,8 @@ class Request:
         if self.kernel is not None:
             parameters = [entry for group in found.groups for entry in group.parameters]
             self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})
-        if isinstance(self.model, Shards):
-            self.model.check_optimizer(found.forms.values(), self.optimizers.name)
-        check_update(self.options.update, self.model, found.forms.values(), self.optimizers.name)
+        self.model.check_optimizer(found.forms.values(), self.optimizers.name)
+        check_update(self.options.update, self.model.module, found.forms.values(), self.optimizers.name)
         return found
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
-
-from torch import nn
 
 from swapper.durability.beginning import Beginning, EarlierRanks
 from swapper.durability.commit import CommitRecord, boot_id
@@ -17,16 +15,14 @@ from swapper.durability.directory import FALLBACK_NAME
 from swapper.durability.recovery import follow_placement, page_bytes_of
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io import beneath
-from swapper.io.engines import Engine
 from swapper.io.tuning import find_tuning_of
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.layout.content import GivenSource, ReshardedSource
 from swapper.train.layout.frozen import check_external
-from swapper.train.layout.initial import Values, check_buffers
+from swapper.train.layout.initial import check_buffers
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.conditions import names_by_group
 from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
-from swapper.train.optimizer.state_view import MemberState
 from swapper.train.session.alike import check_alike, digests
 from swapper.train.session.parking import Parking
 from swapper.train.session.plan import Plan, plan_run
@@ -35,9 +31,6 @@ from swapper.train.session.request import Request
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.session.training_step import TrainingStep
-from swapper.train.sharded.shard_values import ShardValues
-from swapper.train.sharded.sharded_state import ShardedState
-from swapper.train.sharded.shards import Shards
 
 
 class SessionFactory:
@@ -101,7 +94,7 @@ class SessionFactory:
     def _resharded(self, request: Request, inventory: Inventory) -> ReshardedSource:
         """Return the content of the earlier run's files, which belongs to this rank."""
         assert self._earlier is not None
-        return ReshardedSource(self._earlier.ranks, inventory.plans, rows_of(request))
+        return ReshardedSource(self._earlier.ranks, inventory.plans, request.model.rows)
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
@@ -116,7 +109,7 @@ class SessionFactory:
             The replacements of the user's optimizers.
         """
         plan, ranks = self._agree(lambda: self._with_buffers(make(), init is not None)), self._directory.ranks
-        if isinstance(plan.request.model, Shards) and ranks.size > 1 and not ranks.are_together:
+        if plan.request.model.is_sharded and ranks.size > 1 and not ranks.are_together:
             raise ConfigError(
                 "a model that fully_shard has sharded needs ranks that resume from the same step: leave out ranks='alone'"
             )
@@ -136,7 +129,7 @@ class SessionFactory:
         values = None
         if init is not None and record is None:
             assert run.engine is not None
-            values = make_values(init, request.model, run.engine, plan.inventory.external)
+            values = request.model.initial_values(init, run.engine, plan.inventory.external)
         if record is not None:
             self._clock.counters.step = record.step
         run.adopt(GivenSource(request.optimizers) if record is None else None)
@@ -197,10 +190,10 @@ class SessionFactory:
     def _with_buffers(self, plan: Plan, has_init: bool) -> Plan:
         """Return `plan`. Raise UnsupportedError if buffers of the model have no values, and there is no source of them."""
         if self._record is not None or self._earlier is not None:
-            check_buffers(_whole(plan.request.model), "a resumed run")
+            check_buffers(plan.request.model.given, "a resumed run")
         elif plan.request.frozen is not None and not has_init:
-            check_buffers(_whole(plan.request.model), "external")
-            for name, parameter in plan.request.model.named_parameters():
+            check_buffers(plan.request.model.given, "external")
+            for name, parameter in plan.request.model.module.named_parameters():
                 if parameter.is_meta and parameter.numel() and name not in plan.inventory.external:
                     raise UnsupportedError(
                         f"parameter {name} is on the meta device, and this rank cannot read its shard from external= in place, for "
@@ -231,7 +224,7 @@ class SessionFactory:
         request, frozen, directory = plan.request, plan.request.frozen, self._directory
         described, names = describe_plans(plan.inventory.plans), plan.inventory.names
         external = {} if frozen is None else frozen.stamps(plan.inventory.plans)
-        shards = rows_of(request)
+        shards = dict(request.model.rows)
 
         def describe(step: int) -> CommitRecord:
             members = names_by_group(request.optimizers.param_groups, names)
@@ -264,10 +257,7 @@ class SessionFactory:
         with current.turns.turn():
             current.check()
             current.training_step.check_between("training more parameters")
-            shards = current.running("add_param_group").model.model
-            if isinstance(shards, Shards):
-                self._directory.ranks.settle("train more parameters", shards.check_without_gradients, lambda _: None)
-                shards.follow_requires_grad()
+            current.running("add_param_group").model.model.prepare_more(self._directory.ranks)
             self._bind(None)
             step = self._clock.counters.step
             try:
@@ -299,29 +289,10 @@ class SessionFactory:
             optimizer.bind(state)
 
 
-def rows_of(request: Request) -> dict[str, tuple[int, int]]:
-    """Return the rows of a sharded model that this rank has; nothing of another model."""
-    return request.model.rows if isinstance(request.model, Shards) else {}
-
-
-def _whole(model: nn.Module) -> nn.Module:
-    """Return the user's model, of which `model` may have only the shards."""
-    return model.model if isinstance(model, Shards) else model
-
-
-def make_values(init: Any, model: nn.Module, engine: Engine, external: Collection[str]) -> Values:
-    """Return the source of initial values of `model`."""
-    if isinstance(model, Shards):
-        return ShardValues(init, model, engine, external)
-    return Values(init, model, engine, external)
-
-
 def state_for(run: TrainingSession, member: int) -> StateOwner:
     """Return the owner of the state that an optimizer shows."""
     owner, request = run.model.optimizer_state, run.plan.request
-    if isinstance(request.model, Shards):
-        return ShardedState(owner, request.model, request.given_optimizers[member])
-    return owner if len(request.given_optimizers) == 1 else MemberState(owner, request.optimizers, member)
+    return request.model.state_owner(owner, request.optimizers, request.given_optimizers, member)
 
 
 def _check_same_inventory(planned: Inventory, found: Inventory) -> None:

@@ -45,7 +45,6 @@ from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.session.overview import chosen
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionSlot
-from swapper.train.sharded.shards import Shards
 
 log = logging.getLogger("swapper")
 
@@ -387,7 +386,7 @@ class TrainingSession:
     @property
     def is_sharded(self) -> bool:
         """Whether the model has shards of this rank."""
-        return isinstance(self.model.model, Shards)
+        return self.model.model.is_sharded
 
     def roll_back(self, step: int, sections: Sequence[Section] | None = None) -> bool:
         """Restore `sections`, or all, to the state after `step`. Return False if that is impossible: then close."""

@@ -1,13 +1,14 @@
 """Gives FSDP2's large buffers memory that is used again and again, instead of the heap's.
 
-[Note: memory of FSDP2] FSDP2 allocates the output of each all-gather, the unsharded parameters, and the input of each
-reduce-scatter, tens of MB, and frees them soon after. In the C library's heap, what lives longer begins in the places that they
-leave: the next one does not fit, and the heap grows to several times what is in use. Larger ones are mapped each time, and
-page faults took a fifth of a step. So they lie in one mapping as large as their peak (buffers.py). It is shared memory, which is
-not the heap's and which a forked child does not copy. What does not fit is torch's own, as before.
+[Note: memory of FSDP2] FSDP2 allocates the input and output of each all-gather, the unsharded parameters, and the input and
+output of each reduce-scatter, tens of MB, and frees them soon after. In the C library's heap, what lives longer begins in the
+places that they leave: the next one does not fit, and the heap grows to several times what is in use. Larger ones are mapped each
+time, and page faults took a fifth of a step. So they lie in one mapping as large as their peak (buffers.py). It is shared memory,
+which is not the heap's and which a forked child does not copy. What does not fit is torch's own, as before.
 
-gloo reduces a copy of a reduce-scatter's input: it clones it, runs an all-reduce, and copies this rank's part to the output. FSDP2
-does not use the input again, so the same is done in place, with equal results.
+gloo gathers into a copy of an all-gather's output, and reduces a copy of a reduce-scatter's input: it clones that, runs an
+all-reduce, and copies this rank's part to the output. So each rank broadcasts its part of the output instead (in a third of the
+time), and the input, which FSDP2 does not use again, is reduced in place and has the output: with equal results.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from swapper.paging.section import own_storage
 
 
 class BufferMemory:
@@ -37,19 +41,26 @@ class BufferMemory:
         self._mapping.madvise(mmap.MADV_DONTFORK)
         self._used: list[tuple[int, int, Callable[[], object]]] = []  # begin, end, owner; in order
 
-    def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Return uninitialized memory, uint8 of shape (nbytes,); None for none, and if no free place is large enough."""
+    def allocate(self, nbytes: int, is_brief: bool = False) -> torch.Tensor | None:
+        """Return uninitialized memory, uint8 of shape (nbytes,); None for none, and if no free place is large enough.
+
+        Args:
+            is_brief: it is freed before the next one is: take the last place, so that no gap is left among others.
+        """
         if not nbytes:
             return None
         self._used = [one for one in self._used if one[2]() is not None]
-        begin = index = 0
-        for begin_of_next, end_of_next, _ in [*self._used, (len(self._mapping), 0, lambda: None)]:
+        gaps, begin = [], 0
+        for index, (begin_of_next, end_of_next, _) in enumerate([*self._used, (len(self._mapping), 0, None)]):
             if begin + nbytes <= begin_of_next:
-                owner = (ctypes.c_char * nbytes).from_buffer(self._mapping, begin)
-                self._used.insert(index, (begin, round_up(begin + nbytes), weakref.ref(owner)))
-                return torch.frombuffer(owner, dtype=torch.uint8)
-            begin, index = end_of_next, index + 1
-        return None
+                gaps.append((index, (begin_of_next - nbytes) // mmap.PAGESIZE * mmap.PAGESIZE if is_brief else begin))
+            begin = end_of_next
+        if not gaps:
+            return None
+        index, begin = gaps[-1 if is_brief else 0]
+        owner = (ctypes.c_char * nbytes).from_buffer(self._mapping, begin)
+        self._used.insert(index, (begin, round_up(begin + nbytes), weakref.ref(owner)))
+        return torch.frombuffer(owner, dtype=torch.uint8)
 
 
 def round_up(nbytes: int) -> int:
@@ -57,45 +68,100 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class _AllGather:
-    """FSDP2's own all-gather, with its output in `memory`."""
+class EmptyTensors(TorchFunctionMode):
+    """As a context: what `torch.empty` returns on this thread lies in `memory`, if it has a place for that and for the all-gather.
+
+    FSDP2's `unshard` casts the shards of a group with a param_dtype into one such tensor.
+
+    Args:
+        ranks: the all-gather's output is this many times as large.
+    """
+
+    def __init__(self, memory: BufferMemory, ranks: int) -> None:
+        super().__init__()
+        self._memory = memory
+        self._ranks = ranks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty and isinstance(args[0], tuple) and kwargs and kwargs.keys() == {"dtype", "device"}:
+            nbytes = math.prod(args[0]) * kwargs["dtype"].itemsize
+            output = self._memory.allocate(self._ranks * nbytes, is_brief=True)
+            found = None if output is None else self._memory.allocate(nbytes, is_brief=True)
+            if found is not None:
+                return found.view(kwargs["dtype"]).view(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _Collective:
+    """A collective of FSDP2's own with its large buffer in `memory`."""
+
+    is_brief = False
 
     def __init__(self, own: Any, memory: BufferMemory) -> None:
         self.own = own
         self._memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        found = self._memory.allocate(math.prod(size) * dtype.itemsize)
+        found = self._memory.allocate(math.prod(size) * dtype.itemsize, self.is_brief)
         if found is None:
             own: torch.Tensor = self.own.allocate(size, dtype=dtype, device=device)
             return own
         return found.view(dtype).view(size)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.own(*arguments, **named)
+
+class _AllGather(_Collective):
+    """Its output lies there."""
+
+    is_brief = True
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        if async_op or not is_gloo(group) or output_tensor.nbytes < MIN_BROADCAST_BYTES:
+            return self.own(output_tensor, input_tensor, group, async_op)
+        parts = output_tensor.chunk(group.size())
+        if parts[group.rank()].data_ptr() != input_tensor.data_ptr():
+            parts[group.rank()].copy_(input_tensor)
+        sent = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]
+        for work in sent:
+            work.wait()
+        return None
 
 
-class _ReduceScatter(_AllGather):
-    """FSDP2's own reduce-scatter, with its input in `memory`. Its output may become the parameters' gradient, and stay."""
+class _ReduceScatter(_Collective):
+    """Its input lies there, and, if `reuses_input`, its output in that: not if the output becomes the gradient, and stays."""
 
-    _has_input = False
+    reuses_input = False
+    _input: torch.Tensor | None = None
+
+    def __init__(self, own: Any, memory: BufferMemory, group: Any) -> None:
+        super().__init__(own, memory)
+        self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._has_input:
-            output: torch.Tensor = self.own.allocate(size, dtype=dtype, device=device)
-            return output
-        self._has_input = True
-        return super().allocate(size, dtype=dtype, device=device)
+        if self._input is None:
+            self._input = super().allocate(size, dtype=dtype, device=device)
+            return self._input
+        if self.reuses_input:
+            part = self._part_of(self._input)
+            return own_storage(part.view(torch.uint8)).view(dtype)  # FSDP2 counts from the storage's begin
+        output: torch.Tensor = self.own.allocate(size, dtype=dtype, device=device)
+        return output
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        self._has_input = False
+        self._input = None
         if not is_gloo(group):
             return self.own(output_tensor, input_tensor, group, op, async_op)
         dist.all_reduce(input_tensor, op=op, group=group)
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        if not self.reuses_input:
+            output_tensor.copy_(self._part_of(input_tensor))
         return None
+
+    def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        part: torch.Tensor = tensor.chunk(self._group.size())[self._group.rank()]
+        return part
 
 
 class _Unsharded:
@@ -154,13 +220,12 @@ class _Unsharded:
         self._own.clear()
 
 
+MIN_BROADCAST_BYTES = 1 << 20
+"""Below this gloo's own all-gather is faster."""
 MIN_UNSHARDED_BYTES = 1 << 16
 """Smaller parameters are left to the heap, where they fit into gaps."""
-_COLLECTIVES = {
-    "_all_gather_comm": ("DefaultAllGather", _AllGather),
-    "_reduce_scatter_comm": ("DefaultReduceScatter", _ReduceScatter),
-}
-"""Attributes of an FSDPParamGroup: the class that torch gives them, if it has them (since 2.9), and ours."""
+_COLLECTIVES = {"_all_gather_comm": "DefaultAllGather", "_reduce_scatter_comm": "DefaultReduceScatter"}
+"""Attributes of an FSDPParamGroup: the class that torch gives them, if it has them (since 2.9)."""
 
 
 def is_gloo(group: Any) -> bool:
@@ -168,9 +233,14 @@ def is_gloo(group: Any) -> bool:
     return "gloo" in str(group.name())
 
 
+def has_replicas(param_group: Any) -> bool:
+    """Return whether other ranks have the same shards (HSDP): until it is reduced over them too, an output may stay."""
+    return hasattr(param_group.mesh_info, "replicate_mesh_size")
+
+
 def may_reuse(param_group: Any) -> bool:
     """Return whether the collectives of an FSDPParamGroup can be given memory: this torch's own, and of several ranks."""
-    found = [(_own(param_group, name), kind) for name, (kind, _) in _COLLECTIVES.items()]
+    found = [(_own(param_group, name), kind) for name, kind in _COLLECTIVES.items()]
     is_torchs = all(type(one).__name__ == kind and hasattr(one, "allocate") for one, kind in found)
     return is_torchs and param_group._all_gather_process_group.size() > 1
 
@@ -180,15 +250,23 @@ def may_lend() -> bool:
     return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
-def give_memory(param_groups: Iterable[Any], nbytes: int) -> None:
-    """Have the buffers of FSDPParamGroups use `nbytes` of memory together, until `take_memory`."""
+def give_memory(param_groups: Iterable[Any], nbytes: int, kept: Container[Any] = ()) -> BufferMemory:
+    """Have the buffers of FSDPParamGroups use `nbytes` of memory together, until `take_memory`. Return it.
+
+    Args:
+        kept: the groups for which outputs of reduce-scatters stay.
+    """
     memory = BufferMemory(nbytes)
     for group in param_groups:
         if may_lend():
             for fsdp_param in group.fsdp_params:
                 _Unsharded(fsdp_param, memory)
-        for name, (_, ours) in _COLLECTIVES.items():
-            setattr(group, name, ours(_own(group, name), memory))
+        reduce_group = group._reduce_scatter_process_group
+        reduce = _ReduceScatter(_own(group, "_reduce_scatter_comm"), memory, reduce_group)
+        reduce.reuses_input = is_gloo(reduce_group) and group not in kept
+        group._all_gather_comm = _AllGather(_own(group, "_all_gather_comm"), memory)
+        group._reduce_scatter_comm = reduce
+    return memory
 
 
 def take_memory(param_groups: Iterable[Any]) -> None:
@@ -205,4 +283,4 @@ def take_memory(param_groups: Iterable[Any]) -> None:
 
 def _own(param_group: Any, name: str) -> Any:
     found = getattr(param_group, name, None)
-    return found.own if isinstance(found, _AllGather) else found
+    return found.own if isinstance(found, _Collective) else found

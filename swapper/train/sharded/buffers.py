@@ -6,8 +6,8 @@ copies from there into the unsharded parameters. In forward that buffer stays un
 group is gathered before this one's gradients are computed. These are copied into the reduce-scatter's input, which stays until the
 next group's; its output is cast to the parameters' dtype. gloo reduces a copy of the input, unless swapper has it done in place.
 The root's parameters stay gathered from forward to backward (`reshard_after_forward`), and its gradients until all others are
-reduced. The flat buffer, the unsharded parameters and the input lie in memory of swapper's (buffer_memory.py): that is kept, and so
-counts with its own peak.
+reduced. All of these but gradients and the last cast lie in memory of swapper's (buffer_memory.py): that is kept, and so counts
+with its own peak.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swapper.train.sharded.buffer_memory import is_gloo, may_lend, may_reuse
+from swapper.train.sharded.buffer_memory import has_replicas, is_gloo, may_lend, may_reuse
 from swapper.train.sharded.shards import Shards
 
 
@@ -32,7 +32,8 @@ class GroupBytes:
         early: of these, what comes before the gradients of the groups within: of parameters that the model has after theirs.
         converted: the largest gradient, which is copied on its way to a reduce-scatter's input of another dtype.
         reduced: the reduce-scatter's input.
-        output: the reduce-scatter's output, with its copy in the parameters' dtype if that is another one.
+        output: the reduce-scatter's output, if it is not a part of the input.
+        cast_output: a copy of that in the parameters' dtype, if that is another one.
         stays: gathered from forward to backward.
     """
 
@@ -43,6 +44,7 @@ class GroupBytes:
     converted: int
     reduced: int
     output: int
+    cast_output: int
     stays: bool
 
 
@@ -58,7 +60,7 @@ def instants(groups: Sequence[GroupBytes], copies_input: bool) -> Iterator[tuple
     stay = 0
     before = 0  # gathered: output of the all-gather before
     for group in groups:  # forward
-        yield group.gathered + before, stay, group.cast
+        yield group.gathered + before + group.cast, stay, 0
         yield group.gathered, stay + group.gathered, 0
         stay += group.gathered if group.stays else 0
         before = group.gathered
@@ -75,11 +77,8 @@ def instants(groups: Sequence[GroupBytes], copies_input: bool) -> Iterator[tuple
             yield group.gathered + reduced, unsharded, root_gradients
         yield ahead + reduced, unsharded, root_gradients + group.gradients
         copied = group.reduced if copies_input else 0
-        yield (
-            ahead + group.reduced,
-            stay,
-            root_gradients + max(group.gradients + group.converted, group.output + copied),
-        )
+        yield ahead + group.reduced, stay, root_gradients + group.gradients + group.converted
+        yield ahead + group.reduced, stay, root_gradients + group.output + max(copied, group.cast_output)
         reduced = group.reduced
 
 
@@ -113,7 +112,8 @@ def _instants(shards: Shards) -> Iterator[tuple[int, int]]:
 
 def _bytes_of(group: Any, late: set[int]) -> GroupBytes:
     ranks = group._all_gather_process_group.size()
-    gathered = cast = gradients = early = converted = reduced = output = 0
+    shares_output = may_reuse(group) and is_gloo(group._reduce_scatter_process_group) and not has_replicas(group)
+    gathered = cast = gradients = early = converted = reduced = output = cast_output = 0
     for one in group.fsdp_params:
         part = one._sharded_param_data.numel()
         dtype = one.param_dtype or one.orig_dtype
@@ -126,8 +126,7 @@ def _bytes_of(group: Any, late: set[int]) -> GroupBytes:
             early += 0 if id(one.sharded_param) in late else gradient
             converted = max(converted, gradient if reduce_dtype != dtype else 0)
             reduced += ranks * part * reduce_dtype.itemsize
-            output += part * (
-                reduce_dtype.itemsize + (one.orig_dtype.itemsize if reduce_dtype != one.orig_dtype else 0)
-            )
+            output += 0 if shares_output else part * reduce_dtype.itemsize
+            cast_output += part * one.orig_dtype.itemsize if reduce_dtype != one.orig_dtype else 0
     stays = not group._reshard_after_forward
-    return GroupBytes(gathered, cast, gradients, early, converted, reduced, output, stays)
+    return GroupBytes(gathered, cast, gradients, early, converted, reduced, output, cast_output, stays)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from swapper.modules.own_hook import OwnHook
 from swapper.paging.section import own_storage
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import TensorLocation
+from swapper.train.parameters.given_model import HookTargets
 from swapper.train.parameters.parameter_group import GroupParameters
-from swapper.train.sharded.buffer_memory import give_memory, take_memory
+from swapper.train.sharded.buffer_memory import EmptyTensors, give_memory, has_replicas, take_memory
 from swapper.train.sharded.buffers import memory_bytes
 from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.open_shards import OpenShards, local_of
@@ -37,39 +39,25 @@ class ShardHooks:
 
     Args:
         shards: of this rank.
-        groups: of swapper's, one for each FSDPParamGroup, in the same order.
-        place: returns where a shard lies, by its parameter's name.
-        enter_forward: called at the start of each forward; raises if the manager cannot be used.
-        enter_phase: told which phase of a step begins.
-        updates: told of what FSDP2 is about to use.
-        finish: finishes an open step before an access by the user; raises if the manager cannot be used.
-        lose_ranks: told why this rank has left a collective that the others wait in.
+        targets: what the hooks act on; the groups are one for each FSDPParamGroup, in the same order.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        groups: list[GroupParameters],
-        place: Callable[[str], TensorLocation],
-        enter_forward: Callable[[], None],
-        enter_phase: Callable[[str], None],
-        updates: Updates,
-        finish: Callable[[], None],
-        lose_ranks: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, shards: Shards, targets: HookTargets) -> None:
         self._shards = shards
-        self._lose_ranks = lose_ranks
-        self._enter_forward = enter_forward
-        self._enter_phase = enter_phase
-        self._updates = updates
+        self._lose_ranks = targets.lose_ranks
+        self._enter_forward = targets.enter_forward
+        self._enter_phase = targets.enter_phase
+        self._updates = updates = targets.updates
+        groups = targets.groups
         self._handles: list[Any] = []
+        self._casts: Callable[[int], AbstractContextManager[Any]] = nullcontext  # in which FSDP2 casts what it gathers
         self._uses: dict[int, list[ShardUse]] = {}  # by id of an FSDPParamGroup: those whose backward is still to come
         self._tasks: set[int] = set()  # running backwards, one within the other
         group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._paged = {key for key, group in group_of.items() if group.paged}
         for param_group, members in shards.by_group:
             for shard in members:
-                _bind(shard, place(shard.name))
+                _bind(shard, targets.place(shard.name))
                 if shard.local.requires_grad:
                     hook = _take_gradient(shard, updates)
                     self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -79,11 +67,19 @@ class ShardHooks:
                 self._follow_backward(param_group, needed)
         nbytes = memory_bytes(shards)
         if nbytes is not None:
-            give_memory([param_group for param_group, _ in shards.by_group], nbytes)
+            kept = [
+                group
+                for group, members in shards.by_group
+                if has_replicas(group) or any(shard.name in targets.kept_gradients for shard in members)
+            ]
+            memory = give_memory([param_group for param_group, _ in shards.by_group], nbytes, kept)
+            self._casts = partial(EmptyTensors, memory)
         self._open_shards = []
         for group in groups:
             of_group = {id(local) for local in group.parameters}
-            group.open_shards = OpenShards([shard for shard in shards.all if id(shard.local) in of_group], finish)
+            group.open_shards = OpenShards(
+                [shard for shard in shards.all if id(shard.local) in of_group], targets.finish
+            )
             self._open_shards.append(group.open_shards)
         self._handles.append(shards.model.register_forward_pre_hook(self._before_forward, prepend=True))
 
@@ -108,7 +104,7 @@ class ShardHooks:
             gradient: Any = shard.parameter.grad
             shard.local.grad = None if gradient is None else local_of(gradient)
 
-    def remove(self, keep_cold: bool = True) -> None:
+    def remove(self, keep_cold: bool) -> None:
         """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises.
 
         Args:
@@ -136,7 +132,8 @@ class ShardHooks:
         """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
         vars(param_group).pop("unshard", None)  # of an earlier session
         unshard, wait_for_unshard = param_group.unshard, param_group.wait_for_unshard
-        alone = param_group._all_gather_process_group.size() == 1
+        ranks = param_group._all_gather_process_group.size()
+        alone = ranks == 1
 
         @contextmanager
         def leased() -> Iterator[None]:
@@ -164,7 +161,7 @@ class ShardHooks:
             if alone or not param_group.is_sharded or param_group._all_gather_result is not None:
                 unshard(async_op)
                 return
-            with leased():
+            with leased(), self._casts(ranks):
                 unshard(async_op)
 
         def wait_leased() -> None:

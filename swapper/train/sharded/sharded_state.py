@@ -63,28 +63,30 @@ class ShardedState:
         self._owner.put({self._shards.of[id(p)].local: local_state(state) for p, state in states.items()})
 
 
-def checkpoint_of(shards: Shards, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return "model" and "optimizer" as torch.distributed.checkpoint.state_dict.get_state_dict makes them.
+def model_state(shards: Shards) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint.state_dict.get_model_state_dict does."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes a second
+
+    return get_model_state_dict(shards.model)
+
+
+def optimizer_state(shards: Shards, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does.
 
     Args:
         optimizer: of the shards.
         state: by number, as in torch's state_dict.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes a second
-
     shard_of = {id(shard.local): shard for shard in shards.all}
     in_order = [shard_of[id(local)] for group in optimizer.param_groups for local in group["params"]]
     names = [_qualified(shard.name) for shard in in_order]
     settings = packed_groups(optimizer.param_groups)
     return {
-        "model": get_model_state_dict(shards.model),
-        "optimizer": {
-            "state": {
-                names[number]: {key: _like(value, in_order[number].parameter) for key, value in values.items()}
-                for number, values in state.items()
-            },
-            "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in settings],
+        "state": {
+            names[number]: {key: _like(value, in_order[number].parameter) for key, value in values.items()}
+            for number, values in state.items()
         },
+        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in settings],
     }
 
 

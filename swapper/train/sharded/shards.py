@@ -9,7 +9,7 @@ shard must be in memory while FSDP2 copies it into the all-gather's input, and a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.errors import StateError, UnsupportedError
-from swapper.train.optimizer.entries import StateForm
+from swapper.errors import UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +41,12 @@ class Shard:
         """The model's parameter, a DTensor."""
         sharded: nn.Parameter = self.fsdp_param.sharded_param
         return sharded
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether the rank has whole rows, one after the other: not with tensor parallelism, which splits a parameter once more."""
+        placements: Sequence[Any] = self.fsdp_param.sharded_param.placements
+        return sum(not placement.is_replicate() for placement in placements) == 1
 
     @property
     def rows(self) -> range:
@@ -114,44 +119,6 @@ class Shards(nn.Module):
             named = self.model.named_parameters(prefix, remove_duplicate=False)
             yield from ((name, self.of[id(parameter)].local) for name, parameter in named)
 
-    def check_optimizer(self, forms: Iterable[StateForm], name: str) -> None:
-        """Raise UnsupportedError if the optimizer looks at more than one element: it would see a shard for the whole."""
-        if not all(form.may_cut for form in forms):
-            raise UnsupportedError(
-                f"{name} does not treat each element by itself, and a rank has only a shard of each parameter: use an elementwise "
-                "optimizer (AdamW, SGD, ...) with a model that fully_shard has sharded"
-            )
-
-    def check_without_gradients(self) -> None:
-        """Raise StateError if a parameter has a gradient, whose place is about to change."""
-        for shard in self.all:
-            if shard.parameter.grad is not None:
-                raise StateError(
-                    f"a sharded model gets more to train while {shard.name} has a gradient: call optimizer.add_param_group(...) "
-                    "between optimizer.zero_grad() and the next forward, with the parameters that are unfrozen then. Leave frozen "
-                    "ones out of the groups until then"
-                )
-
-    def follow_requires_grad(self) -> None:
-        """Have shards require gradients where the model's parameters do by now."""
-        for shard in self.all:
-            shard.local.requires_grad_(shard.parameter.requires_grad)
-
-    @property
-    def padded_numel(self) -> dict[int, int]:
-        """How many elements FSDP2 gathers of each shard, by the id of its `local`."""
-        return {id(shard.local): shard.padded_numel for shard in self.all}
-
-    @property
-    def rows(self) -> dict[str, tuple[int, int]]:
-        """The first row of each shard, and the rows of the whole parameter, by name."""
-        return {shard.name: (shard.rows.start, shard.parameter.shape[0]) for shard in self.all}
-
-    @property
-    def whole_shapes(self) -> dict[int, torch.Size]:
-        """The shape of each whole parameter, by the id of its `local`."""
-        return {id(shard.local): shard.parameter.shape for shard in self.all}
-
 
 def is_sharded(model: Any) -> bool:
     """Return whether torch's fully_shard was called on `model`."""
@@ -189,11 +156,15 @@ def _begin(model: nn.Module) -> None:
 
 def _shard(name: str, fsdp_param: Any) -> Shard:
     spec = fsdp_param.sharded_param._spec
-    placed = [placement for placement in spec.placements if not placement.is_replicate()]
-    if len(placed) != 1 or not placed[0].is_shard(0) or type(placed[0]).__name__ != "Shard":
+    if not hasattr(fsdp_param.mesh_info, "shard_mesh_rank"):
         raise UnsupportedError(
-            f"parameter {name} is placed as {spec.placements}: swapper pages shards by rows, Shard(0), of fully_shard alone or "
-            "with replicas (HSDP)"
+            f"parameter {name} is replicated, not sharded, by FSDP2's replicate: call fully_shard(model) with a mesh of two "
+            "dimensions (HSDP), or use DistributedDataParallel"
+        )
+    if fsdp_param.fsdp_placement.dim != 0:
+        raise UnsupportedError(
+            f"parameter {name} is placed as {spec.placements}: swapper pages what fully_shard has sharded by rows, Shard(0): leave "
+            "out shard_placement_fn"
         )
     if fsdp_param.offload_to_cpu:
         raise UnsupportedError(
@@ -279,9 +250,12 @@ def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def sharded_like(value: Any, parameter: Any) -> Any:
     """Return a tensor of a shard's shape as the DTensor that plain torch would keep for `parameter`; anything else as it is."""
-    if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape and value.dim():
-        return sharded_rows(value, parameter)
-    return value
+    if not isinstance(value, torch.Tensor) or value.shape != parameter._local_tensor.shape or not value.dim():
+        return value
+    spec = parameter._spec
+    if value.dtype == spec.tensor_meta.dtype and value.is_contiguous() and parameter.is_contiguous():
+        return type(parameter.data)(value, spec, requires_grad=False)  # as from_local, in a hundredth of its time
+    return sharded_rows(value, parameter)
 
 
 def sharded_rows(value: torch.Tensor, parameter: Any) -> Any:
