@@ -19,13 +19,14 @@ from swapper.errors import ConfigError, UnsupportedError
 from swapper.formats.torch_zip.container import ContainerLayout
 from swapper.io.drives import assign_to_drives
 from swapper.io.tuning import Tuning
+from swapper.paging.capped_drive import open_drive
 from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.planning.budget import Budget, read_ahead_pages
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section, pieces_of
 from swapper.paging.store.swap_files import TURNS
-from swapper.paging.virtual_drive import DRIVE_CPU_S_A_BYTE, DriveRates, VirtualDrive
+from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.sizes import parse_bytes
 from swapper.runtime.stats import StepStats
@@ -277,7 +278,7 @@ class Plan:
             )
         request = self.request
         return calibrate(
-            request.model, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example
+            request.model, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example, request.manager.check_reads
         )  # fmt: skip
 
     def with_copies(self, compute: ComputeTimes) -> ComputeTimes:
@@ -298,7 +299,7 @@ class Plan:
         """Return the rates of the drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
         rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
         busy = math.inf if self.tuning is None else self.tuning.busy_bytes_per_s
-        return DriveRates(*rates, sum(rates), DRIVE_CPU_S_A_BYTE, busy)
+        return DriveRates(*rates, sum(rates), busy)
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:
         if given is not None:
@@ -323,7 +324,7 @@ class Plan:
         Raises:
             BudgetError: the pool has too few frames for the step.
         """
-        virtual = drive if isinstance(drive, VirtualDrive) else VirtualDrive(drive)
+        virtual = drive if isinstance(drive, VirtualDrive) else open_drive(drive, compute.paging)
         return self._dry_run(virtual, compute.of, passes).time()
 
     def _dry_run(
@@ -336,7 +337,8 @@ class Plan:
         sections += grad_sections
         tasks = self._tasks(sections, find_trainables(self.inventory, find_places(sections)), passes)
         return DryRun(
-            sections, self.budget.frame_count, tasks, self.window_pages, self.lazy, self.max_deferred_writes, rooms, drive, seconds
+            sections, self.budget.frame_count, tasks, self.window_pages, self.lazy, self.max_deferred_writes, rooms, drive, seconds,
+            self.commit_every == 1,
         )  # fmt: skip
 
     @property
