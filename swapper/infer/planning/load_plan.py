@@ -33,7 +33,7 @@ from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.paging.virtual_drive import DriveRates, PagingCosts
-from swapper.runtime.free_memory import kept_free_bytes
+from swapper.runtime.free_memory import HEAP_TENSOR_BYTES, kept_free_bytes
 from swapper.runtime.sizes import format_bytes, parse_bytes
 from swapper.runtime.stats import StepStats
 
@@ -176,7 +176,13 @@ class LoadPlan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """The peak of host memory by part, in bytes, beyond the imported libraries and activations."""
+        """The peak of host memory by part, in bytes, beyond the imported libraries and activations.
+
+        The allocator's part is what swapper lets the heap keep free, and what glibc does where computed weights come and go: twice
+        the largest (mallopt(3), M_TRIM_THRESHOLD).
+        """
+        made = [weight.made_bytes for group in self.fitting.plan.groups for weight in group.weights]
+        computed_bytes = min(max(made, default=0), self.fitting.plan.made_bytes, HEAP_TENSOR_BYTES)
         plan, placement = self.fitting.plan, self.fitting.placement
         used = sum(nbytes for runs in plan.runs_of_used for nbytes in runs)
         parts = {
@@ -184,7 +190,7 @@ class LoadPlan:
             "experts": plan.cache_bytes(self.host_bytes),
             "pool": min(placement.pool_bytes, used) if not placement.streamed else placement.pool_bytes,
             "staging": plan.staging_bytes,
-            "allocator": kept_free_bytes(self.host_bytes),
+            "allocator": kept_free_bytes(self.host_bytes) + 2 * computed_bytes,
         }
         return {name: nbytes for name, nbytes in parts.items() if nbytes}
 

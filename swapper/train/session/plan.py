@@ -257,7 +257,7 @@ class Plan:
                 f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together"
             )
         drive = self.drive_rates(drive_read, drive_write)
-        return self.predict_on(drive, self.with_copies(self.measure_compute(tokens, example)))
+        return self.predict_on(drive, self.with_gradients(self.measure_compute(tokens, example)))
 
     def predict_on(self, drive: DriveRates, compute: ComputeTimes) -> StepStats:
         """Predict a step, as `predict`, on a drive with these rates and with this computing."""
@@ -281,9 +281,11 @@ class Plan:
             request.model, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example, request.manager.check_reads
         )  # fmt: skip
 
-    def with_copies(self, compute: ComputeTimes) -> ComputeTimes:
-        """Return what is computed with this placement: it has copies of gradients too."""
-        return compute.with_copies(self._placed_grad_plans)
+    def with_gradients(self, compute: ComputeTimes) -> ComputeTimes:
+        """Return what is computed with this placement: copies of gradients, or memory for autograd's own."""
+        copied = self._placed_grad_plans
+        placed = {id(plan) for plan in copied}
+        return compute.with_gradients(copied, [plan for plan in self.grad_plans if id(plan) not in placed])
 
     def _savings(self, drive: DriveRates, compute: ComputeTimes, step_s: float) -> dict[str, float]:
         """Return the seconds of a step that a better machine would save, by what is better: by simulation."""
