@@ -337,11 +337,19 @@ class Plan:
         found = find_regions(sections, grad_sections) if self.request.device is None else {}
         rooms = {page: room.section.plan.group for page, room in found.items()}
         sections += grad_sections
-        tasks = self._tasks(sections, find_trainables(self.inventory, find_places(sections)), passes)
+        if passes not in self._known_tasks:  # of a large model they take longer than their simulation
+            trainables = find_trainables(self.inventory, find_places(sections))
+            self._known_tasks[passes] = self._tasks(sections, trainables, passes)
         return DryRun(
-            sections, self.budget.frame_count, tasks, self.window_pages, self.lazy, self.max_deferred_writes, rooms, drive, seconds,
+            sections, self.budget.frame_count, self._known_tasks[passes], self.window_pages, self.lazy,
+            self.max_deferred_writes, rooms, drive, seconds,
             self.commit_every == 1,
         )  # fmt: skip
+
+    @cached_property
+    def _known_tasks(self) -> dict[int, list[Task]]:
+        """Tasks of a step by its number of passes, of those that a dry run has had."""
+        return {}
 
     @property
     def commit_bytes(self) -> int:
