@@ -11,7 +11,7 @@ from swapper.modules.operations import least_seconds
 from swapper.paging.virtual_drive import PagingCosts
 
 PAGES, MAX_PAGE_BYTES = 8, 8 << 20
-"""Of a trial; they share half as many frames, so that each is mapped anew. Larger pages count by their bytes."""
+"""Of a trial; they share half as many frames, so that each is mapped each time. Larger pages count by their bytes."""
 CHECKED_BYTES = 16 << 20
 TRIALS = 5
 

@@ -55,7 +55,7 @@ class PagingCosts:
     """Seconds that paging takes of the processors for a byte. See `swapper.modules.paging_costs`, which measures them.
 
     Attributes:
-        mapped_byte_s: of showing a page in its window; whoever uses the page next waits for it.
+        mapped_byte_s: of mapping a page into its window; the next use of the page waits for it.
         checked_byte_s: of the engine's checksum of a byte that moves, in time that the computing needs.
     """
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swapper.errors import InvariantError
 from swapper.paging.capped_drive import open_drive
 from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
+from swapper.runtime.stats import PhaseStats, StepStats
 
 
 def test_reads_and_writes_share_what_the_drive_does_at_once() -> None:
@@ -116,3 +117,11 @@ def test_while_the_processors_compute_a_drive_is_as_fast_as_they_let_it_be() -> 
     other = alone.read(300, None)
     alone.compute(1.0)
     assert other.done and alone.rates.faster(2).busy == 1000
+
+
+def test_the_mean_of_steps_is_of_each_phase() -> None:
+    def step(wall_s: float, nbytes: int) -> StepStats:
+        return StepStats(1, {"forward": PhaseStats(wall_s, read_bytes={"param": nbytes}), "step": PhaseStats(1.0)})
+
+    mean = StepStats.mean([step(1.0, 100), step(3.0, 200)])
+    assert mean.wall_s == 3.0 and mean.phases["forward"].wall_s == 2.0 and mean.read_bytes == 150

@@ -43,7 +43,7 @@ class ComputeTimes:
         group_update_s: the same by group, where it is known.
         slice_s: of a slice of the optimizer's, in addition.
         copied_byte_s: of a byte of a gradient that swapper copies to its slot.
-        touched_byte_s: of a byte of a gradient that stays autograd's own, whose memory the system gives anew in each step.
+        touched_byte_s: of a byte of a gradient that stays autograd's own, whose memory is new in each step.
         paging: what windows and checksums add.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
         with_gradients_bytes: the same with all gradients, which stay autograd's own.
