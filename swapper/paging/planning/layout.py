@@ -18,7 +18,6 @@ import torch
 
 from swapper.io.alignment import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 
-
 MIXED = "mixed"
 """In the name of a section, in place of its dtype: its tensors have several."""
 
