@@ -15,8 +15,7 @@ import swapper
 from e2e.keywords import for_manager, for_offload
 from e2e.models import Net, layers, layers_step, train_step
 from e2e.twins import Twins, adamw
-from swapper.paging.dry_run import Task
-from swapper.paging.virtual_drive import DriveRates, VirtualDrive
+from swapper.paging.virtual_drive import DriveRates
 from swapper.train.session.compute_times import ComputeTimes
 
 MakeTwins = Callable[..., Twins]
@@ -252,32 +251,6 @@ def test_a_predicted_step_moves_what_is_planned_and_takes_the_time_of_what_limit
     computed = plan.simulate(DriveRates(rate, rate, 2 * rate), ComputeTimes(long, long, 0.0))
     assert computed.total.computing_s == pytest.approx(2000.0 * len(long))
     assert computed.wall_s <= computed.total.computing_s + drive_s + pool_s
-
-
-@pytest.mark.parametrize("every", [1, None])
-def test_a_predicted_step_begins_its_updates_when_the_committed_one_is_written(
-    tmp_path: Path, every: int | None
-) -> None:
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with swapper.SwapManager(tmp_path, "10MiB", commits=swapper.CommitPolicy(every=every)) as manager:
-        plan = manager.plan(model, optimizer, params="nvme", optimizer_state="nvme")
-    drive = VirtualDrive(DriveRates(1e9, 1e6, 1.1e9))
-    left_at_first_updates: list[int] = []
-    has_begun = False
-
-    def seconds(task: Task) -> float:
-        nonlocal has_begun
-        if task.updated and not has_begun:
-            left_at_first_updates.append(len(drive._writes))
-        has_begun = bool(task.updated)
-        return 0.0
-
-    dry = plan._dry_run(drive, seconds)
-    for _ in range(4):
-        dry.step()
-    assert len(left_at_first_updates) == 4
-    assert any(left_at_first_updates) == (every is None)
 
 
 def test_a_prediction_needs_to_know_the_drive(tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swapper.errors import InvariantError
 from swapper.paging.capped_drive import open_drive
+from swapper.paging.dry_run import DryRun, Task
+from swapper.paging.planning.layout import TensorSpec, plan_group
+from swapper.paging.planning.schedule import Access
 from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
 from swapper.runtime.stats import PhaseStats, StepStats
+from swapper.train.layout.inventory import make_sections
 
 
 def test_reads_and_writes_share_what_the_drive_does_at_once() -> None:
@@ -125,3 +130,23 @@ def test_the_mean_of_steps_is_of_each_phase() -> None:
 
     mean = StepStats.mean([step(1.0, 100), step(3.0, 200)])
     assert mean.wall_s == 3.0 and mean.phases["forward"].wall_s == 2.0 and mean.read_bytes == 150
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_simulated_step_updates_when_the_committed_one_is_written(is_committed: bool) -> None:
+    plans = plan_group(0, "state", [TensorSpec("weight", "exp_avg", torch.float32, (1 << 16,))])
+    sections = make_sections(plans, [0] * len(plans), lambda plan: False, 1 << 16)
+    pages = tuple(page.index for section in sections for page in section.pages)
+    update = Task("step", 0, [Access(("slice", 0, 0), pages, writes=frozenset(pages))], updated=1 << 16)
+    drive = VirtualDrive(DriveRates(1e9, 1e3, 1e9))
+    left: list[int] = []
+
+    def seconds(task: Task) -> float:
+        left.append(len(drive._writes))
+        return 0.0
+
+    dry = DryRun(sections, 2 * len(pages), [update], None, False, 0, {}, drive, seconds, is_committed)
+    for _ in range(3):
+        dry.step()
+    assert len(pages) > 1 and left[0] == 0
+    assert (left[1:] == [0, 0]) is is_committed
