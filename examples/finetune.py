@@ -7,8 +7,9 @@ With `torchrun --nproc-per-node 2` or `accelerate launch --cpu --num_processes 2
 model on other samples each: accelerate puts DistributedDataParallel around it.
 
 `path/to/model` is a directory as `save_pretrained` or `huggingface-cli download` leaves it. It is read tensor by
-tensor; the model is never whole in memory. To resume a killed run from its last step, run the same command again. Needs
-transformers and accelerate, and peft for --lora.
+tensor; the model is never whole in memory. Run the same command again to resume a killed run: it continues at its last step,
+with that step's data, learning rate and random numbers, and the result is that of a run that was not killed. Needs transformers
+and accelerate, and peft for --lora.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
 import swapper
-from swapper.integrations.transformers import for_training
+from swapper.integrations.transformers import for_training, offloaded
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -48,16 +49,14 @@ class Progress(TrainerCallback):
     def __init__(self, manager: swapper.SwapManager) -> None:
         self._manager = manager
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        if PartialState().is_main_process:
-            print(f"step {self._manager.step:3}  {self._manager.stats().brief}")
+    def on_step_end(self, arguments: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.is_world_process_zero:
+            print(f"step {state.global_step:3}  {self._manager.stats().brief}")
 
 
 def main() -> None:
     options = parse_arguments()
-    ranks = PartialState(
-        cpu=True
-    )  # joins the other processes, if any; before the manager, so that all resume from one step
+    ranks = PartialState(cpu=True)  # joins the other processes, if any; before the manager: all resume from one step
     model, values = for_training(AutoModelForCausalLM, options.model)
     if options.lora:
         from peft import LoraConfig
@@ -65,29 +64,20 @@ def main() -> None:
         from swapper.integrations.peft import get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=options.lora, task_type="CAUSAL_LM", target_modules="all-linear"))
-    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-
-    with swapper.SwapManager(options.directory, options.budget, resume="auto") as manager:
-        placement = {"params": "nvme", "optimizer_state": "nvme"}  # so that each step is committed at no cost
-        masters = torch.float32 if model.dtype in (torch.bfloat16, torch.float16) else None
-        plan = manager.plan(model, optimizer, master_weights=masters, **placement)
-        ranks.on_main_process(print)(plan)
-        model, optimizer = manager.offload(model, optimizer, plan, init=values)
-        left = options.steps - manager.step
-        if left > 0:
-            arguments = TrainingArguments(
-                output_dir=str(options.directory / "trainer"), max_steps=left, per_device_train_batch_size=1, logging_steps=1,
-                save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-            )  # fmt: skip
-            data = samples(AutoTokenizer.from_pretrained(options.model), options.text)
-            schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-            trainer = Trainer(
-                model=model, args=arguments, train_dataset=data, optimizers=(optimizer, schedule), callbacks=[Progress(manager)]
-            )  # fmt: skip
-            trainer.train()
-        if ranks.is_main_process:
-            model.save_pretrained(options.directory / "result")
-            print(f"written: {options.directory / 'result'}")
+    arguments = TrainingArguments(
+        output_dir=str(options.directory / "trainer"), max_steps=options.steps, per_device_train_batch_size=1,
+        learning_rate=1e-4, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    masters = torch.float32 if model.dtype in (torch.bfloat16, torch.float16) else None
+    placement = {"params": "nvme", "optimizer_state": "nvme"}  # so that each step is committed at no cost
+    with swapper.SwapManager(options.directory, options.budget, resume="auto", rng=True) as manager:
+        make = offloaded(Trainer, manager, init=values, master_weights=masters, **placement)
+        trainer = make(model, arguments, train_dataset=samples(tokenizer, options.text), callbacks=[Progress(manager)])
+        ranks.on_main_process(print)(manager)
+        trainer.train()
+        trainer.save_model(str(options.directory / "result"))
+        ranks.on_main_process(print)(f"written: {options.directory / 'result'}")
     ranks.destroy_process_group()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from swapper.cli.bench import bench, tune
 from swapper.cli.checkpoints import export, inspect, verify
@@ -20,7 +21,17 @@ WIDE = 72
 """Columns of a terminal from which on help is a table; in fewer the table cuts off names of options."""
 _columns = shutil.get_terminal_size().columns
 
+
+class WholeSentences(TyperGroup):
+    """Shows what each command does in whole, where click would cut it to one line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in self.commands.items()])
+
+
 app = typer.Typer(
+    cls=WholeSentences,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,

@@ -60,38 +60,48 @@ class OffloadTrainerMixin:
 
     Raises:
         As SwapManager and `manager.offload`.
-        UnsupportedError: `model_init`, DeepSpeed, or FSDP by the Trainer.
+        UnsupportedError: `model_init`, DeepSpeed, FSDP or DataParallel by the Trainer, `fp16_full_eval`, `bf16_full_eval`.
     """
 
     swapper_run: SwapManager | str | os.PathLike[str]
     swapper_options: Mapping[str, Any] = {}
     manager: SwapManager
+    _place: _Place
 
     def __init__(self, *arguments: Any, **others: Any) -> None:
         self._is_offloaded = False
-        self._place: _Place | None = None
         super().__init__(*arguments, **others)
         trainer: Any = self  # mypy does not know the class that this is mixed into
         _check(trainer)
         options = {"device": trainer.args.device, **self.swapper_options}
         run = self.swapper_run
-        self.manager = run if isinstance(run, SwapManager) else _open(run)
-        _, trainer.optimizer = self.manager.offload(trainer.model, trainer.create_optimizer(), **options)
-        self._is_offloaded = True
+        self.manager = run if isinstance(run, SwapManager) else SwapManager(run, resume="auto", rng=True)
+        try:
+            _, trainer.optimizer = self.manager.offload(trainer.model, trainer.create_optimizer(), **options)
+        except BaseException:
+            if self.manager is not run:
+                self.manager.close()
+            raise
         self._place = _Place(trainer)
         self.manager.register(trainer=self._place)
+        self._is_offloaded = True
+        if self.manager is not run:
+            _close_at_exit(self.manager)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **others: Any) -> Any:
         """Train as the Trainer does. A resumed run continues at its step, unless `resume_from_checkpoint` is given."""
         begin: Any = super().train  # type: ignore[misc]
-        if resume_from_checkpoint or self._place is None or self._place.found is None:
+        place = self._place
+        place.calls += 1
+        if resume_from_checkpoint or place.found is None:
+            place.found = None
             return begin(resume_from_checkpoint, *arguments, **others)
         with TemporaryDirectory(prefix="swapper-trainer-") as folder:
-            self._place.write(folder)
+            place.write(folder)
             try:
                 return begin(folder, *arguments, **others)
             finally:
-                self._place.found = None  # a second train() starts over, as a Trainer's
+                place.found = None  # a second train() starts over, as a Trainer's
 
     # --- what a Trainer does with a model and a checkpoint, if swapper has done it ------------------------------------
 
@@ -104,13 +114,13 @@ class OffloadTrainerMixin:
             super()._load_from_checkpoint(resume_from_checkpoint, *others, **more)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._place is not None and self._is_place(checkpoint):
+        if self._is_place(checkpoint):
             self._place.set_schedule()
         else:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._place is not None and self._is_place(checkpoint):
+        if self._is_place(checkpoint):
             set_rng_states(self._place.rng)
         else:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
@@ -120,30 +130,43 @@ class OffloadTrainerMixin:
         if trainer.state.global_step >= trainer.state.max_steps:  # a Trainer would take one more step
             trainer.control.should_training_stop = True
         else:
+            self._place.steps_before = self.manager.step - trainer.state.global_step
             super()._run_epoch(*arguments, **others)  # type: ignore[misc]
 
     def _is_place(self, checkpoint: str | None) -> bool:
-        return self._place is not None and self._place.folder is not None and checkpoint == self._place.folder
+        return self._is_offloaded and self._place.folder is not None and checkpoint == self._place.folder
 
 
-def _open(directory: str | os.PathLike[str]) -> SwapManager:
-    """Return a manager that is closed when the program ends, so that a script's last step is committed too."""
-    manager = SwapManager(directory, resume="auto", rng=True)
+def _close_at_exit(manager: SwapManager) -> None:
+    """Have a manager that is still there closed when the program ends, so that its last step is committed."""
     found = weakref.ref(manager)
     if not is_off("atexit"):
         atexit.register(lambda: None if (still := found()) is None else still.close())
-    return manager
 
 
 def _check(trainer: Any) -> None:
-    """Raise UnsupportedError if the Trainer makes its model or its optimizer later, or another engine shards it."""
-    if trainer.model_init is not None:
-        raise UnsupportedError("model_init= makes a new model in each train(): give an offloaded Trainer model=")
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        name = "deepspeed" if trainer.is_deepspeed_enabled else "fsdp"
+    """Raise UnsupportedError if TrainingArguments do to the model or its optimizer what an offloaded one does not stand."""
+    args = trainer.args
+    engine = (
+        "makes an engine of its own for the parameters that swapper would page: leave it out, or call fully_shard and "
+    )
+    engine += "manager.offload in a loop of your own (docs/guides/ranks.md)"
+    late = "would convert the model at the first evaluation: leave it out, or load the model with that dtype="
+    refused = {
+        "model_init": (trainer.model_init, "makes a new model in each train(): give an offloaded Trainer model="),
+        "deepspeed": (trainer.is_deepspeed_enabled, engine),
+        "fsdp": (args.fsdp or trainer.is_fsdp_enabled, engine),
+        "parallelism_config": (getattr(args, "parallelism_config", None), engine),
+        "fp16_full_eval": (args.fp16_full_eval, late),
+        "bf16_full_eval": (args.bf16_full_eval, late),
+    }
+    for name, (is_asked, reason) in refused.items():
+        if is_asked:
+            raise UnsupportedError(f"{name}= {reason}")
+    if args.n_gpu > 1:
         raise UnsupportedError(
-            f"TrainingArguments({name}=...) makes an engine of its own for the parameters that swapper would page: leave it "
-            "out, or call fully_shard and manager.offload in a loop of your own (docs/guides/ranks.md)"
+            f"the Trainer would copy the model to {args.n_gpu} GPUs by DataParallel: start the script with torchrun, a process "
+            "for each, or show it one by CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -154,6 +177,9 @@ class _Place:
         found: the state of the commit that the run is resumed from, until it is used.
         folder: contains this state in the Trainer's own form.
         rng: states of the random number generators that a resumed run begins with.
+        steps_before: steps of the manager before the first that the Trainer counts: of another train(), or of a Trainer's
+            checkpoint that was gone back to.
+        calls: of train() so far.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -161,6 +187,7 @@ class _Place:
         self.found: dict[str, Any] | None = None
         self.folder: str | None = None
         self.rng = rng_states()  # offload has just restored them
+        self.steps_before = self.calls = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the Trainer's state without its history, and the schedule's.
@@ -168,11 +195,14 @@ class _Place:
         It is read after the schedule has stepped, maybe before the Trainer counts: the manager's steps count.
         """
         schedule, state = self._trainer.lr_scheduler, dataclasses.asdict(self._trainer.state)
+        step = self._trainer.manager.step
         for name in ("log_history", "stateful_callbacks"):
             del state[name]
         return {
             "state": json.dumps(state, default=float),
-            "step": self._trainer.manager.step,
+            "step": step - self.steps_before,
+            "step_of_run": step,
+            "call": self.calls,
             "schedule": None if schedule is None else schedule.state_dict(),
         }
 
@@ -183,14 +213,30 @@ class _Place:
         """Write a checkpoint of the Trainer's place alone.
 
         Raises:
-            StateError: the manager has taken steps of which the Trainer does not know.
+            StateError: the manager has taken steps of which the Trainer does not know, or the run was stopped in a later
+                train().
         """
         found = self.found
-        if found is None or self._trainer.manager.step != found["step"]:
+        if found is None or self._trainer.manager.step != found["step_of_run"]:
             raise StateError("the run has taken steps outside of this Trainer: make the Trainer before them")
+        if found["call"] > 1:
+            raise StateError(
+                f"the run was stopped in call {found['call']} of its Trainer's train(), and only the first can be continued: go "
+                "on from a checkpoint of the Trainer (resume_from_checkpoint=), or give each train() a run of its own"
+            )
         state = {**json.loads(found["state"]), "global_step": found["step"], "log_history": []}
-        Path(folder, STATE_FILE).write_text(json.dumps({**state, "stateful_callbacks": {}}))
+        state["stateful_callbacks"] = self._callback_states()
+        Path(folder, STATE_FILE).write_text(json.dumps(state))
         self.folder = folder
+
+    def _callback_states(self) -> dict[str, Any]:
+        """Return the states of the Trainer's callbacks as they are now: its next checkpoint asks for each."""
+        from transformers.trainer_callback import ExportableState, TrainerState
+
+        callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        exported: Any = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+        states: Any = TrainerState(stateful_callbacks=exported).stateful_callbacks
+        return dict(states)
 
     def set_schedule(self) -> None:
         """Set the Trainer's new schedule, and the learning rates that it has changed, to the commit's."""

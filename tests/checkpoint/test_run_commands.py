@@ -220,6 +220,9 @@ def test_help_is_readable_at_forty_columns(monkeypatch: pytest.MonkeyPatch) -> N
     narrow = importlib.reload(swapper.cli).app
     monkeypatch.undo()
     wide = importlib.reload(swapper.cli).app
+    shown = CliRunner().invoke(narrow, ["--help"], prog_name="swapper").stdout
+    assert max(map(len, shown.splitlines())) <= 40
+    assert "and whether a process uses them." in " ".join(shown.split())  # what a command does, in whole
     for command in COMMANDS:
         done = CliRunner().invoke(narrow, [command, "--help"], prog_name="swapper")
         assert done.exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from e2e.processes import run_python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.slow
+WORDS = ["the", "quick", "brown", "fox"]
 
 
 @pytest.fixture
@@ -19,7 +21,7 @@ def model(tmp_path: Path) -> Path:
     """A directory with a small causal language model and its tokenizer, as save_pretrained leaves it."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "the", "quick", "brown", "fox"])}
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="</s>")
@@ -59,6 +61,36 @@ def test_a_model_is_fine_tuned_and_resumed(model: Path, tmp_path: Path, adapters
     resumed = run("finetune.py", *command, "--steps", 3)
     assert "step   3 " in resumed and "step   2 " not in resumed
     assert list((tmp_path / "run" / "result").glob("*.safetensors"))
+
+
+KILLED = """
+import os, runpy, signal, sys
+from transformers import TrainerState
+
+counted = TrainerState.__setattr__
+def count(self, name, value):
+    counted(self, name, value)
+    if name == "global_step" and value == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+TrainerState.__setattr__ = count
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_killed_fine_tuning_gives_the_result_of_one_that_was_not(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "lines.txt").write_text("".join(f"{first} {second} fox\n" for first in WORDS for second in WORDS))
+    (tmp_path / "killed.py").write_text(KILLED)
+    common = ("--model", model, "--text", tmp_path / "lines.txt", "--budget", "64MiB", "--steps", 6, "--directory")
+    run("finetune.py", *common, tmp_path / "whole")
+    killed = run_python(tmp_path / "killed.py", EXAMPLES / "finetune.py", *common, tmp_path / "run")
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    resumed = run("finetune.py", *common, tmp_path / "run")
+    steps = re.findall(r"^step +(\d+) ", resumed, re.MULTILINE)
+    assert steps in (["4", "5", "6"], ["3", "4", "5", "6"])  # the third step was over, and maybe not yet on the drive
+    results = [(tmp_path / name / "result" / "model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert results[0] == results[1] != (model / "model.safetensors").read_bytes()
 
 
 def test_two_processes_fine_tune_one_model(model: Path, tmp_path: Path) -> None:

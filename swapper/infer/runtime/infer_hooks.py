@@ -231,8 +231,8 @@ def _first_round(order: list[int]) -> list[int]:
 class PassPredictor:
     """Predicts the groups that the next passes use from earlier ones.
 
-    A model's pass is expected to be like its last one. Of models that share memory, the one that followed this one last
-    time is expected to follow it again, and so on until one repeats: two that alternate are both read ahead.
+    What followed a pass last time is expected to follow it again, and so on until one repeats: two models that alternate
+    are both read ahead, and so are the parts of a model whose forward is called without its hooks.
 
     Args:
         whole: names of the units that are models; "" for the only one. Passes of parts of models count if they repeat.
@@ -241,26 +241,24 @@ class PassPredictor:
     def __init__(self, whole: Collection[str]) -> None:
         self._whole = frozenset(whole)
         self._orders: dict[str, list[int]] = {}  # of the last pass of each
-        self._after: dict[str, str] = {}
-        self._last = ""
-        self._last_order: list[int] = []
+        self._after: dict[str | None, str] = {}
+        self._last: str | None = None
 
     def note(self, name: str, order: list[int]) -> list[int] | None:
         """Record that a pass of `name` used groups in `order`. Return what is expected now; None if that is unchanged."""
-        is_again = order == self._last_order
-        self._last_order = order
-        if name not in self._whole:
-            return order if is_again else None
-        self._orders[name] = order
-        if self._last in self._orders:
-            self._after[self._last] = name
-        self._last = name
+        if not order:
+            return None  # it reads nothing
+        is_again = self._orders.get(name) == order and name in (self._last, self._after.get(self._last))
+        self._after[self._last], self._orders[name], self._last = name, order, name
+        if not is_again and name not in self._whole:
+            return None
         expected: list[int] = []
         seen: set[str] = set()
         following = self._after.get(name, name)
-        while following not in seen and following in self._orders:
+        while following not in seen:
             seen.add(following)
-            expected += self._orders[following]
+            if is_again or following in self._whole:
+                expected += self._orders[following]
             following = self._after.get(following, following)
         return expected
 
