@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ SCRATCH_BYTES = 64 << 20
 LARGE_BYTES = 64 << 10
 """Smaller results do not count as memory."""
 TRIALS, TRIAL_S = 5, 0.02
-"""An operation runs so often, or less often if that takes longer, in seconds: the fastest counts."""
-MIN_TRIALS = 2
+"""An operation runs so often, or less often if that takes longer, in seconds: the median counts, as a step has all of them."""
+MIN_TRIALS = 3
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -261,7 +262,7 @@ class OperationTimes:
         found = {}
         for phase, seconds in spent.items():
             counts = recorded[phase, 0]
-            found[phase] = max(min(seconds) - self.of(phase, counts), 0.0) / counts.total()
+            found[phase] = max(median(seconds) - self.of(phase, counts), 0.0) / counts.total()
         return found
 
     def seconds(self, operation: Operation) -> float:
@@ -271,8 +272,8 @@ class OperationTimes:
 
     def _measure(self, operation: Operation) -> float:
         part, share = part_of(operation)
-        best, spent_s, trials = math.inf, 0.0, 0
-        while trials < MIN_TRIALS or (trials < TRIALS and spent_s < TRIAL_S):
+        found: list[float] = []
+        while len(found) < MIN_TRIALS or (len(found) < TRIALS and sum(found) < TRIAL_S):
             args, kwargs = _pytree.tree_unflatten([self._make(leaf) for leaf in part.leaves], part.tree)
             began_s = time.perf_counter()
             try:
@@ -280,9 +281,8 @@ class OperationTimes:
             except Exception as error:  # it needs values of some kind: random states, sizes in tensors
                 log.warning("%s cannot be measured alone, and counts as no time: %s", part.function, error)
                 return 0.0
-            seconds = time.perf_counter() - began_s
-            best, spent_s, trials = min(best, seconds), spent_s + seconds, trials + 1
-        return best / share
+            found.append(time.perf_counter() - began_s)
+        return median(found) / share
 
     def _make(self, leaf: Any) -> Any:
         if not isinstance(leaf, TensorForm):

@@ -18,8 +18,8 @@ from swapper.io.engines import Transfer
 from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
-from swapper.paging.section import NoWindow, Page, Section
-from swapper.paging.virtual_drive import VirtualCounters, VirtualDrive, VirtualTransfer
+from swapper.paging.section import Page, Section
+from swapper.paging.virtual_drive import VirtualCounters, VirtualDrive, VirtualTransfer, VirtualWindow
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.stats import StepClock, StepStats
 
@@ -27,7 +27,8 @@ FIRST_STEPS = 2
 """Steps until the resident pages have settled."""
 
 MAX_STEPS, SETTLED = 12, 0.002
-"""Steps until their times have settled: at most this many, or until two in a row differ by no more than this part."""
+"""Steps until one is like the one before, with the same bytes, and times that differ by no more than this part. If after this many
+none is, the steps wander: with few frames, other pages stay in each. Then the mean counts. Runs of a model wander too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class DryRun:
         slot_groups: by index of a page of parameters, the group whose gradient slots may cache it.
         drive: moves the pages; default: one that takes no time.
         seconds: returns how long a task computes for one of its accesses; default: 0.
+        is_committed: each step is committed, so that its writes are over before the next one changes anything.
 
     Attributes:
         clock: divides the time of `drive` into steps and phases.
@@ -144,16 +146,18 @@ class DryRun:
         slot_groups: Mapping[int, int],
         drive: VirtualDrive | None = None,
         seconds: Callable[[Task], float] = lambda task: 0.0,
+        is_committed: bool = False,
     ) -> None:
         self._drive = drive or VirtualDrive()
         self.store = CountingStore(self._drive)
         self._frame_count = frame_count
         self._tasks = tasks
         self._seconds = seconds
+        self._is_committed = is_committed
         pages = [page for section in sections for page in section.pages]
         self._transient = [page.index for page in pages if page.section.transient]
         for section in sections:
-            section.attach(torch.empty(0, dtype=torch.uint8), NoWindow())
+            section.attach(torch.empty(0, dtype=torch.uint8), VirtualWindow(self._drive))
         for page in pages:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)
@@ -186,8 +190,12 @@ class DryRun:
         """Take one step: lease, compute and release each access; the optimizer's leases overlap."""
         self._held: Access | None = None
         with defer_sigint:
+            last_is_written = not self._is_committed
             for task in self._tasks:
                 self.clock.enter(task.phase)
+                if task.updated and not last_is_written:  # as durability/committer.py, `before_step`
+                    self._pager.flush()
+                    last_is_written = True
                 self._do(task)
             self._release_held()
             self._pager.end_step()
@@ -223,21 +231,32 @@ class DryRun:
         """Return the bytes that one step of many (reads, writes), by family, and those that a commit after it adds."""
         if not self._frame_count:
             return {}, {}, 0
-        for _ in range(FIRST_STEPS):
-            self.step()
-        read, written = self.count(self.step)
+        moved: list[tuple[dict[str, int], dict[str, int]]] = []
+        while len(moved) <= FIRST_STEPS or (moved[-1] != moved[-2] and len(moved) < MAX_STEPS):
+            moved.append(self.count(self.step))
+        settled = moved[-1:] if moved[-1] == moved[-2] else moved[FIRST_STEPS:]
+        read, written = (_mean([step[way] for step in settled]) for way in (0, 1))
         _, for_commit = self.count(self.flush)
         _, after_commit = self.count(self.step)  # what the commit has written need not be written at eviction
         more = sum(for_commit.values()) + sum(after_commit.values()) - sum(written.values())
         return read, written, max(more, 0)
 
     def time(self) -> StepStats:
-        """Return the statistics of a step once steps take equally long: at first writes may pile up in the pool."""
-        before_s = 0.0
+        """Return the statistics of a step once one is like the one before, or the mean of several. See MAX_STEPS."""
+        steps: list[StepStats] = []
         for _ in range(MAX_STEPS):
             self.step()
-            step_s = self.clock.stats().wall_s
-            if abs(step_s - before_s) <= SETTLED * step_s:
-                break
-            before_s = step_s
-        return self.clock.stats()
+            steps.append(self.clock.stats())
+            if len(steps) > 1 and _alike(*steps[-2:]):
+                return steps[-1]
+        return StepStats.mean(steps[FIRST_STEPS:])
+
+
+def _alike(one: StepStats, other: StepStats) -> bool:
+    same_bytes = (one.read_bytes, one.written_bytes) == (other.read_bytes, other.written_bytes)
+    return same_bytes and abs(one.wall_s - other.wall_s) <= SETTLED * other.wall_s
+
+
+def _mean(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    families = {family for of in counts for family in of}
+    return {family: sum(of.get(family, 0) for of in counts) // len(counts) for family in families}

@@ -14,34 +14,33 @@ from dataclasses import dataclass, replace
 
 from swapper.errors import InvariantError
 from swapper.io.engines import Transfer
+from swapper.paging.section import NoWindow
 from swapper.runtime.counters import Counters
-
-DRIVE_CPU_S_A_BYTE = 1.5e-10
-"""Seconds that a byte which moves adds to a step's computing: mapping, first touches, checksums, the pager, and processors that
-the engine takes. Fitted to the steps of tools/bench_plan on two cores, which computed longer by 0.15 to 0.19 s a GB."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriveRates:
     """Bytes a second that a drive reaches: reading alone, writing alone, and both together.
 
-    `cpu_s_a_byte` is what a byte that moves adds to the computing, in seconds. `busy` is what reads and writes reach together
-    while the processors compute: the engine and the kernel need them too.
+    `busy` is what reads and writes reach together while the processors compute: the engine and the kernel need them too. `cap` is
+    what a control group allows in each direction. See `swapper.paging.capped_drive`.
     """
 
     read: float = math.inf
     write: float = math.inf
     both: float = math.inf
-    cpu_s_a_byte: float = 0.0
     busy: float = math.inf
+    cap: float = math.inf
 
     def faster(self, times: float) -> DriveRates:
         """Return the rates of a drive that is `times` as fast, with the same processors."""
-        return replace(self, read=self.read * times, write=self.write * times, both=self.both * times)
+        rates = {name: getattr(self, name) * times for name in ("read", "write", "both", "cap")}
+        return replace(self, **rates)
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """Return the least seconds for these bytes."""
-        return max(read_bytes / self.read, written_bytes / self.write, (read_bytes + written_bytes) / self.both)
+        read, write = min(self.read, self.cap), min(self.write, self.cap)
+        return max(read_bytes / read, written_bytes / write, (read_bytes + written_bytes) / self.both)
 
     def of(self, reading: bool, writing: bool, computing: bool = False) -> tuple[float, float]:
         """Return the rates of reads and of writes while the drive, and the processors, do these."""
@@ -49,6 +48,23 @@ class DriveRates:
         share = min(1.0, self.both / (self.read + self.write)) if reading and writing else 1.0
         share = min(share, self.busy / wanted) if wanted else share
         return self.read * share, self.write * share
+
+
+@dataclass(frozen=True, slots=True)
+class PagingCosts:
+    """Seconds that paging takes of the processors for a byte. See `swapper.modules.paging_costs`, which measures them.
+
+    Attributes:
+        mapped_byte_s: of mapping a page into its window; the next use of the page waits for it.
+        checked_byte_s: of the engine's checksum of a byte that moves, in time that the computing needs.
+    """
+
+    mapped_byte_s: float = 0.0
+    checked_byte_s: float = 0.0
+
+    def faster(self, times: float) -> PagingCosts:
+        """Return the costs with processors that are `times` as fast."""
+        return PagingCosts(self.mapped_byte_s / times, self.checked_byte_s / times)
 
 
 class VirtualTransfer:
@@ -77,20 +93,25 @@ class VirtualTransfer:
 class VirtualDrive:
     """See the module. The default is a drive that takes no time.
 
+    Args:
+        rates: of the drive.
+        costs: that its transfers, and their pages, add to the computing.
+
     Attributes:
         rates: bytes a second.
         now_s: the time, in seconds.
         finished: how many transfers have finished.
     """
 
-    def __init__(self, rates: DriveRates | None = None) -> None:
+    def __init__(self, rates: DriveRates | None = None, costs: PagingCosts | None = None) -> None:
         self.rates = rates or DriveRates()
+        self._costs = costs or PagingCosts()
         self._takes_time = rates is not None
         self._reads: list[VirtualTransfer] = []
         self._writes: list[VirtualTransfer] = []
         self.now_s = 0.0
         self.finished = 0
-        self._added_s = 0.0  # by transfers, of computing
+        self._added_s = 0.0  # to the computing, by pages and transfers
         self._is_computing = False
 
     def read(self, nbytes: int, after: Transfer | None) -> VirtualTransfer:
@@ -108,12 +129,19 @@ class VirtualDrive:
         return transfer
 
     def compute(self, seconds: float) -> None:
-        """Let this time pass, and what the bytes that have moved since take of the processors, while the drive works."""
-        end_s = self.now_s + seconds + self._added_s
-        self._added_s, self._is_computing = 0.0, True
-        while self.now_s < end_s and self._advance(end_s):
-            pass
-        self.now_s, self._is_computing = end_s, False
+        """Let this time pass, and what pages and transfers take of the processors, while the drive works."""
+        self._added_s += seconds
+        end_s, self._is_computing = self.now_s, True
+        while self._added_s:
+            end_s, self._added_s = end_s + self._added_s, 0.0
+            while self.now_s < end_s and self._advance(end_s):
+                pass
+            self.now_s = end_s
+        self._is_computing = False
+
+    def map(self, nbytes: int) -> None:
+        """Note that a page of this size is shown in its window: the next computing takes longer."""
+        self._added_s += nbytes * self._costs.mapped_byte_s
 
     def wait(self, transfer: VirtualTransfer) -> None:
         """Let time pass until `transfer` is done."""
@@ -134,18 +162,37 @@ class VirtualDrive:
         moving = self._moving()
         if not moving:
             return False
-        seconds = min(one.left / rate for _, one, rate in moving)
+        seconds = min(self._until_change(one, rate, queue is self._writes) for queue, one, rate in moving)
         is_last = self.now_s + seconds > end_s
         seconds = end_s - self.now_s if is_last else seconds
         self.now_s = end_s if is_last else self.now_s + seconds
         for queue, one, rate in moving:
             one.left -= seconds * rate
+            self._passed(seconds * rate, queue is self._writes)
             if one.left <= 1e-3:  # of a byte: rounding
                 one.left = 0.0
                 self.finished += 1
-                self._added_s += one.nbytes * self.rates.cpu_s_a_byte
+                self._added_s += one.nbytes * self._costs.checked_byte_s * self._is_computing
                 queue.remove(one)
         return True
+
+    def _until_change(self, transfer: VirtualTransfer, rate: float, writes: bool) -> float:
+        """Return the seconds until this rate ends."""
+        return transfer.left / rate
+
+    def _passed(self, nbytes: float, writes: bool) -> None:
+        """Note that bytes have moved."""
+
+
+class VirtualWindow(NoWindow):
+    """A window that takes time and shows nothing."""
+
+    def __init__(self, drive: VirtualDrive) -> None:
+        self._drive = drive
+
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, *guarded: bool) -> bool:
+        self._drive.map(nbytes)
+        return False
 
 
 class VirtualCounters(Counters):

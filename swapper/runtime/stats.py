@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swapper.runtime.counters import FAMILIES, Counters
 from swapper.runtime.sizes import format_bytes
@@ -63,6 +63,14 @@ class PhaseStats:
             written_bytes={family: sum(phase.written_bytes.get(family, 0) for phase in phases) for family in FAMILIES},
         )
 
+    def over(self, count: int) -> PhaseStats:
+        """Return a part of it, 1/count."""
+        return PhaseStats(
+            **{name: getattr(self, name) / count for name in ("wall_s", *_TIMES)},
+            read_bytes={family: nbytes // count for family, nbytes in self.read_bytes.items()},
+            written_bytes={family: nbytes // count for family, nbytes in self.written_bytes.items()},
+        )
+
 
 @dataclass(frozen=True)
 class StepStats:
@@ -85,6 +93,17 @@ class StepStats:
     drive_s: float | None = None
     predicted: StepStats | None = None
     savings: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def mean(steps: Sequence[StepStats]) -> StepStats:
+        """Return the mean of some steps; what is no time and no byte is the last one's."""
+        phases = {name: PhaseStats.sum(step.phases[name] for step in steps) for name in steps[-1].phases}
+        limits = [step.drive_s for step in steps if step.drive_s is not None]
+        return replace(
+            steps[-1],
+            phases={name: phase.over(len(steps)) for name, phase in phases.items()},
+            drive_s=sum(limits) / len(limits) if limits else None,
+        )
 
     @property
     def total(self) -> PhaseStats:

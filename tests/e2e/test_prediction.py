@@ -167,7 +167,7 @@ def test_the_fastest_setting_is_the_one_whose_step_is_shortest(tmp_path: Path) -
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
         plan = manager.fastest(model, optimizer, tokens=4, example=example, params="nvme", **slow)
         assert plan.found.step is not None and "the fastest of" in plan.found.why and "chosen" in str(plan)
-        compute = plan.with_copies(plan.measure_compute(4, example))
+        compute = plan.with_gradients(plan.measure_compute(4, example))
         for update in ("step", "deferred"):
             other = manager.plan(model, optimizer, params="nvme", optimizer_state="nvme", update=update)
             assert plan.found.step.wall_s <= other.simulate(other.drive_rates(**slow), compute).wall_s * 1.03

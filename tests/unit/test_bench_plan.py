@@ -43,3 +43,17 @@ def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any],
     assert tool["error"](row, "bytes") == pytest.approx(
         0, abs=0.15
     )  # the pool keeps what it can: which, depends on the time
+
+
+def test_a_row_is_predicted_again_from_what_it_has(tool: dict[str, Any]) -> None:
+    row = next(row for row in tool["ROWS"] if row.size == "20M" and row.cap == 500 and row.placement == "all")
+    groups = {str(group): 1e-3 for group in range(64)}
+    compute = {
+        "forward_s": groups, "backward_s": groups, "update_s": 1e-9, "group_update_s": {},
+        "paging": {"mapped_byte_s": 5e-11, "checked_byte_s": 2e-11},
+    }  # fmt: skip
+    drive = {"read": 2e9, "write": 3e9, "both": 3e9, "busy": 3e9, "cap": 5e8}
+    found = tool["replay"]({"row": row.name, "compute": compute, "drive": drive, "measured_s": 0.25})
+    assert 0.1 < found["predicted_s"] < 1 and found["predicted_bytes"] > 100e6
+    slower = tool["replay"]({"row": row.name, "compute": compute, "drive": {**drive, "cap": 1e8}, "measured_s": 0.25})
+    assert slower["predicted_s"] > 2 * found["predicted_s"]

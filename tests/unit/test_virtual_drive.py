@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swapper.errors import InvariantError
-from swapper.paging.virtual_drive import DriveRates, VirtualDrive
+from swapper.paging.capped_drive import open_drive
+from swapper.paging.dry_run import DryRun, Task
+from swapper.paging.planning.layout import TensorSpec, plan_group
+from swapper.paging.planning.schedule import Access
+from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
+from swapper.runtime.stats import PhaseStats, StepStats
+from swapper.train.layout.inventory import make_sections
 
 
 def test_reads_and_writes_share_what_the_drive_does_at_once() -> None:
@@ -73,17 +80,35 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
     assert least_s * (1 - 1e-6) <= drive.now_s <= most_s * (1 + 1e-6)
 
 
-def test_bytes_that_have_moved_lengthen_the_computing_whether_they_were_waited_for_or_not() -> None:
-    drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9, cpu_s_a_byte=1e-10))
-    drive.wait(drive.read(10 * 10**9, None))
+def test_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet() -> None:
+    costs = PagingCosts(mapped_byte_s=2e-10, checked_byte_s=1e-10)
+    drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9), costs)
+    drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes
     assert drive.now_s == pytest.approx(1.0)
-    drive.compute(1.0)
-    assert drive.now_s == pytest.approx(3.0)  # and a second for the bytes before
+    drive.map(10**9)
     drive.write(10 * 10**9)
     drive.compute(2.0)
-    assert drive.now_s == pytest.approx(5.0)
+    assert drive.now_s == pytest.approx(1.0 + 2.0 + 0.2 + 1.0)
     drive.compute(1.0)
-    assert drive.now_s == pytest.approx(7.0)
+    assert drive.now_s == pytest.approx(5.2)
+
+
+def test_a_cap_lets_the_bytes_of_a_slice_pass_at_once_and_no_more_on_average() -> None:
+    drive = open_drive(DriveRates(read=10e9, write=10e9, both=20e9, cap=100e6))
+    assert drive.rates.seconds_for(200 * 10**6, 0) == 2.0
+    first = drive.read(10 * 10**6, None)  # 0.1 s of the cap
+    drive.wait(first)
+    assert drive.now_s == pytest.approx(0.001)
+    drive.wait(drive.write(5 * 10**6))  # the other direction has its own
+    assert drive.now_s == pytest.approx(0.0015)
+    drive.wait(drive.read(100 * 10**6, None))
+    assert drive.now_s == pytest.approx(1.001)  # ten slices later
+    drive.compute(0.5)
+    began_s = drive.now_s
+    drive.wait(drive.read(10 * 10**6, None))
+    assert drive.now_s == pytest.approx(began_s + 0.001)  # after a rest a new slice begins
+    drive.wait(drive.read(1000 * 10**6, None))
+    assert drive.now_s - began_s == pytest.approx(10.0, abs=0.11)
 
 
 def test_while_the_processors_compute_a_drive_is_as_fast_as_they_let_it_be() -> None:
@@ -97,3 +122,31 @@ def test_while_the_processors_compute_a_drive_is_as_fast_as_they_let_it_be() -> 
     other = alone.read(300, None)
     alone.compute(1.0)
     assert other.done and alone.rates.faster(2).busy == 1000
+
+
+def test_the_mean_of_steps_is_of_each_phase() -> None:
+    def step(wall_s: float, nbytes: int) -> StepStats:
+        return StepStats(1, {"forward": PhaseStats(wall_s, read_bytes={"param": nbytes}), "step": PhaseStats(1.0)})
+
+    mean = StepStats.mean([step(1.0, 100), step(3.0, 200)])
+    assert mean.wall_s == 3.0 and mean.phases["forward"].wall_s == 2.0 and mean.read_bytes == 150
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_simulated_step_updates_when_the_committed_one_is_written(is_committed: bool) -> None:
+    plans = plan_group(0, "state", [TensorSpec("weight", "exp_avg", torch.float32, (1 << 16,))])
+    sections = make_sections(plans, [0] * len(plans), lambda plan: False, 1 << 16)
+    pages = tuple(page.index for section in sections for page in section.pages)
+    update = Task("step", 0, [Access(("slice", 0, 0), pages, writes=frozenset(pages))], updated=1 << 16)
+    drive = VirtualDrive(DriveRates(1e9, 1e3, 1e9))
+    left: list[int] = []
+
+    def seconds(task: Task) -> float:
+        left.append(len(drive._writes))
+        return 0.0
+
+    dry = DryRun(sections, 2 * len(pages), [update], None, False, 0, {}, drive, seconds, is_committed)
+    for _ in range(3):
+        dry.step()
+    assert len(pages) > 1 and left[0] == 0
+    assert (left[1:] == [0, 0]) is is_committed

@@ -59,7 +59,10 @@ def _call(module: str, function: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{module}:{function} cannot be imported: {error}") from error
+        raise ConfigError(
+            f"{module}:{function} cannot be imported: {error}. Give package.module:function; the module is looked for here "
+            "and among what is installed"
+        ) from error
     if not callable(found):
         raise ConfigError(f"{module}:{function} is a {type(found).__name__}: give a function that returns the model")
     needed = _needed_arguments(found)
@@ -105,13 +108,13 @@ def _from_config(path: Path) -> nn.Module:
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         has = (
-            "has no model_type"
+            "has no model_type, so its architecture is not known: add it, as 'llama'"
             if kind is None
-            else f"has the model_type {kind!r}, which this transformers does not know"
+            else f"has the model_type {kind!r}, which this transformers does not know: a newer one may"
         )
         raise ConfigError(
-            f"{path} {has}: a newer transformers may know it; else give its weights' .safetensors file or index, of which the "
-            "header is read, or package.module:function"
+            f"{path} {has}; else give its weights' .safetensors file or index, of which the header is read, or "
+            "package.module:function"
         )
     _check_sizes(path, content)
     model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Reads sizes and rates of a command line. What could mean two things (Gb, G) is refused: a bit is not a byte."""
+"""Reads sizes and rates of a command line. What could mean two things (Gb, G, or 64 alone) is refused: a bit is not a byte."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import parse_bytes
 
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?b|[kmgt]i?b|[KMGTkmgt]i?)(?:/s|ps)?\s*")
+_BARE = re.compile(r"\s*\d+(?:\.\d+)?\s*")
 _RATE = re.compile(r"\s*([^/]+?)\s*(/s)?\s*")
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 def parse_size(value: str, option: str) -> int:
-    """Return bytes: "64GiB", "600TB". Raises ConfigError if it is no size, or could be bits."""
+    """Return bytes: "64GiB", "600TB". Raises ConfigError if it is no size, has no unit, or could be bits."""
+    if _BARE.fullmatch(value):
+        raise ConfigError(
+            f"{option} {value} has no unit: say {value.strip()}GiB, or {value.strip()}GB for those of 1000"
+        )
     found = _BITS.fullmatch(value)
     if found:
         unit = found[2][0].upper() + ("i" if "i" in found[2] else "") + "B"
@@ -66,6 +71,8 @@ def _drive(text: str, option: str) -> DriveRates:
             )
         read, write = (parse_rate(part, option) for part in parts)
         return DriveRates(read, write, read + write)
+    if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B(/s)?", text, re.IGNORECASE) and not Path(text).exists():
+        raise ConfigError(f"{option} {text} is one rate: give two, read and write, as {text},{text}")
     tuning = _measured(Path(text), option)
     rates = tuning.read_bytes_per_s, tuning.write_bytes_per_s
     return DriveRates(*rates, sum(rates))

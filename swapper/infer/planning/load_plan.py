@@ -26,12 +26,14 @@ from swapper.infer.runtime.streaming import paged_sections
 from swapper.io.tuning import find_tuning
 from swapper.modules.groups import by_module
 from swapper.modules.operations import OperationTimes, least_seconds, record
+from swapper.modules.paging_costs import measure_paging_costs
 from swapper.options import parse_host_memory
+from swapper.paging.capped_drive import open_drive
 from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
-from swapper.paging.virtual_drive import DRIVE_CPU_S_A_BYTE, DriveRates, VirtualDrive
-from swapper.runtime.free_memory import kept_free_bytes
+from swapper.paging.virtual_drive import DriveRates, PagingCosts
+from swapper.runtime.free_memory import HEAP_TENSOR_BYTES, kept_free_bytes
 from swapper.runtime.sizes import format_bytes, parse_bytes
 from swapper.runtime.stats import StepStats
 
@@ -132,7 +134,7 @@ class LoadPlan:
         else:
             rate = parse_bytes(drive_read, "drive_read")
         busy = math.inf if tuning is None else tuning.busy_bytes_per_s
-        drive = DriveRates(rate, rate, rate, DRIVE_CPU_S_A_BYTE, busy)
+        drive = DriveRates(rate, rate, rate, busy)
         return self.predict_on(drive, tokens, batch=batch, example=example, experts=experts)
 
     def predict_on(
@@ -165,15 +167,22 @@ class LoadPlan:
         prompt = (_tokens(batch, tokens),) if example is None else tuple(example)
         times, made = OperationTimes(), self._making_seconds()
         streamed = self.fitting.placement.streamed
+        paging = measure_paging_costs(self.fitting.placement.page_bytes, False)
         computing, activation_bytes = self._computing(times, prompt, made, experts)
-        first = self._pass(drive, computing, None, self._on_demand(experts, batch * tokens))
+        first = self._pass(drive, paging, computing, None, self._on_demand(experts, batch * tokens))
         computing, _ = self._computing(times, (_tokens(batch, 1),), made, experts)
-        token = self._pass(drive, computing, streamed, self._on_demand(experts, batch))
+        token = self._pass(drive, paging, computing, streamed, self._on_demand(experts, batch))
         return LoadPrediction(first, token, activation_bytes)
 
     @property
     def memory(self) -> dict[str, int]:
-        """The peak of host memory by part, in bytes, beyond the imported libraries and activations."""
+        """The peak of host memory by part, in bytes, beyond the imported libraries and activations.
+
+        The allocator's part is what swapper lets the heap keep free, and what glibc does where computed weights come and go: twice
+        the largest (mallopt(3), M_TRIM_THRESHOLD).
+        """
+        made = [weight.made_bytes for group in self.fitting.plan.groups for weight in group.weights]
+        computed_bytes = min(max(made, default=0), self.fitting.plan.made_bytes, HEAP_TENSOR_BYTES)
         plan, placement = self.fitting.plan, self.fitting.placement
         used = sum(nbytes for runs in plan.runs_of_used for nbytes in runs)
         parts = {
@@ -181,7 +190,7 @@ class LoadPlan:
             "experts": plan.cache_bytes(self.host_bytes),
             "pool": min(placement.pool_bytes, used) if not placement.streamed else placement.pool_bytes,
             "staging": plan.staging_bytes,
-            "allocator": kept_free_bytes(self.host_bytes),
+            "allocator": kept_free_bytes(self.host_bytes) + 2 * computed_bytes,
         }
         return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
@@ -255,7 +264,12 @@ class LoadPlan:
         return sum(used) * (1 - experts.hit_rate)
 
     def _pass(
-        self, drive: DriveRates, computing: dict[int, float], streamed: int | None, demanded_bytes: float
+        self,
+        drive: DriveRates,
+        paging: PagingCosts,
+        computing: dict[int, float],
+        streamed: int | None,
+        demanded_bytes: float,
     ) -> StepStats:
         """Predict a pass that reads `streamed` pages of each group at most; None: all, as the first one does."""
         plan, placement = self.fitting.plan, self.fitting.placement
@@ -279,7 +293,8 @@ class LoadPlan:
         }  # read while it is multiplied
         flat: list[Section] = [section for of_group in sections for section in of_group]
         dry = DryRun(
-            flat, placement.frame_count - kept, tasks, None, True, 0, {}, VirtualDrive(drive), lambda task: seconds[task.group]
+            flat, placement.frame_count - kept, tasks, None, True, 0, {}, open_drive(drive, paging),
+            lambda task: seconds[task.group],
         )  # fmt: skip
         if streamed is None:
             dry.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +18,10 @@ from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
 from swapper.modules.operations import OperationTimes, least_seconds, record
+from swapper.modules.paging_costs import measure_paging_costs
 from swapper.paging.dry_run import Task
 from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.virtual_drive import PagingCosts
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.updates.update_times import find_update_times, update_seconds
@@ -27,6 +30,7 @@ log = logging.getLogger("swapper")
 
 COPIED_BYTES = 32 << 20
 """Of a trial copy: more than most caches."""
+TOUCHES = 3
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class ComputeTimes:
         group_update_s: the same by group, where it is known.
         slice_s: of a slice of the optimizer's, in addition.
         copied_byte_s: of a byte of a gradient that swapper copies to its slot.
+        touched_byte_s: of a byte of a gradient that stays autograd's own, whose memory is new in each step.
+        paging: what windows and checksums add.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
         with_gradients_bytes: the same with all gradients, which stay autograd's own.
     """
@@ -49,6 +55,8 @@ class ComputeTimes:
     group_update_s: Mapping[int, float] = field(default_factory=dict)
     slice_s: float = 0.0
     copied_byte_s: float = 0.0
+    touched_byte_s: float = 0.0
+    paging: PagingCosts = field(default_factory=PagingCosts)
     activation_bytes: int | None = None
     with_gradients_bytes: int | None = None
 
@@ -67,6 +75,7 @@ class ComputeTimes:
         return replace(
             self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
             slice_s=self.slice_s / times, copied_byte_s=self.copied_byte_s / times,
+            touched_byte_s=self.touched_byte_s / times, paging=self.paging.faster(times),
         )  # fmt: skip
 
     def regrouped(self, groups: Sequence[Group], larger: Sequence[Group]) -> ComputeTimes:
@@ -81,11 +90,12 @@ class ComputeTimes:
             backward[index] += self.backward_s[group.index]
         return replace(self, forward_s=forward, backward_s=backward)
 
-    def with_copies(self, plans: Sequence[SectionPlan]) -> ComputeTimes:
-        """Return the seconds with those in which backward copies gradients to these sections."""
+    def with_gradients(self, copied: Sequence[SectionPlan], own: Sequence[SectionPlan]) -> ComputeTimes:
+        """Return the seconds with those in which backward copies gradients to sections, and first touches autograd's own."""
         backward = dict(self.backward_s)
-        for plan in plans:
-            backward[plan.group] += plan.nbytes * self.copied_byte_s
+        for plans, byte_s in ((copied, self.copied_byte_s), (own, self.touched_byte_s)):
+            for plan in plans:
+                backward[plan.group] += plan.nbytes * byte_s
         return replace(self, backward_s=backward)
 
 
@@ -96,6 +106,7 @@ def calibrate(
     page_bytes: int,
     tokens: int,
     example: Sequence[Any] | Mapping[str, Any] | None,
+    has_checksums: bool,
 ) -> ComputeTimes:
     """Measure on this processor how long a step computes: each operation of forward and backward, and the update as it is done.
 
@@ -104,6 +115,7 @@ def calibrate(
         page_bytes: of the plan.
         tokens: of a step; if there is no `example`, the model is tried with integers of shape (1, tokens).
         example: arguments of the model, of a step, as they are or by name; its result is, or has, the loss.
+        has_checksums: the engine takes checksums of what moves.
 
     Raises:
         StateError: the model is offloaded.
@@ -113,6 +125,7 @@ def calibrate(
     given: Any = (torch.zeros(1, tokens, dtype=torch.long, device="meta"),) if example is None else example
     args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
     update = find_update_times(inventory, optimizers, page_bytes)
+    paging = measure_paging_costs(page_bytes, has_checksums)
     try:
         recording = record(model, inventory.units, args, kwargs, bool(inventory.forms))
     except Exception as error:  # of the user's model: what it needs is not known
@@ -123,8 +136,9 @@ def calibrate(
         )  # fmt: skip
         found = find_compute(model, inventory, None, tokens, update_s=0.0)
         return replace(
-            found, group_update_s=update.element_s, slice_s=update.parameter_s, copied_byte_s=_copying_seconds()
-        )
+            found, group_update_s=update.element_s, slice_s=update.parameter_s, copied_byte_s=_copying_seconds(),
+            touched_byte_s=_touching_seconds(), paging=paging,
+        )  # fmt: skip
     times = OperationTimes()
     by_phase = {
         phase: {
@@ -139,6 +153,8 @@ def calibrate(
         update.element_s,
         update.parameter_s,
         _copying_seconds(),
+        _touching_seconds(),
+        paging,
         recording.peak_bytes,
         recording.with_gradients_bytes,
     )
@@ -149,6 +165,20 @@ def _copying_seconds() -> float:
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return least_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
+
+
+def _touching_seconds() -> float:
+    """Return how long the first touch of a byte takes, beside a later one."""
+
+    def fill(memory: mmap.mmap) -> float:
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        return least_seconds(lambda: tensor.fill_(1), times=1)
+
+    found = []
+    for _ in range(TOUCHES):
+        memory = mmap.mmap(-1, COPIED_BYTES)
+        found.append(max(fill(memory) - fill(memory), 0.0))
+    return min(found) / COPIED_BYTES
 
 
 def find_compute(

@@ -60,7 +60,7 @@ def choose_fastest(
         codec, drive = repr(options["state_codec"]), plan.drive_rates(*rates)
         if codec not in computing:
             computing[codec] = plan.measure_compute(tokens, example)
-        compute = plan.with_copies(computing[codec])
+        compute = plan.with_gradients(computing[codec])
         found.append((plan.simulate(drive, compute).wall_s, _describe(options), plan, drive, compute))
     if not found:
         raise refusals[-1]

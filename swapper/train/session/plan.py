@@ -19,13 +19,14 @@ from swapper.errors import ConfigError, UnsupportedError
 from swapper.formats.torch_zip.container import ContainerLayout
 from swapper.io.drives import assign_to_drives
 from swapper.io.tuning import Tuning
+from swapper.paging.capped_drive import open_drive
 from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.planning.budget import Budget, read_ahead_pages
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section, pieces_of
 from swapper.paging.store.swap_files import TURNS
-from swapper.paging.virtual_drive import DRIVE_CPU_S_A_BYTE, DriveRates, VirtualDrive
+from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.sizes import parse_bytes
 from swapper.runtime.stats import StepStats
@@ -254,7 +255,7 @@ class Plan:
                 f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together"
             )
         drive = self.drive_rates(drive_read, drive_write)
-        return self.predict_on(drive, self.with_copies(self.measure_compute(tokens, example)))
+        return self.predict_on(drive, self.with_gradients(self.measure_compute(tokens, example)))
 
     def predict_on(self, drive: DriveRates, compute: ComputeTimes) -> StepStats:
         """Predict a step, as `predict`, on a drive with these rates and with this computing."""
@@ -275,12 +276,15 @@ class Plan:
             )
         request = self.request
         return calibrate(
-            request.model.module, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example
+            request.model.module, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example,
+            request.manager.check_reads,
         )  # fmt: skip
 
-    def with_copies(self, compute: ComputeTimes) -> ComputeTimes:
-        """Return what is computed with this placement: it has copies of gradients too."""
-        return compute.with_copies(self._placed_grad_plans)
+    def with_gradients(self, compute: ComputeTimes) -> ComputeTimes:
+        """Return what is computed with this placement: copies of gradients, or memory for autograd's own."""
+        copied = self._placed_grad_plans
+        placed = {id(plan) for plan in copied}
+        return compute.with_gradients(copied, [plan for plan in self.grad_plans if id(plan) not in placed])
 
     def _savings(self, drive: DriveRates, compute: ComputeTimes, step_s: float) -> dict[str, float]:
         """Return the seconds of a step that a better machine would save, by what is better: by simulation."""
@@ -296,7 +300,7 @@ class Plan:
         """Return the rates of the drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
         rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
         busy = math.inf if self.tuning is None else self.tuning.busy_bytes_per_s
-        return DriveRates(*rates, sum(rates), DRIVE_CPU_S_A_BYTE, busy)
+        return DriveRates(*rates, sum(rates), busy)
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:
         if given is not None:
@@ -321,7 +325,7 @@ class Plan:
         Raises:
             BudgetError: the pool has too few frames for the step.
         """
-        virtual = drive if isinstance(drive, VirtualDrive) else VirtualDrive(drive)
+        virtual = drive if isinstance(drive, VirtualDrive) else open_drive(drive, compute.paging)
         return self._dry_run(virtual, compute.of, passes).time()
 
     def _dry_run(
@@ -332,10 +336,19 @@ class Plan:
         found = find_regions(sections, grad_sections) if self.request.device is None else {}
         rooms = {page: room.section.plan.group for page, room in found.items()}
         sections += grad_sections
-        tasks = self._tasks(sections, find_trainables(self.inventory, find_places(sections)), passes)
+        if passes not in self._known_tasks:  # of a large model they take longer than their simulation
+            trainables = find_trainables(self.inventory, find_places(sections))
+            self._known_tasks[passes] = self._tasks(sections, trainables, passes)
         return DryRun(
-            sections, self.budget.frame_count, tasks, self.window_pages, self.lazy, self.max_deferred_writes, rooms, drive, seconds
+            sections, self.budget.frame_count, self._known_tasks[passes], self.window_pages, self.lazy,
+            self.max_deferred_writes, rooms, drive, seconds,
+            self.commit_every == 1,
         )  # fmt: skip
+
+    @cached_property
+    def _known_tasks(self) -> dict[int, list[Task]]:
+        """Tasks of a step by its number of passes, of those that a dry run has had."""
+        return {}
 
     @property
     def commit_bytes(self) -> int:
