@@ -40,7 +40,7 @@ from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering, state_dict_of
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
-from swapper.train.parameters.preparation import Preparation
+from swapper.train.parameters.preparation import Preparation, averaging_refused
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionGuard, SessionSlot
 from swapper.train.sharded.shard_hooks import ShardHooks
@@ -218,7 +218,9 @@ class OffloadedModel:
                 self._lose_ranks,
             )
         else:
-            self._preparation = Preparation(self.model, self.fault_handler, self._update)
+            gradients_leave = self._on_device is not None and bool(self._grad_sections)
+            refusal = averaging_refused(self._update, gradients_leave)
+            self._preparation = Preparation(self.model, self.fault_handler, refusal)
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
             self._on_device.start()

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from swapper.errors import StateError, UnsupportedError
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.entries import StateEntries, StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.parameters.preparation import refuse_averaging
+from swapper.train.parameters.preparation import check_averaging
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 
@@ -238,5 +237,4 @@ def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], opti
             f"{optimizer} changes its own settings ({', '.join(names)}) in a step, which update='deferred' would show only when "
             "after the next forward: offload with update='step'"
         )
-    if update == "backward" and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        refuse_averaging()
+    check_averaging(model, update, gradients_leave=False)
