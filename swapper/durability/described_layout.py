@@ -16,7 +16,7 @@ from swapper.durability.commit import CommitRecord
 from swapper.errors import CheckpointError
 from swapper.formats.torch_zip.container import ContainerLayout, TensorPlace
 from swapper.io.drives import read_drives
-from swapper.paging.planning.layout import SectionPlan, Slot, TensorSpec
+from swapper.paging.planning.layout import MIXED, SectionPlan, Slot, TensorSpec
 from swapper.paging.section import Section
 
 _SECTION = re.compile(r"group ([0-9]+) (\w+) (\w+): ([0-9]+) bytes")
@@ -53,7 +53,7 @@ def plans_of(lines: Sequence[str]) -> list[SectionPlan]:
         else:
             raise ValueError(f"{line!r} describes no section and no tensor")
     return [
-        SectionPlan(int(group), family, getattr(torch, dtype), tuple(slots), int(nbytes))
+        SectionPlan(int(group), family, None if dtype == MIXED else getattr(torch, dtype), tuple(slots), int(nbytes))
         for (group, family, dtype, nbytes), slots in found
     ]
 

@@ -320,6 +320,9 @@ def _locator(sections: Sequence[Section], layout: ContainerLayout) -> Callable[[
 
     def locate(tensor: torch.Tensor) -> StorageRef | None:
         found = places.find(tensor)
-        return None if found is None else StorageRef(keys[found[0]], found[1] // tensor.itemsize)
+        if found is None:
+            return None
+        section, offset = found
+        return StorageRef(keys[section], offset // tensor.itemsize, untyped=section.plan.dtype is None)
 
     return locate

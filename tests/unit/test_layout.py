@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swapper.durability.described_layout import describe_plans, plans_of
 from swapper.io.alignment import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.paging.planning.layout import TensorSpec, choose_page_bytes, plan_group, plan_section
 from swapper.paging.section import Section
@@ -21,7 +22,9 @@ shapes = st.one_of(
     st.integers(0, 40_000).map(lambda n: (n,)),
 )
 specs = st.lists(
-    st.builds(TensorSpec, st.text("ab.", max_size=3), st.just("param"), st.sampled_from(DTYPES), shapes), max_size=12
+    st.builds(TensorSpec, st.text("ab.", min_size=1, max_size=3), st.just("param"), st.sampled_from(DTYPES), shapes),
+    min_size=1,
+    max_size=12,
 )
 
 
@@ -32,7 +35,7 @@ def of_dtype(given_specs: list[TensorSpec], dtype: torch.dtype) -> list[TensorSp
 @given(specs, st.sampled_from(DTYPES))
 def test_tensors_of_a_section_lie_in_the_order_given_aligned_and_without_overlap(given_specs, dtype):
     given_specs = of_dtype(given_specs, dtype)
-    plan = plan_section(0, "param", dtype, given_specs)
+    plan = plan_section(0, "param", given_specs)
     assert [slot.spec for slot in plan.slots] == given_specs
     end = 0
     for slot in plan.slots:
@@ -49,7 +52,7 @@ def test_tensors_of_a_section_lie_in_the_order_given_aligned_and_without_overlap
 @given(specs, st.sampled_from(DTYPES))
 def test_a_section_is_whole_sectors_and_wastes_less_than_one_for_each_tensor_and_one_at_its_end(given_specs, dtype):
     given_specs = of_dtype(given_specs, dtype)
-    plan = plan_section(0, "param", dtype, given_specs)
+    plan = plan_section(0, "param", given_specs)
     assert plan.nbytes % SECTOR_BYTES == 0
     needed = sum(spec.nbytes for spec in given_specs)
     large = sum(spec.nbytes >= LARGE_TENSOR_BYTES for spec in given_specs)
@@ -59,16 +62,28 @@ def test_a_section_is_whole_sectors_and_wastes_less_than_one_for_each_tensor_and
 
 @given(specs)
 def test_a_group_has_one_section_for_each_dtype_and_each_tensor_in_one_of_them(given_specs):
-    plans = plan_group(4, "state", given_specs)
+    plans = plan_group(4, "param", given_specs)
     assert [plan.dtype for plan in plans] == list(dict.fromkeys(spec.dtype for spec in given_specs))
     for plan in plans:
-        assert (plan.group, plan.family) == (4, "state")
+        assert (plan.group, plan.family) == (4, "param")
         assert [slot.spec for slot in plan.slots] == [spec for spec in given_specs if spec.dtype == plan.dtype]
+
+
+@given(specs)
+def test_the_state_of_a_group_is_one_section_dtype_by_dtype_each_tensor_aligned(given_specs):
+    (plan,) = plan_group(4, "state", given_specs)
+    dtypes = list(dict.fromkeys(spec.dtype for spec in given_specs))
+    assert plan.dtype == (dtypes[0] if len(dtypes) == 1 else None)
+    by_dtype = [spec for dtype in dtypes for spec in given_specs if spec.dtype == dtype]
+    assert [slot.spec for slot in plan.slots] == by_dtype
+    assert all(slot.offset % slot.spec.dtype.itemsize == 0 for slot in plan.slots)
+    assert plans_of(describe_plans([plan])) == [plan]
+    assert plan_group(4, "state", []) == []
 
 
 @given(specs, st.sampled_from(DTYPES), st.integers(1, 40), st.integers(0, 1000), st.integers(0, 1 << 40))
 def test_pages_are_the_whole_section_piece_by_piece(given_specs, dtype, page_sectors, first_page, file_offset):
-    plan = plan_section(0, "param", dtype, of_dtype(given_specs, dtype))
+    plan = plan_section(0, "param", of_dtype(given_specs, dtype))
     page_bytes = page_sectors * SECTOR_BYTES
     end = 0
     for offset, nbytes in plan.pages(page_bytes):
@@ -86,7 +101,7 @@ def test_pages_are_the_whole_section_piece_by_piece(given_specs, dtype, page_sec
 
 @given(specs, st.sampled_from(DTYPES), st.integers(1, 9), st.data())
 def test_the_pages_of_a_range_are_exactly_those_that_it_touches(given_specs, dtype, page_sectors, data):
-    plan = plan_section(0, "param", dtype, of_dtype(given_specs, dtype))
+    plan = plan_section(0, "param", of_dtype(given_specs, dtype))
     section = Section(plan, 0, page_sectors * SECTOR_BYTES)
     begin = data.draw(st.integers(0, plan.nbytes))
     end = data.draw(st.integers(0, plan.nbytes))
@@ -96,7 +111,7 @@ def test_the_pages_of_a_range_are_exactly_those_that_it_touches(given_specs, dty
 
 @given(specs, st.sampled_from(DTYPES))
 def test_tensors_are_views_of_the_section_s_memory_at_their_places(given_specs, dtype):
-    plan = plan_section(0, "param", dtype, of_dtype(given_specs, dtype))
+    plan = plan_section(0, "param", of_dtype(given_specs, dtype))
     section = Section(plan, 0, None)
     memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
     section.attach(memory, None)

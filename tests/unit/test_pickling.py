@@ -141,6 +141,26 @@ def test_every_dtype_equals_torch_save(dtype, is_resident) -> None:
     assert len(pickled.resident) == is_resident
 
 
+def test_an_untyped_record_has_tensors_of_several_dtypes_as_torch_load_reads_them() -> None:
+    record = torch.randint(0, 2, (RECORD_BYTES,), dtype=torch.uint8)
+    places = {dtype: 64 * number for number, dtype in enumerate(DTYPES)}  # bytes
+    state = {str(dtype): record[at : at + 64].view(dtype) for dtype, at in places.items()}
+
+    def locate(tensor: torch.Tensor) -> StorageRef:
+        return StorageRef("0", places[tensor.dtype] // tensor.itemsize, untyped=True)
+
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle_state(state, {"0": RECORD_BYTES}, locate).data)
+        archive.writestr("archive/data/0", record.numpy().tobytes())
+        archive.writestr("archive/version", "3\n")
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert loaded.keys() == state.keys()
+    for name, tensor in state.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
 def test_a_model_and_its_optimizer_equal_torch_save() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -118,7 +118,7 @@ class PreparedTail:
             values and dense plain tensors, as in state_dict().
         locate: the place of a tensor in the payload records. Tensors for which it returns None are resident: their
             whole storages are copied now, shared ones once. Of located tensors only shape, stride, dtype, layout and
-            requires_grad are read. All tensors of one record must have one dtype.
+            requires_grad are read. All tensors of a record have one dtype, unless it is untyped.
         items: makes one more record, of items of torch.distributed.checkpoint (formats/dcp_items.py). It gets the
             record's offset in the file and the directory's entries of the payloads by key.
 

@@ -70,10 +70,14 @@ _PLAIN_GLOBALS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """The location of a tensor in a container: a record's key, and an index in elements of the tensor's dtype."""
+    """The location of a tensor in a container: a record's key, and an index in elements of the tensor's dtype.
+
+    `untyped`: the record has tensors of several dtypes.
+    """
 
     key: str
     element_offset: int
+    untyped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +154,11 @@ class _StatePickler(pickle.Pickler):
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         _check_plain(tensor)
         ref = self._locate(tensor)
+        untyped = tensor.dtype not in LEGACY_STORAGES or (ref is not None and ref.untyped)
         if ref is None:
-            storage, element_offset = self._resident_storage(tensor), tensor.storage_offset()
+            storage, element_offset = self._resident_storage(tensor, untyped), tensor.storage_offset()
         else:
-            storage, element_offset = self._payload_storage(tensor, ref), ref.element_offset
+            storage, element_offset = self._payload_storage(tensor, ref, untyped), ref.element_offset
         args: tuple[Any, ...] = (
             storage,
             element_offset,
@@ -162,11 +167,9 @@ class _StatePickler(pickle.Pickler):
             tensor.requires_grad,
             OrderedDict(),  # backward hooks: never any
         )
-        if tensor.dtype in LEGACY_STORAGES:
-            return _REBUILD_LEGACY, args
-        return _REBUILD_UNTYPED, (*args, tensor.dtype)
+        return (_REBUILD_UNTYPED, (*args, tensor.dtype)) if untyped else (_REBUILD_LEGACY, args)
 
-    def _payload_storage(self, tensor: torch.Tensor, ref: StorageRef) -> _Storage:
+    def _payload_storage(self, tensor: torch.Tensor, ref: StorageRef, untyped: bool) -> _Storage:
         key = self._payload_keys.get(ref.key)
         if key is None:
             raise CheckpointError(f"there is no payload record {ref.key!r} for {_describe(tensor)}")
@@ -177,9 +180,9 @@ class _StatePickler(pickle.Pickler):
                 f"{_describe(tensor)} at element {ref.element_offset} is not within the {nbytes} bytes "
                 f"of record {key!r}"
             )
-        return self._storage(tensor, key, _PAYLOAD_LOCATION, nbytes)
+        return self._storage(tensor, untyped, key, _PAYLOAD_LOCATION, nbytes)
 
-    def _resident_storage(self, tensor: torch.Tensor) -> _Storage:
+    def _resident_storage(self, tensor: torch.Tensor, untyped: bool) -> _Storage:
         if tensor.device.type == "meta":
             raise CheckpointError(f"{_describe(tensor)} is on the meta device and in no payload record: it has no data")
         if vars(tensor):
@@ -192,17 +195,17 @@ class _StatePickler(pickle.Pickler):
             key = str(len(self._payload_nbytes) + len(self.resident))
             self._resident_keys[id(storage)] = key
             self.resident[key] = storage
-        return self._storage(tensor, key, torch.serialization.location_tag(storage), storage.nbytes())
+        return self._storage(tensor, untyped, key, torch.serialization.location_tag(storage), storage.nbytes())
 
-    def _storage(self, tensor: torch.Tensor, key: str, location: str, nbytes: int) -> _Storage:
-        storage_class = LEGACY_STORAGES.get(tensor.dtype, torch.UntypedStorage)
+    def _storage(self, tensor: torch.Tensor, untyped: bool, key: str, location: str, nbytes: int) -> _Storage:
+        storage_class = torch.UntypedStorage if untyped else LEGACY_STORAGES[tensor.dtype]
         known = self.storage_classes.setdefault(key, storage_class)
         if known is not storage_class:
             # A reader gives a record the first class that it meets, and would read this tensor as that.
             raise CheckpointError(
                 f"{_describe(tensor)} shares record {key!r} with tensors of another dtype ({known.__name__})"
             )
-        numel = nbytes // tensor.element_size() if tensor.dtype in LEGACY_STORAGES else nbytes
+        numel = nbytes if untyped else nbytes // tensor.element_size()
         return _Storage(("storage", storage_class, key, location, numel))
 
 

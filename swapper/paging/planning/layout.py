@@ -1,21 +1,26 @@
 """The layout of tensors in sections and of sections in pages. Pure: no I/O, no memory, no state.
 
-A *section* is one storage of the container: the tensors of one group that share a family ("param", "state", "grad") and a
-dtype, laid out one after the other. A *page* is a fixed-size piece of a section, the unit of I/O and of residency; the
+A *section* is one storage of the container: the tensors of one group that share a family ("param", "state", "grad"), laid out
+one after the other. Parameters and gradients of a section share a dtype too. A *page* is a fixed-size piece of a section, the unit of I/O and of residency; the
 last page of a section may be shorter. Every size is a multiple of SECTOR_BYTES, so that all transfers can be direct.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from swapper.io.alignment import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
+
+
+MIXED = "mixed"
+"""In the name of a section, in place of its dtype: its tensors have several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +68,15 @@ class ExternalBytes:
 
 @dataclass(frozen=True, slots=True)
 class SectionPlan:
-    """The tensors of one group, family and dtype, with their places. `nbytes` is a multiple of SECTOR_BYTES.
+    """The tensors of one section, with their places. `nbytes` is a multiple of SECTOR_BYTES.
 
+    `dtype`: of all tensors; None if they have several, as encoded state does.
     `external`: the content's place if it is read from a user's file; shorter than `nbytes` if that file ends before.
     """
 
     group: int
     family: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     slots: tuple[Slot, ...]
     nbytes: int
     external: ExternalBytes | None = None
@@ -82,7 +88,7 @@ class SectionPlan:
 
     @property
     def name(self) -> str:
-        return f"group {self.group} {self.family} {str(self.dtype).removeprefix('torch.')}"
+        return f"group {self.group} {self.family} {str(self.dtype or MIXED).removeprefix('torch.')}"
 
     @property
     def where(self) -> str:
@@ -99,8 +105,8 @@ class SectionPlan:
         return [(at, min(page_bytes, self.nbytes - at)) for at in range(0, self.nbytes, page_bytes)]
 
 
-def plan_section(group: int, family: str, dtype: torch.dtype, specs: Iterable[TensorSpec]) -> SectionPlan:
-    """Return a section of `specs` in the order given."""
+def plan_section(group: int, family: str, specs: Sequence[TensorSpec]) -> SectionPlan:
+    """Return a section of `specs`, which are one at least, in the order given."""
     slots = []
     cursor = 0
     for spec in specs:
@@ -108,13 +114,20 @@ def plan_section(group: int, family: str, dtype: torch.dtype, specs: Iterable[Te
         cursor = round_up(cursor, alignment)
         slots.append(Slot(spec, cursor))
         cursor += max(spec.numel, spec.padded_numel) * spec.dtype.itemsize
+    dtype = specs[0].dtype if len({spec.dtype for spec in specs}) == 1 else None
     return SectionPlan(group, family, dtype, tuple(slots), max(round_up(cursor, SECTOR_BYTES), SECTOR_BYTES))
 
 
 def plan_group(group: int, family: str, specs: Sequence[TensorSpec]) -> list[SectionPlan]:
-    """Return one section for each dtype among `specs`, dtypes in order of first appearance."""
-    dtypes = dict.fromkeys(spec.dtype for spec in specs)
-    return [plan_section(group, family, dtype, [s for s in specs if s.dtype == dtype]) for dtype in dtypes]
+    """Return one section for each dtype among `specs`, dtypes in order of first appearance; of state one for all dtypes.
+
+    Encoded state has many small tensors of several dtypes. A section for each would leave a sixth of the pool's frames
+    empty, as a short last page occupies a whole frame.
+    """
+    by_dtype = [[s for s in specs if s.dtype == dtype] for dtype in dict.fromkeys(spec.dtype for spec in specs)]
+    if family == "state" and specs:
+        by_dtype = [list(itertools.chain(*by_dtype))]
+    return [plan_section(group, family, part) for part in by_dtype]
 
 
 def choose_page_bytes(section_bytes: Sequence[int], pool_bytes: int) -> int:
