@@ -50,7 +50,7 @@ class DeviceExperts(Generic[Key]):
 
     Args:
         host_bytes: of that memory.
-        limit: returns the device's bytes that they may have, if so many others are taken at once.
+        limit: returns the bytes of the device that they may have, given those that images are to get now.
     """
 
     def __init__(self, device: Device, host_bytes: int, limit: Callable[[int], int], counters: Counters) -> None:
@@ -120,9 +120,9 @@ class DeviceExperts(Generic[Key]):
             for user in entry.users - {entry.stream}:
                 self._device.let_wait(entry.stream, self._device.record(user))
 
-    def shrink(self, taken_bytes: int) -> None:
-        """Drop what is beyond the limit, if so many bytes are taken by others at once."""
-        self._shrink_to(self._limit(taken_bytes))
+    def shrink(self, image_bytes: int) -> None:
+        """Drop what is beyond the limit, when images are to get this many bytes."""
+        self._shrink_to(self._limit(image_bytes))
 
     def close(self) -> None:
         """Drop all, and wait for copies in flight."""

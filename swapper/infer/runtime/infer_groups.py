@@ -169,7 +169,7 @@ class InferenceDevice(ModelDevice):
         """Return memory for experts: `host_bytes` in host memory, and here at least this much, and what images leave."""
         tier = self.tier
         made: DeviceExperts[Key] = DeviceExperts(
-            self.device, host_bytes, lambda taken: least_bytes + tier.spare_bytes(taken), self._counters
+            self.device, host_bytes, lambda nbytes: least_bytes + tier.spare_bytes(nbytes), self._counters
         )
         tier.shrink_others = made.shrink
         return made
