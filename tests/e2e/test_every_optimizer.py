@@ -58,6 +58,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
     "Lion": (third_party.Lion, ""),
     "a rebinding one": (third_party.Rebinding, ""),
     "a factored one": (third_party.FactoredRms, ""),
+    "one with lists": (third_party.Whitening, ""),
     "a subclass of AdamW": (third_party.Scaled, ""),
 } | ({"Muon": (partial(Muon, lr=1e-2, ns_steps=1), "")} if Muon else {})
 
@@ -182,7 +183,7 @@ def test_what_an_optimizer_counts_outside_of_its_state_advances_once_a_step(twin
             r"for a parameter of \[128, 96\] it keeps 'momentum' as torch.int8.*in another form for a smaller",
         ),
         (third_party.LowBitTensors, "it keeps 'momentum' as a Quantized"),
-        (third_party.ListOfTensors, "it keeps 'factors' as a list"),
+        (third_party.ListOfLists, "it keeps 'factors' as a list"),
         (third_party.GlobalState, "as in swapper's sweep, failed with KeyError"),
         (third_party.NeedsClosure, "failed with TypeError.*closure"),
         (partial(AdamW, capturable=True), "build it with capturable=False"),

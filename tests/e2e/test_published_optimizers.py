@@ -6,7 +6,9 @@ runs what is skipped here without them. Classes of tests/e2e/third_party.py stan
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import swapper
 from e2e import third_party
 from e2e.models import Net, train_step
 from e2e.twins import Twins
+from swapper.train.optimizer.optimizer_proxy import is_same
 
 MakeTwins = Callable[..., Twins]
 PLACES: dict[str, dict[str, Any]] = {
@@ -141,9 +144,68 @@ def test_pytorch_optimizers_of_tensors_are_bit_equal(twins: MakeTwins, name: str
     pair.finish(paged=False)
 
 
+IN_LISTS = {
+    "one like SOAP": third_party.Whitening,
+    "pytorch_optimizer.SOAP": published("pytorch_optimizer", "SOAP", precondition_frequency=3),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", IN_LISTS)
+def test_state_in_lists_is_bit_equal_and_shown_in_lists(twins: MakeTwins, name: str, place: str) -> None:
+    pair = twins(layers(), IN_LISTS[name], **PLACES[place])
+    pair.train(random_gradients, steps=8)
+    theirs = pair.plain_optimizer.state[next(pair.plain.parameters())]
+    ours = pair.optimizer.state[next(pair.swapped.parameters())]
+    assert list(ours) == list(theirs)
+    for key, value in theirs.items():
+        assert is_same(value, ours[key])
+    pair.finish(paged=False)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(96, 64) for _ in range(4)))
+
+
+def test_state_in_lists_goes_through_resume_snapshot_load_and_edit(twins: MakeTwins, tmp_path: Path) -> None:
+    pair = twins(layers(), third_party.Whitening)
+    pair.train(random_gradients, steps=4)
+    pair.manager.snapshot(tmp_path / "snapshot.pt").wait()
+    saved = torch.load(tmp_path / "snapshot.pt", weights_only=True)["optimizer"]["state"]
+    assert is_same(saved[0]["bases"], pair.plain_optimizer.state_dict()["state"][0]["bases"])
+    pair.resume(layers(), third_party.Whitening)
+    pair.train(random_gradients, steps=2)
+    pair.both(lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())))
+    pair.train(random_gradients, steps=2)
+
+    def edit(model: Any, optimizer: Any) -> None:
+        state = optimizer.state[next(model.parameters())]
+        state["factors"][0].mul_(2)
+        state["bases"] = [-basis for basis in state["bases"]]
+
+    pair.both(edit)
+    pair.train(random_gradients, steps=2)
+    with pytest.raises(TypeError):
+        pair.optimizer.state[next(pair.swapped.parameters())]["factors"][0] = torch.zeros(64, 64)
+    pair.finish(paged=False)
+
+
+def test_factors_that_a_step_leaves_are_not_written(twins: MakeTwins) -> None:
+    def written_bytes(basis_steps: int) -> int:
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+        pair = twins(model, lambda p: third_party.Whitening(p, basis_steps=basis_steps), commit_every=1)
+        pair.train(random_gradients, steps=3)
+        before = pair.manager.counters.written_bytes["state"]
+        pair.train(random_gradients, steps=3)
+        count = pair.manager.counters.written_bytes["state"] - before
+        pair.finish(paged=False)
+        return count
+
+    assert 0 < written_bytes(basis_steps=100) < 0.7 * written_bytes(basis_steps=1)
+
+
 REFUSED = {
     "Prodigy": (published("prodigyopt", "Prodigy"), "depends on the others.*Prodigy.*use AdamW with the rate"),
-    "SOAP": (published("pytorch_optimizer", "SOAP"), "it keeps 'GG' as a list.*each under a key of its own"),
     "ScalableShampoo": (published("pytorch_optimizer", "ScalableShampoo"), "it keeps '.*' as a PreConditioner"),
     "bitsandbytes AdamW8bit": (published("bitsandbytes.optim", "AdamW8bit"), rf"'state1' as torch\.uint8.*{ADVICE}"),
     "bitsandbytes paged": (published("bitsandbytes.optim", "PagedAdamW8bit"), rf"'state1' as torch\.uint8.*{ADVICE}"),

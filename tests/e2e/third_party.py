@@ -69,6 +69,30 @@ class Rebinding(PerParameter):
         p.data = p.data - group["lr"] / (self.calls + group["seen"]) * state["velocity"]
 
 
+class Whitening(PerParameter):
+    """A factor for each dimension in a list, and its eigenvectors in another, made every third step in LAPACK's order of
+    memory, as SOAP does; vectors have lists without a tensor."""
+
+    SETTINGS: ClassVar[dict[str, Any]] = {"lr": 1e-2, "basis_steps": 3}
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        grad = p.grad.float()
+        if not state:
+            sizes = p.shape if p.dim() == 2 else ()
+            state.update(step=0, factors=[torch.eye(size) for size in sizes] or [[]], bases=None)
+        if p.dim() == 2:
+            for factor, product in zip(state["factors"], (grad @ grad.t(), grad.t() @ grad), strict=True):
+                factor.lerp_(product, 0.1)
+        if state["step"] % group["basis_steps"] == 0:
+            state["bases"] = [torch.linalg.eigh(one)[1] if len(one) else [] for one in state["factors"]]
+        state["step"] += 1
+        if p.dim() == 2:
+            left, right = state["bases"]
+            turned = (left.t() @ grad @ right).sign() + right.sum(0)  # a sum depends on the order of memory
+            grad = left @ turned @ right.t()
+        p.add_(grad.to(p.dtype), alpha=-group["lr"])
+
+
 class FactoredRms(PerParameter):
     """State of other shapes: a mean for each row and each column; vectors have a whole one. Weight decay by dimensions."""
 
@@ -169,12 +193,12 @@ class LowBitTensors(LowBit):
             state["momentum"] = state["momentum"].float().as_subclass(Quantized)
 
 
-class ListOfTensors(Lion):
-    """Keeps tensors in a list, as SOAP and Shampoo do."""
+class ListOfLists(Lion):
+    """Keeps tensors in a list within a list."""
 
     def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         super()._update(p, state, group)
-        state["factors"] = [torch.eye(size) for size in p.shape]
+        state["factors"] = [[torch.eye(size) for size in p.shape]]
 
 
 class NeedsClosure(Lion):

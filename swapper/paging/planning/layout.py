@@ -1,8 +1,9 @@
 """The layout of tensors in sections and of sections in pages. Pure: no I/O, no memory, no state.
 
 A *section* is one storage of the container: the tensors of one group that share a family ("param", "state", "grad"), laid out
-one after the other. Parameters and gradients of a section share a dtype too. A *page* is a fixed-size piece of a section, the unit of I/O and of residency; the
-last page of a section may be shorter. Every size is a multiple of SECTOR_BYTES, so that all transfers can be direct.
+one after the other. Parameters and gradients of a section share a dtype too. A *page* is a fixed-size piece of a section, the
+unit of I/O and of residency; the last page of a section may be shorter. Every size is a multiple of SECTOR_BYTES, so that all
+transfers can be direct.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 import torch
 
 from swapper.io.alignment import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
-
 
 MIXED = "mixed"
 """In the name of a section, in place of its dtype: its tensors have several."""

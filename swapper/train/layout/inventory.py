@@ -318,7 +318,10 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], TensorLo
             paged_grad = grad if grad is not None and grad.section.page_count else None
             stays = group.index in inventory.staying_state
             param = places[name, "param"]
-            found.places.append(ParameterLocations(name, param, state, others, form.may_cut, paged_grad, stays, coded))
+            orders = {key.name: key.order for key in form.keys if key.order and not form.may_cut}
+            found.places.append(
+                ParameterLocations(name, param, state, others, form.may_cut, paged_grad, stays, coded, orders)
+            )
             found.settings.append(inventory.settings.get(id(parameter), NO_GROUP))
         if found.parameters:
             trainables.append(found)

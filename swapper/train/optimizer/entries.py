@@ -5,11 +5,15 @@ order, and entries that are no tensors (a step counter that is a Python number, 
 into commits and snapshots. A parameter that has never had a gradient has no entries, and its first update begins with
 an empty state, as in plain torch: SGD's momentum begins as the first gradient and NAdam's product as one, which zeros
 would not be.
+
+[Note: state in lists] Some optimizers keep a list of tensors under one key: SOAP a factor for each dimension. In here each
+item has a key of its own, "GG[0]". The optimizer and the user see lists: `flat` and `nested` translate where they begin.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,12 +27,15 @@ class StateKey:
 
     `axes` has for each of its dimensions the parameter's dimension of the same size, or -n-1 for a constant n.
     `is_never_negative`: no element was negative in the trial.
+    `order`: its dimensions from the largest stride to the smallest, if that is not their own order (a factor that LAPACK
+    made): products of matrices round differently in another order of memory. Empty: contiguous.
     """
 
     name: str
     dtype: torch.dtype
     axes: tuple[int, ...]
     is_never_negative: bool = False
+    order: tuple[int, ...] = ()
 
     def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
         return tuple(parameter[axis] if axis >= 0 else -axis - 1 for axis in self.axes)
@@ -139,3 +146,47 @@ def entry_of(form: StateForm, key: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) or (known is not None and not known.axes and isinstance(value, int | float)):
         return PAGED
     return copy.deepcopy(value)
+
+
+# --- [Note: state in lists] ---------------------------------------------------------------------------------------------
+
+_ITEM = re.compile(r"(.*)\[([0-9]+)\]", re.DOTALL)
+
+
+def flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state of a parameter with a key for each item of a list of tensors; others stay lists."""
+    if not any(isinstance(value, list | tuple) for value in state.values()):
+        return state if type(state) is dict else dict(state)
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
+            found.update((f"{key}[{number}]", item) for number, item in enumerate(value))
+        else:
+            found[key] = value
+    return found
+
+
+def nested(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same with lists, as the optimizer keeps it."""
+    if not any(key.endswith("]") for key in state):
+        return state if type(state) is dict else dict(state)
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        item = _ITEM.fullmatch(key)
+        if item is None:
+            found[key] = value
+        else:
+            found.setdefault(item[1], []).append(value)
+    return found
+
+
+def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a copy of a tensor with the order of memory of `StateKey.order`."""
+    turned = tensor.permute(*order).clone(memory_format=torch.contiguous_format)
+    return turned.permute(*(order.index(dim) for dim in range(len(order))))
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the `StateKey.order` of a tensor; empty if it is contiguous, or has gaps or overlaps."""
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
+    return order if not tensor.is_contiguous() and tensor.permute(*order).is_contiguous() else ()

@@ -33,18 +33,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, Rprop
 
 from swapper.errors import UnsupportedError
-from swapper.train.optimizer.entries import StateForm, StateKey
+from swapper.train.optimizer.entries import StateForm, StateKey, flat, order_of
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
 from swapper.train.optimizer.optimizer_set import NARROW, OptimizerSet, check_settings, has_modes, kind_of
 
-STEPS = 4  # of the trial: state that appears later is not seen
+STEPS = 4
+"""Of the trial: state that appears later is not seen. More where a setting says so: see `steps_of`."""
+MOST_STEPS = 24
+"""Of the trial: one of Shampoo takes 10 ms."""
+RARE = ("freq", "steps", "interval", "every")
+"""In the names of settings that say in which steps an optimizer does more than in others."""
 SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((), ()),
     ((1031,), (613,)),
@@ -149,7 +154,8 @@ class _Trial:
         self._kind = kind_of(optimizer)
         generator = torch.Generator().manual_seed(0x5AFE)
         self._values = [_random(shape, dtype, generator) for shape in shapes]
-        self._gradients = [[_random(shape, dtype, generator) for shape in shapes] for _ in range(STEPS)]
+        self._steps = steps_of(optimizer.param_groups[settings])
+        self._gradients = [[_random(shape, dtype, generator) for shape in shapes] for _ in range(self._steps)]
         self._initial: Callable[[tuple[int, ...]], dict[str, Any]] = lambda shape: {}
         self._always: set[str] | None = None
         self._seen: list[dict[str, list[torch.Tensor]]] = [{}, {}]  # tensors of state after each step, by key
@@ -215,7 +221,7 @@ class _Trial:
         clone = copy_for_trial(self._optimizer)
         proxy = OptimizerProxy(clone)
         states: list[dict[str, Any]] = [{}, {}]
-        for step in range(STEPS):
+        for step in range(self._steps):
             for members in [[i for i in call if i == 0 or step >= start] for call in calls]:
                 if not members:
                     continue
@@ -261,7 +267,7 @@ class _Trial:
     def _template(self) -> Callable[[tuple[int, ...]], dict[str, Any]] | None:
         """Return the optimizer's present state for one of its parameters, as a function of the shape."""
         for parameter in self._optimizer.param_groups[self._settings]["params"]:
-            state = self._optimizer.state.get(parameter)
+            state = flat(self._optimizer.state.get(parameter, {}))
             if not state or any(
                 isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape
                 for value in state.values()
@@ -291,7 +297,7 @@ class _Trial:
         if type(value) is not torch.Tensor and not is_plain(value):
             raise UnsupportedError(
                 f"{self._kind} cannot be paged: it keeps {name!r} as a {type(value).__name__}; only dense tensors of torch's own "
-                "class, numbers and strings, each under a key of its own, can be kept in a file that plain torch.load reads"
+                "class, alone or in a list, numbers and strings can be kept in a file that plain torch.load reads"
                 + (f": {FEWER_BITS}" if isinstance(value, torch.Tensor) else "")
             )
 
@@ -308,7 +314,8 @@ class _Trial:
                 f"shape and dtype (shape {list(one[-1].shape)}, {one[-1].dtype}, for a parameter of shape {list(self._shapes[0])})"
             )
         is_never_negative = not one[0].dtype.is_complex and not any(bool((t < 0).any()) for t in (*one, *other))
-        return StateKey(name, one[0].dtype, axes, is_never_negative)
+        orders = {order_of(tensor) for tensor in (*one, *other)}
+        return StateKey(name, one[0].dtype, axes, is_never_negative, orders.pop() if len(orders) == 1 else ())
 
     def _may_cut(self, keys: tuple[StateKey, ...], whole: tuple[torch.Tensor, dict[str, Any]]) -> bool:
         """Update flat pieces of the first tensor, and compare the result with the whole one's."""
@@ -347,6 +354,12 @@ class _Trial:
             else all(is_same(s[name], value) for s in states)
             for name, value in state.items()
         )
+
+
+def steps_of(group: Mapping[str, Any]) -> int:
+    """Return how many steps of a trial show all that an optimizer with these settings does: two after the first rare one."""
+    rare = [n for key, n in group.items() if type(n) is int and any(word in key for word in RARE)]
+    return max([STEPS, *(n + 2 for n in rare if n + 2 <= MOST_STEPS)])
 
 
 def is_plain(value: Any) -> bool:

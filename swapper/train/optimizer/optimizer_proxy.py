@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.errors import UnsupportedError
+from swapper.train.optimizer.entries import flat, nested
 from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
 
 NAMES = "param_names"
@@ -35,7 +36,7 @@ class Work:
     dtype.
 
     `settings` is the number of the parameter's group in the OptimizerSet. `state` is `self.state[tensor]` before
-    the update, and afterwards what the optimizer left there: possibly other tensors.
+    the update, and afterwards what the optimizer left there: possibly other tensors. [Note: state in lists], entries.py
     """
 
     settings: int
@@ -82,7 +83,7 @@ class OptimizerProxy:
         state: dict[torch.Tensor, dict[str, Any]] = {}
         for work in works:
             work.tensor.grad = work.gradient
-            state[work.tensor] = work.state
+            state[work.tensor] = nested(work.state)
             index = work.settings - self.first
             if index not in groups:
                 groups[index] = settings[index].copy()
@@ -95,7 +96,7 @@ class OptimizerProxy:
             raise UnsupportedError(f"{kind_of(self._optimizer)} keeps state that belongs to none of its parameters")
         for work in works:
             work.tensor.grad = None
-            work.state = proxy.state[work.tensor]
+            work.state = flat(proxy.state[work.tensor])
         self._note_changes(settings, attributes, proxy, groups, before)
 
     def changed_setting(self) -> str | None:

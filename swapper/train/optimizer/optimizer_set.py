@@ -15,6 +15,7 @@ import torch
 from torch.optim import LBFGS, SGD, Adafactor, Optimizer, SparseAdam
 
 from swapper.errors import ConfigError, UnsupportedError
+from swapper.train.optimizer.entries import flat
 
 
 class HoldsOptimizers(Protocol):
@@ -58,8 +59,8 @@ class OptimizerSet:
         return range(first, first + counts[member])
 
     def state_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        """Return the state that a member keeps for `parameter`; empty if none does."""
-        return next((one.state[parameter] for one in self.members if parameter in one.state), {})
+        """Return the state that a member keeps for `parameter`, flat; empty if none does."""
+        return flat(next((one.state[parameter] for one in self.members if parameter in one.state), {}))
 
     def drop_state(self, parameter: torch.Tensor) -> None:
         """Have all members forget the state of `parameter`."""

@@ -27,7 +27,7 @@ from swapper.train.layout.slices import ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER
 from swapper.train.optimizer.coded_tensors import CodedTensors
 from swapper.train.optimizer.conditions import Membership
-from swapper.train.optimizer.entries import PAGED, StateEntries, entry_of
+from swapper.train.optimizer.entries import PAGED, StateEntries, entry_of, flat, nested
 from swapper.train.optimizer.mapped_state import MappedState, expire, steady
 from swapper.train.optimizer.state_view import ShownState, StateView, outdated
 from swapper.train.session.session_slot import SessionGuard
@@ -159,7 +159,7 @@ class OptimizerState:
                 numbered = list(self._numbered())
                 if numbers is not None:
                     numbered = [(n - numbers.start, p) for n, p in numbered if n is not None and n in numbers]
-                self._take({p.name: {} if number is None else state.get(number, {}) for number, p in numbered})
+                self._take({p.name: {} if number is None else flat(state.get(number, {})) for number, p in numbered})
             finally:
                 self.forget_kept()
 
@@ -231,10 +231,12 @@ class OptimizerState:
         for number, places in self._numbered():
             entries = self.entries[places.name]
             if entries and number is not None and (numbers is None or number in numbers):
-                state[number - (0 if numbers is None else numbers.start)] = {
-                    key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
-                    for key, value in entries.items()
-                }
+                state[number - (0 if numbers is None else numbers.start)] = nested(
+                    {
+                        key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
+                        for key, value in entries.items()
+                    }
+                )
         return dict(sorted(state.items()))
 
     def _take(self, states: Mapping[str, Mapping[str, Any]], why: str = "load_state_dict") -> None:
@@ -311,11 +313,14 @@ class OptimizerState:
         self._session_guard.check()
         self._finish_update()
         name = self._names.get(id(parameter))
-        return [] if name is None else list(self.entries[name])
+        return [] if name is None else list(nested(self.entries[name]))
 
     def read(self, parameter: torch.Tensor, key: str) -> Any:
-        """Return one entry: a copy of a tensor, or the value itself."""
+        """Return one entry: a copy of a tensor, a tuple of them in place of a list, or the value itself."""
         name = self._names[id(parameter)]
+        if key not in self.entries[name]:
+            items = nested(self.entries[name])[key]
+            return tuple(self.read(parameter, f"{key}[{number}]") for number in range(len(items)))
         value = self.entries[name][key]
         if value is not PAGED:
             self.entries.may_change(value)
@@ -341,8 +346,8 @@ class OptimizerState:
         for parameter, state in states.items():
             name = self._names.get(id(parameter))
             if name is not None:
-                self._check_dtypes(name, state)
-                named[name] = state
+                named[name] = flat(state)
+                self._check_dtypes(name, named[name])
             elif state:
                 raise StateError(
                     f"optimizer.state was given state for a parameter of shape {list(parameter.shape)} that the optimizer does not "

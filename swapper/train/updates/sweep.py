@@ -7,6 +7,10 @@ between and is written once. The reads and writes continue in the engine meanwhi
 between the optimizer's passes over it, which is several times faster than one pass after the other over a whole slice.
 An optimizer that makes one pass (torch's fused ones, without a master to upcast for and round) has the slice as one
 run: each run costs some 0.2 ms of Python, with caches filled by the previous one, while the other processors wait.
+
+[Note: rare writes] Optimizers with factors, matrices of their own shape (SOAP, Shampoo), read some in each step and write
+them in every tenth. They get copies of these, which are compared with what is stored: pages on which nothing has changed are
+not written. (torch's counters of versions miss writes to `.data`.)
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.free_memory import note_freed
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
-from swapper.train.optimizer.entries import PAGED, StateEntries
-from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work
+from swapper.train.optimizer.entries import PAGED, StateEntries, in_order
+from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work, is_same
 from swapper.train.updates.coded_run import CodedRun, is_fused, scratch_bytes, update_fused
 
 UPDATE_ELEMENTS = (1 << 18) * min(max(len(os.sched_getaffinity(0)), 2), 32)
@@ -155,6 +159,8 @@ class Sweep:
         self._whole: dict[TensorLocation, torch.Tensor] = {}
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
         self._last: Access | None = None  # of the last updated slice, still leased
+        self._unchanged: set[TensorLocation] = set()  # in the slice that is being updated: [Note: rare writes]
+        self._changed: frozenset[int] | None = None  # pages of the last slice; None if they are all that it may change
         self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
         self._coded = CodedRun(decoded_bytes(trainables), self._flat_part)
 
@@ -193,6 +199,9 @@ class Sweep:
             self._hand_over(part.access)
             started = time.monotonic()
             self._update(update, part)
+            if self._unchanged:
+                self._changed = self._changed_pages(update.trainable, part)
+                self._unchanged.clear()
             self._counters.updated(started, part.access.key)
 
     def give_back(self, then: Access | None = None) -> None:
@@ -214,7 +223,8 @@ class Sweep:
         """Forget the step: parameters may have been updated in part, and nothing is leased any more."""
         self._old.clear()
         self._new.clear()
-        self._last = None
+        self._last = self._changed = None
+        self._unchanged.clear()
         self._coded.begin_run()
 
     def update_all(self, updates: Iterable[GroupUpdate]) -> None:
@@ -250,8 +260,9 @@ class Sweep:
         if access is not None:
             self._pager.lease(access)
         last, self._last = self._last, access
+        changed, self._changed = self._changed, None
         if last is not None:
-            self._pager.release(last, last.writes)
+            self._pager.release(last, last.writes if changed is None else changed)
         if access is not None:
             self._pager.wait(access)
 
@@ -274,6 +285,20 @@ class Sweep:
                 run_elements += end - begin
         if run:
             self._apply(run)
+
+    def _changed_pages(self, trainable: Trainable, part: Slice) -> frozenset[int]:
+        """Return the pages of a slice that have changed. See [Note: rare writes]."""
+        pages: set[int] = set()
+        for piece in part.pieces:
+            places = trainable.places[piece.parameter]
+            pages.update(places.param.pages(piece.begin, piece.end))
+            for of in places.state.values():
+                pages.update(of.pages(piece.begin, piece.end))
+            for coded in places.coded.values():
+                pages.update(coded.pages(piece.begin, piece.end))
+            for place in places.others.values():
+                pages.update(() if place in self._unchanged else place.pages(0, place.slot.spec.numel))
+        return part.access.writes & pages
 
     def _is_fused(self, trainable: Trainable, number: int) -> bool:
         places = trainable.places[number]
@@ -386,10 +411,14 @@ class Sweep:
                 self._old[places.name] = {key: value.clone() for key, value in stored.items()}
             state_tensors.update(stored)
             others = stored
-        return {
+        state = {
             key: (others[key] if key in places.others else state_tensors[key]).detach() if entry is PAGED else entry
             for key, entry in entries.items()
         }
+        for key, value in state.items():
+            if _is_factor(places, key, value) or key in places.orders:
+                state[key] = in_order(value, places.orders.get(key, range(value.dim())))
+        return state
 
     def _others(self, places: ParameterLocations) -> dict[str, torch.Tensor]:
         """Return the state that belongs to a parameter as a whole."""
@@ -421,7 +450,9 @@ class Sweep:
                     f"{self._proxies.kind(work.settings)} keeps {key!r} for {places.name} as {value.dtype} {list(value.shape)}; "
                     f"when it was offloaded it was {stored.dtype} {list(stored.shape)}"
                 )
-            if value.data_ptr() != stored.data_ptr() or not value.is_contiguous():
+            if _is_factor(places, key, stored) and self._is_unchanged(stored, value):
+                self._unchanged.add(places.others[key])
+            elif value.data_ptr() != stored.data_ptr() or not value.is_contiguous():
                 self._keep(update, key, value)
         if update.decoded:
             param = update.target if update.rounded is None else update.rounded
@@ -433,9 +464,18 @@ class Sweep:
             self._old.pop(places.name, None)
             self._entries.replace(places.name, self._new.pop(places.name))
 
+    def _is_unchanged(self, stored: torch.Tensor, value: torch.Tensor) -> bool:
+        """Return True if the optimizer has left a factor as it is stored, bit for bit."""
+        return is_same(stored, value)
+
     def _keep(self, update: Update, key: str, value: torch.Tensor) -> None:
         """Copy state that the optimizer has put elsewhere to its location."""
         update.state_tensors[key].copy_(value)
+
+
+def _is_factor(places: ParameterLocations, key: str, value: Any) -> bool:
+    """Return True for state that is a matrix of another shape than the parameter's. See [Note: rare writes]."""
+    return key in places.others and isinstance(value, torch.Tensor) and value.dim() > 1
 
 
 def decoded_bytes(trainables: Iterable[Trainable]) -> int:
