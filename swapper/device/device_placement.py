@@ -55,6 +55,7 @@ class DevicePlacement:
         image_bytes: for all groups that are on the device at once.
         resident_set: groups that stay once they were copied.
         down_bytes: for gradients in flight to host memory, if any.
+        sum_bytes: for gradients that are added up there, and go to host memory in a step's last backward.
         gradients: groups whose gradients stay until they are used.
         state: groups whose optimizer state stays.
     """
@@ -62,6 +63,7 @@ class DevicePlacement:
     image_bytes: int
     resident_set: frozenset[int]
     down_bytes: int = 0
+    sum_bytes: int = 0
     gradients: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
 

@@ -61,7 +61,11 @@ class DeviceCopy:
 
 
 class DeviceTier:
-    """Decides which images have memory, of `budget_bytes` in all. `is_cyclic`: the expected order repeats."""
+    """Decides which images have memory, of `budget_bytes` in all. `is_cyclic`: the expected order repeats.
+
+    Attributes:
+        shrink_others: called before an image is allocated, with its bytes; others give back what they had of the budget.
+    """
 
     def __init__(
         self, device: Device, uploads: Uploads, budget_bytes: int, counters: Counters, is_cyclic: bool = True
@@ -76,6 +80,12 @@ class DeviceTier:
         self._images: list[DeviceCopy] = []
         self._cycle: list[DeviceCopy] = []
         self._position = 0  # in the cycle: what is expected next
+        self.shrink_others: Callable[[int], None] = lambda nbytes: None
+
+    def spare_bytes(self, nbytes: int = 0) -> int:
+        """Return what the expected images leave of the budget, and those that are there with `nbytes` more."""
+        expected_bytes = sum(image.storage.nbytes for image in dict.fromkeys(self._cycle))
+        return max(self._limit_bytes - max(self._used_bytes + nbytes, expected_bytes), 0)
 
     def add(self, image: DeviceCopy) -> None:
         self._images.append(image)
@@ -236,11 +246,13 @@ class DeviceTier:
     def evict_idle(self) -> None:
         """Evict all images that are not in use: the device is out of memory."""
         self._limit_bytes = self._used_bytes
+        self.shrink_others(0)
         for victim in self._victims():
             self._evict(victim)
         self._device.release_cached()
 
     def _allocate(self, image: DeviceCopy) -> None:
+        self.shrink_others(image.storage.nbytes)
         image.storage.allocate()
         image.sent = 0
         self._used_bytes += image.storage.nbytes
@@ -283,4 +295,4 @@ class DeviceTier:
     def close(self) -> None:
         """Close it. Images that still have memory keep it for as long as a tensor of theirs lives."""
         self.finish()
-        self._images, self._cycle = [], []
+        self._images, self._cycle, self.shrink_others = [], [], lambda nbytes: None

@@ -41,6 +41,7 @@ from swapper.train.parameters.gathering import Gathering
 from swapper.train.parameters.given_model import HookTargets, ModelBinding
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
+from swapper.train.parameters.preparation import averaging_refused
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionGuard, SessionSlot
 from swapper.train.updates.at_step import Updates
@@ -208,7 +209,9 @@ class OffloadedModel:
                 groups=self.groups,
                 place=lambda name: self._places[name, "param"],
                 kept_gradients=self._kept_gradients(),
-                update=self._update,
+                without_averaging=averaging_refused(
+                    self._update, gradients_leave=self._on_device is not None and bool(self._grad_sections)
+                ),
                 updates=self.updates,
                 enter_forward=self._passes.enter_forward,
                 enter_phase=self._clock.enter,

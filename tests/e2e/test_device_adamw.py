@@ -161,8 +161,8 @@ def with_settings(**settings: Any) -> Any:
     [
         (lambda p: torch.optim.SGD(p, lr=1e-3), {}, "does what torch.optim.AdamW does, not SGD"),
         (lambda p: torch.optim.Adam(p, lr=1e-3), {}, "does what torch.optim.AdamW does, not Adam"),
-        (with_settings(amsgrad=True), {}, "does not know amsgrad=True"),
-        (with_settings(fused=True), {}, "does not know fused=True"),
+        (with_settings(amsgrad=True), {}, "does not support amsgrad=True"),
+        (with_settings(fused=True), {}, "does not support fused=True"),
         (adamw, {"master": False}, "updates fp32 masters: pass master_weights=torch.float32"),
         (adamw, {"update_on": "cpu"}, "updates on a device"),
         (adamw, {"device": "cpu", "device_memory": "auto", "update_on": "cpu"}, "updates on a device"),

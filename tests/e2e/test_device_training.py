@@ -165,6 +165,22 @@ def test_what_cannot_be_had_is_refused_by_name(on_device: MakeTwins, options: di
         on_device(budget=64 * MIB, **options)
 
 
+@pytest.mark.parametrize("update_on", ["cpu", "device"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_ddp_is_refused_where_gradients_leave_the_device_before_it_averages_them(
+    on_device: MakeTwins, tmp_path: Path, update_on: str, is_before: bool
+) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(swapper.UnsupportedError, match=r"DistributedDataParallel averages.*gradients='device'"):
+            model = nn.Sequential(nn.parallel.DistributedDataParallel(Net())) if is_before else Net()
+            pair = on_device(model, update_on=update_on, gradients="host", device_memory=8 * MIB, wait=True)
+            pair.offload()
+            nn.parallel.DistributedDataParallel(pair.swapped)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_inputs_on_another_device_are_named(on_device: MakeTwins) -> None:
     pair = on_device()
     with pytest.raises(swapper.ConfigError, match="Net runs on cpu and was given tensors on meta only"):

@@ -157,7 +157,7 @@ def test_a_compiled_model_is_bit_equal_and_its_graphs_hold_no_hooks(twins: MakeT
 
 @pytest.mark.slow
 def test_two_processes_under_torchrun_with_ddp_are_bit_equal(tmp_path: Path) -> None:
-    updates = ["step", "deferred"]
+    updates = ["step", "deferred", "device"]
     for update in updates:
         (tmp_path / update).mkdir()
     script = Path(__file__).with_name("ddp_run.py")

@@ -111,9 +111,14 @@ class Module:
 
     @contextmanager
     def stream(self, stream):
+        """What is queued in it are kernels, also where the product made the stream."""
+        stream.is_compute = True
+        stream.run(len(stream.operations))
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def mem_get_info(self, device):
         return self.capacity_bytes - self.used_bytes, self.capacity_bytes

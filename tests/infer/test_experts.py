@@ -189,7 +189,7 @@ def test_experts_may_be_forgotten_while_they_are_read(tmp_path):
         owners.append(weakref.ref(memory))
         return files["layers.1" in stored.name].read_into(stored.path, stored.offset + offset, memory)
 
-    experts = Experts(read, 4 << 20, torch.device("cpu"))
+    experts = Experts(read, 4 << 20)
     used, ahead = (Recipe((source.tensors[f"layers.{n}.experts.0.up.weight"],), None, torch.float32) for n in (0, 1))
     with os.fdopen(other_end, "wb"):  # before it is closed nothing that is read ahead is over
         experts.lease([(("group", 0, 1), used)], [(("group", 1, 2), ahead)])
@@ -213,7 +213,7 @@ def test_where_a_later_read_cannot_begin_nothing_stays_leased(tmp_path):
             raise swapper.IoError("read", str(path), offset, 0, 5, "cannot begin")
         return files.read_into(stored.path, stored.offset + offset, memory)
 
-    experts = Experts(read, 4 << 20, torch.device("cpu"))
+    experts = Experts(read, 4 << 20)
     stored = [source.tensors[f"layers.{n}.experts.0.up.weight"] for n in range(2)]
     recipes = [(("group", n, 0), Recipe((tensor,), None, torch.float32)) for n, tensor in enumerate(stored)]
     with pytest.raises(swapper.IoError, match="cannot begin"):

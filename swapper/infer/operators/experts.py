@@ -24,6 +24,7 @@ from swapper.errors import StateError
 from swapper.infer.mapping.adoption import view_of
 from swapper.infer.mapping.matching import Recipe
 from swapper.infer.mapping.tracing import recipe_of_row
+from swapper.infer.operators.device_experts import DeviceExperts
 from swapper.infer.operators.weight_rows import ReadInto
 from swapper.infer.runtime.weights import FOR_INFERENCE, GroupWeights, PagedWeight
 from swapper.io.engines import Transfer, wait_for_all
@@ -93,6 +94,7 @@ class _CachedWeight:
     """One recipe's memory: the file's bytes, or the result if that is no larger."""
 
     recipe: Recipe
+    memory: list[torch.Tensor] = field(default_factory=list)
     parts: list[torch.Tensor] = field(default_factory=list)
     tickets: list[Transfer] = field(default_factory=list)
     leases: int = 0
@@ -107,18 +109,23 @@ class _CachedWeight:
     def was_changed(self) -> bool:
         return self.value is not None and self.value._version != self.version
 
-    def ready(self, device: torch.device) -> torch.Tensor:
-        """Return the value, on `device`. The cache is in host memory."""
+    @property
+    def is_read(self) -> bool:
+        return all(ticket.done and ticket.error is None for ticket in self.tickets)
+
+    def wait(self) -> None:
         wait_for_all(self.tickets)
         self.tickets = []
+
+    def ready(self) -> torch.Tensor:
+        """Return the value, in host memory."""
+        self.wait()
         if self.value is not None:
             return self.value
         with torch.inference_mode(False), torch.no_grad():
-            value = self.recipe.from_parts([part.to(device) for part in self.parts])
-        if device.type != "cpu":
-            return value
+            value = self.recipe.from_parts(self.parts)
         if value.nbytes <= self.recipe.stored_bytes:
-            self.value, self.parts, self.version = value, [], value._version
+            self.value, self.parts, self.memory, self.version = value, [], [], value._version
         return value
 
     def settle(self) -> None:
@@ -133,11 +140,13 @@ class Experts:
     Args:
         read: submits reads.
         cache_bytes: their maximum.
-        device: of their use.
+
+    Attributes:
+        there: those on the device of their use, if that is not the CPU.
     """
 
-    def __init__(self, read: ReadInto, cache_bytes: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, read: ReadInto, cache_bytes: int) -> None:
+        self.there: DeviceExperts[Key] | None = None
         self._read = read
         self._cache_bytes = cache_bytes
         self._used_bytes = 0
@@ -158,21 +167,30 @@ class Experts:
         number += len(weights.recipes) if number < 0 else 0
         if not 0 <= number < len(weights.recipes):
             raise IndexError(f"expert {int(index)} of {len(weights.recipes)}")
-        found = self._want(("parameter", id(parameter), number), weights.recipes[number])
-        if found.was_changed:
-            self._begin(found)
+        key: Key = ("parameter", id(parameter), number)
+        if self._was_changed(key):
+            self.forget_changed([key])
             raise StateError(
                 f"expert {number} of a parameter of shape {list(parameter.shape)} was changed in a forward: {FOR_INFERENCE}. The "
                 "change is undone"
             )
+        if self.there is None:
+            found = self._want(key, weights.recipes[number])
+        else:
+            value = self._value_there(self.there, key, weights.recipes[number])
         for other in others:
-            self._want(("parameter", id(other.parameter), number), other.recipes[number])  # it will be used next
-        return found.ready(self._device)
+            self._prefetch(("parameter", id(other.parameter), number), other.recipes[number])  # it will be used next
+        return found.ready() if self.there is None else value
 
     def lease(
         self, recipes: Sequence[tuple[Key, Recipe]], next_ones: Sequence[tuple[Key, Recipe]]
     ) -> list[torch.Tensor]:
         """Return the results of `recipes`, valid until `release`. Those in `next_ones` will be requested next."""
+        if self.there is not None:
+            values = [self._value_there(self.there, key, recipe) for key, recipe in recipes]
+            for key, recipe in next_ones:
+                self._prefetch(key, recipe)
+            return values
         found: list[_CachedWeight] = []
         try:
             for key, recipe in recipes:
@@ -181,26 +199,49 @@ class Experts:
                 found.append(part)
             for key, recipe in next_ones:
                 self._want(key, recipe)
-            return [part.ready(self._device) for part in found]
+            return [part.ready() for part in found]
         except BaseException:
             for part in found:
                 part.leases -= 1
             raise
 
     def release(self, keys: Sequence[Key]) -> None:
-        for key in keys:
+        for key in keys if self.there is None else ():
             self._cache[key].leases -= 1
 
     def forget_changed(self, keys: Sequence[Key]) -> None:
         """Read unleased experts again that somebody wrote to."""
         for key in keys:
-            self._used_bytes -= self._cache.pop(key).recipe.stored_bytes
+            part = self._cache.pop(key, None)
+            self._used_bytes -= 0 if part is None else part.recipe.stored_bytes
+            if self.there is not None:
+                self.there.drop(key)
 
     def forget(self) -> None:
         for part in self._cache.values():
             part.settle()
         self._cache.clear()
         self._weights.clear()
+        if self.there is not None:
+            self.there.close()
+            self.there = None
+
+    def _was_changed(self, key: Key) -> bool:
+        part = self._cache.get(key)
+        return (part is not None and part.was_changed) or (self.there is not None and self.there.was_changed(key))
+
+    def _value_there(self, there: DeviceExperts[Key], key: Key, recipe: Recipe) -> torch.Tensor:
+        if key not in there:
+            part = self._want(key, recipe)
+            part.wait()
+            there.send(key, recipe, part.memory)
+        return there.value(key, recipe)
+
+    def _prefetch(self, key: Key, recipe: Recipe) -> None:
+        if self.there is None or key not in self.there:
+            part = self._want(key, recipe)
+            if self.there is not None and part.is_read:
+                self.there.send(key, recipe, part.memory)
 
     def _want(self, key: Key, recipe: Recipe) -> _CachedWeight:
         part = self._cache.get(key)
@@ -216,13 +257,16 @@ class Experts:
         return part
 
     def _begin(self, part: _CachedWeight) -> None:
-        parts, tickets = [], []
+        part.memory, part.parts, part.tickets, part.value = [], [], [], None
         with torch.inference_mode(False):
             for stored in part.recipe.parts:
-                memory = torch.empty(stored.nbytes, dtype=torch.uint8)
-                tickets.append(self._read(stored, 0, memory))
-                parts.append(view_of(memory, 0, stored))
-        part.parts, part.tickets, part.value = parts, tickets, None
+                memory = self._take(stored.nbytes)
+                part.tickets.append(self._read(stored, 0, memory))
+                part.memory.append(memory)
+                part.parts.append(view_of(memory, 0, stored))
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8) if self.there is None else self.there.take(nbytes)
 
     def _make_room(self, nbytes: int) -> None:
         idle = (key for key, part in list(self._cache.items()) if not part.leases)

@@ -21,6 +21,7 @@ from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError
 from swapper.infer.mapping.adoption import Places, adopt, locate, view_of
 from swapper.infer.mapping.matching import Recipe
+from swapper.infer.operators.device_experts import DeviceExperts
 from swapper.infer.operators.experts import Experts, Key, OnDemandGroup, numbered
 from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.planning.streaming_plan import StreamedGroup
@@ -137,6 +138,7 @@ class InferenceDevice(ModelDevice):
         assert streaming.host_side is not None
         super().__init__(device, placement, streaming.host_side, streaming.pager, counters, is_cyclic=True)
         self._image_bytes = placement.image_bytes
+        self._counters = counters
         self._passing_frames = streaming.pool.frame_count
 
     def image(
@@ -162,6 +164,15 @@ class InferenceDevice(ModelDevice):
         self._passing_frames -= sum(copy.stays for copy in image.copies)
         self._uploads.most_in_flight = max(COPIES_IN_FLIGHT, self._passing_frames // 2)
         return image, located
+
+    def experts(self, host_bytes: int, least_bytes: int) -> DeviceExperts[Key]:
+        """Return memory for experts: `host_bytes` in host memory, and here at least this much, and what images leave."""
+        tier = self.tier
+        made: DeviceExperts[Key] = DeviceExperts(
+            self.device, host_bytes, lambda nbytes: least_bytes + tier.spare_bytes(nbytes), self._counters
+        )
+        tier.shrink_others = made.shrink
+        return made
 
     def has_room_for(self, group: StreamedGroup) -> bool:
         """Return True if all of it fits the device's budget. A group that is read by rows or parts may be larger."""

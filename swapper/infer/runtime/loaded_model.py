@@ -96,6 +96,7 @@ class LoadedModel:
         )
         self._several = model if isinstance(model, Models) else None  # nobody else keeps it alive
         self._cut_bytes = sum(linear.stored_bytes for linear in plan.cuts)
+        self._cache_bytes = cache_bytes
         self._counters = Counters(
             pool_bytes=placement.pool_bytes,
             frame_bytes=placement.page_bytes,
@@ -105,7 +106,7 @@ class LoadedModel:
         self._streaming = Streaming(source, plan, placement, backend, self._counters, device)
         self._cycle = self._streaming.cycle
         self._device = device
-        self._experts: Experts | None = Experts(self._streaming.read_part, cache_bytes, self._where)
+        self._experts: Experts | None = Experts(self._streaming.read_part, cache_bytes)
         self._on_device: InferenceDevice | None = None
         try:
             self._take_over(model, fitting, buffers, self._experts)
@@ -279,6 +280,8 @@ class LoadedModel:
         """Give the model its memory and buffers; its weights are read when they are used."""
         if self._device is not None and fitting.on_device is not None:
             self._on_device = InferenceDevice(self._device, self._streaming, fitting.on_device, self._counters)
+            if self._cache_bytes:
+                experts.there = self._on_device.experts(self._cache_bytes, fitting.plan.least_experts_bytes)
         buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
         self._adopt(model, fitting, experts)
         for place, tensor in zip(buffers, buffer_tensors, strict=True):

@@ -1,14 +1,19 @@
 """Copies gradients from an accelerator to host memory or NVMe, as autograd accumulates them.
 
 `parameter.grad` is a ColdGradient (cold_grad.py) in both cases, because torch allows a gradient on the parameter's device
-only. For a gradient that is added to an earlier one, that one is copied up in pieces, and added there: Python waits for no
-kernel. A location is read only after all copies to it have arrived.
+only. A location is read only after all copies to it have arrived.
+
+[Note: sums] If a step has several backwards, a gradient stays on the device, as far as there is memory, and the next ones
+are added to it there: it is copied once, in the step's last backward. Nothing tells which one that is: it is the one of
+the same number as in the step before. If a step ends earlier, its sums are copied then. If it goes on, or without
+memory, the earlier gradient is copied up in pieces and added there. Python waits for no kernel in any case.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,8 +21,9 @@ from torch import nn
 
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.paging.pager import Pager
-from swapper.train.device.train_device import EARLIER_SHARE, PAGES_ON_THEIR_WAY, TrainingDevice
-from swapper.train.gradients.cold_grad import GradientMeta, GradientPart, GradientSlot
+from swapper.runtime.interrupts import defer_sigint
+from swapper.train.device.train_device import EARLIER_SHARE, PAGES_ON_THEIR_WAY, StreamOrder, TrainingDevice
+from swapper.train.gradients.cold_grad import GradientMeta, GradientPart, GradientSlot, is_part
 from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.layout.slices import TensorLocation
 
@@ -38,10 +44,22 @@ class DeviceGradients(PagedGradients):
         self._on_device = on_device
         self._downloads = on_device.downloads
         self._pages_leased = 0
-        self._in_flight: Counter[int] = Counter()  # by id of the parameter: parts of its gradient
+        # By id of the parameter:
+        self._in_flight: Counter[int] = Counter()  # parts of its gradient
+        self._sums: dict[int, torch.Tensor] = {}  # its gradient, which stays for now
+        self._sum_bytes = 0
+        self._order = StreamOrder(on_device.device)  # of the streams that add them up
+        self._came: Counter[int] = Counter()  # backwards of this step that had a gradient of it
+        self._usual: Counter[int] = Counter()  # backwards of the last step
         super().__init__(places, pager)
 
+    def remove(self) -> None:
+        super().remove()
+        self._sums.clear()
+        self._sum_bytes = 0
+
     def settle(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        self._copy_sums(self._sums if parameters is None else map(id, parameters))
         if parameters is None:
             self._downloads.finish()
             return
@@ -49,8 +67,13 @@ class DeviceGradients(PagedGradients):
             self._downloads.wait_for_oldest()
 
     def have_arrived(self, parameters: Sequence[nn.Parameter]) -> bool:
+        self._copy_sums(map(id, parameters))
         self._downloads.collect()
         return not any(self._in_flight[id(parameter)] for parameter in parameters)
+
+    def before_step(self) -> None:
+        self._copy_sums(self._sums)
+        super().before_step()
 
     def _stand_in(self, slot: GradientSlot) -> torch.Tensor:
         spec = slot.place.slot.spec
@@ -60,10 +83,66 @@ class DeviceGradients(PagedGradients):
 
     @torch.no_grad()
     def _move(self, slot: GradientSlot, gradient: torch.Tensor, adding: bool) -> None:
-        self._on_device.gradient_came(id(slot.parameter))
-        if adding:
+        key = id(slot.parameter)
+        self._on_device.gradient_came(key)
+        earlier, here = self._take_sum(key), slot.content if adding and not slot.content.zero else None
+        slot.content = GradientMeta()
+        if here is None:
+            self._usual[key], self._came[key] = self._came[key], 0
+        elif earlier is not None:
+            gradient, here = here.of(earlier).add_(gradient), None
+        self._came[key] += 1
+        has_room = self._sum_bytes + gradient.nbytes <= self._on_device.sum_bytes
+        if here is None and has_room and self._came[key] < self._usual[key]:
+            self._sums[key] = gradient.clone() if is_part(gradient) else gradient
+            self._sum_bytes += gradient.nbytes
+            self._order.note()
+        else:
+            self._copy(slot, gradient, here, is_summed=earlier is not None)
+
+    # --- gradients that are added up on the device: [Note: sums] ------------------------------------------------------
+
+    def _take_sum(self, key: int) -> torch.Tensor | None:
+        """Return the sum of a parameter, by its id, which is not one any more."""
+        found = self._sums.pop(key, None)
+        self._sum_bytes -= 0 if found is None else found.nbytes
+        return found
+
+    def _copy_sums(self, keys: Iterable[int]) -> None:
+        """Copy the sums of these parameters, by id, to their locations."""
+        for key in [key for key in keys if key in self._sums]:
+            slot, changes = self._slots[key], self._slots[key].content.changes
+            self._order.follow()
+            with defer_sigint, torch.no_grad():
+                found = self._take_sum(key)
+                if found is None:
+                    continue
+                try:
+                    self._copy(slot, found, None, is_summed=True)
+                except BaseException as error:
+                    slot.content.fail(error)
+                    raise
+                slot.content = replace(slot.content, changes=changes, norms={} if changes else slot.content.norms)
+
+    def _whole(self, slot: GradientSlot) -> torch.Tensor:
+        here = self._sums.get(id(slot.parameter))
+        return super()._whole(slot) if here is None else slot.content.of(here)
+
+    def _forget(self, slots: Iterable[GradientSlot]) -> None:
+        slots = list(slots)
+        for slot in slots:
+            self._take_sum(id(slot.parameter))
+        super()._forget(slots)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _copy(self, slot: GradientSlot, gradient: torch.Tensor, before: GradientMeta | None, is_summed: bool) -> None:
+        """Copy a gradient to its location, added to the one that is there, if `before` is that one's metadata.
+
+        `is_summed`: memory for it is reserved apart from that of copies.
+        """
+        if before is not None:
             self.settle([slot.parameter])  # copies of an earlier backward
-        before, slot.content = slot.content, GradientMeta()
         flat = gradient.view(-1)
         for part in self._parts(slot):
             self._lease(slot, part)
@@ -73,10 +152,11 @@ class DeviceGradients(PagedGradients):
                 if part.end > part.begin:
                     source = flat[part.begin : part.end]
                     memory = self._on_device.host.of(part.page)[part.at : part.at + source.nbytes]
-                    if adding and not before.zero:
+                    if before is not None:
                         self._add(source, memory, before)
                     landing.began()
-                    self._downloads.send([(memory, source.view(torch.uint8))], landing.ended, landing.failed)
+                    pieces = [(memory, source.view(torch.uint8))]
+                    self._downloads.send(pieces, landing.ended, landing.failed, is_held=not is_summed)
             finally:
                 landing.ended()
         slot.content.norms = {kind: torch.linalg.vector_norm(gradient, kind) for kind in self._norm_types}

@@ -1,10 +1,11 @@
 """Runs the optimizer's sweep on an accelerator: copies slice k+1 up, updates slice k, copies slice k-1 down, all at once.
 
 A copy stream copies a slice's state, gradient and parameters to one of a ring of storages on the device. The optimizer
-works on views of it in the order of the compute stream. Another stream copies the results down. The slice's pages are
-leased until they have arrived, and then its storage is free. So the copies and the update of three slices overlap with
-each other and with the drive, and Python waits for the oldest only, also across groups; the ring exists from the first
-update of a step to the last. State that stays on the device (resident_state.py) is updated there.
+works on views of it on a stream of its own ([Note: stream of updates], train_device.py). Another stream copies the
+results down. The slice's pages are leased until they have arrived, and then its storage is free. So the copies and the
+update of three slices overlap with each other and with the drive, and Python waits for the oldest only, also across
+groups; the ring exists from the first update of a step to the last. State that stays on the device (resident_state.py)
+is updated there.
 
 The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits.
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -83,6 +86,8 @@ class DeviceSweep(Sweep):
         kept: state that stays on the device.
     """
 
+    ahead = 1
+
     def __init__(
         self, on_device: TrainingDevice, gradient_of: Gradient, kept: DeviceResidentState, *others: Any
     ) -> None:
@@ -92,19 +97,25 @@ class DeviceSweep(Sweep):
         self.kept = kept
         self._group_of = {places.name: t.group for t in self.trainables for places in t.places}
         self._over: deque[Access] = deque()  # arrived, and leased until the next slice is
+        self._in_flight: Counter[int] = Counter()  # by group: slices
         self._slots = [_Slot() for _ in range(RING)]
         self._turn = 0
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
         self._usual_bytes = 0  # of a slot
+        self._has_updated = False  # in this step
 
     def update(self, update: GroupUpdate) -> None:
         """Update a group. Copies of its results may still be in flight, their pages leased: see `settle`."""
-        self.on_device.order.follow()
         self._make_ready(update)
         if not self.kept.is_ready(update.trainable.group):
             self.settle()  # its pages go through the frames that earlier slices still lease
-        self.kept.ready([update.trainable.group])
-        with torch.autocast(self.on_device.device.device.type, enabled=False):
+        if not self._has_updated:
+            self._begin_ring()
+        with self._apart(), torch.autocast(self.on_device.device.device.type, enabled=False):
+            if not self._has_updated or any(type(g) not in (ColdGradient, NoneType) for g in update.gradients):
+                self.on_device.order.follow()
+            self._has_updated = True
+            self.kept.ready([update.trainable.group])
             for part in update.trainable.slices(update.active, self._page_bytes):
                 self._update_on_device(update, part, self._next_slot(slice_bytes(update.trainable, part)))
 
@@ -117,17 +128,22 @@ class DeviceSweep(Sweep):
             self._pager.wait(then)
 
     def rejoin(self) -> None:
+        device = self.on_device.device
         with contextlib.suppress(DeviceError):  # the next use of a failed device raises
-            self.on_device.order.follow()
+            if self._has_updated:
+                device.let_wait(device.current_stream(), device.record(self.on_device.updating))
 
-    def settle(self) -> None:
-        """Wait until all results are in host memory.
+    def settle(self, group: int | None = None) -> None:
+        """Wait until all results, or those of one group, are in host memory.
 
         Raises:
             DeviceError: the device failed.
         """
         try:
-            self.on_device.downloads.finish()
+            if group is None:
+                self.on_device.downloads.finish()
+            while group is not None and self._in_flight[group]:
+                self.on_device.downloads.wait_for_oldest()
         finally:
             self._release_arrived()
 
@@ -146,6 +162,18 @@ class DeviceSweep(Sweep):
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _apart(self) -> AbstractContextManager[None]:
+        """Return a context whose kernels are queued on the stream of updates."""
+        return self.on_device.device.on(self.on_device.updating)
+
+    def _begin_ring(self) -> None:
+        """Give the ring its memory, so that the first copies to it wait neither for updates nor for the caller's kernels."""
+        self.on_device.order.note()
+        self._usual_bytes = self._usual_bytes or ring_bytes(self.trainables, self._page_bytes) // RING
+        with self._apart():
+            for slot in self._slots:
+                slot.storage = self.on_device.new_storage(self._usual_bytes)
+
     def _next_slot(self, nbytes: int) -> _Slot:
         """Return the ring's next slot, once it is free, with at least this memory."""
         slot = self._slots[self._turn]
@@ -156,7 +184,6 @@ class DeviceSweep(Sweep):
             if slot.storage is not None:
                 slot.storage.free()
                 slot.storage = slot.last_use = None
-            self._usual_bytes = self._usual_bytes or ring_bytes(self.trainables, self._page_bytes) // RING
             slot.storage = self.on_device.new_storage(max(nbytes, self._usual_bytes))
         return slot
 
@@ -164,7 +191,9 @@ class DeviceSweep(Sweep):
         for slot in self._slots:
             storage, slot.storage, slot.last_use, slot.is_free = slot.storage, None, None, True
             if storage is not None:
-                storage.free()
+                with self._apart():
+                    storage.free()
+        self._has_updated = False
 
     def _update_on_device(self, update: GroupUpdate, part: Slice, slot: _Slot) -> None:
         storage = slot.storage
@@ -193,20 +222,23 @@ class DeviceSweep(Sweep):
             self.on_device.finish()  # some of its copies may be in flight
             self._pager.release(part.access)
             raise
-        slot.is_free = False
+        slot.is_free, group = False, update.trainable.group
+        self._in_flight[group] += 1
         slot.last_use = self.on_device.downloads.send(
             down + counts,
-            lambda: self._arrived(part.access, slot),
-            lambda error: self._lost(part.access, slot),
+            lambda: self._arrived(group, part.access, slot),
+            lambda error: self._lost(group, part.access, slot),
             is_held=False,
         )
         self._counters.updated(started, part.access.key)
 
-    def _arrived(self, access: Access, slot: _Slot) -> None:
+    def _arrived(self, group: int, access: Access, slot: _Slot) -> None:
+        self._in_flight[group] -= 1
         slot.is_free = True
         self._over.append(access)
 
-    def _lost(self, access: Access, slot: _Slot) -> None:
+    def _lost(self, group: int, access: Access, slot: _Slot) -> None:
+        self._in_flight[group] -= 1
         slot.is_free = True
         self._pager.release(access)
 

@@ -8,9 +8,13 @@ budget stay from one use to the next within a step.
 [Note: streams of a backward] Autograd runs each node on the stream of its operation in the forward, and hooks on the
 stream of their node. A parameter's gradient is written, and the hook after it runs, on the stream that was current when
 the forward first used the parameter. The gradient is valid on that stream only until the backward is over: then torch
-makes the stream of the backward's caller wait for all of those. So a use before (`update="backward"`), on the stream of a
-later hook, makes that stream wait for the parameters' streams; and the caller's stream waits for that work, too, when the
-backward is over.
+makes the stream of the backward's caller wait for all of those. So a use before (`update="backward"`) waits for the
+parameters' streams.
+
+[Note: stream of updates] Updates on the device have a stream of their own, so that the kernels of a forward or backward
+wait neither for them nor for the copies of their slices. It waits for what was queued when a step's first update begins
+(scalars of the optimizer's on the device), and for gradients that stay. The caller's stream waits for it when the backward
+is over. All other results go by host memory, or are waited for by who uses them (resident state).
 """
 
 from __future__ import annotations
@@ -67,7 +71,9 @@ class TrainingDevice(ModelDevice):
 
     Attributes:
         downloads: copies gradients, and changes made on the device, to the host.
-        order: of the streams that write gradients, and those that use them.
+        sum_bytes: the device's memory for gradients that are added up there.
+        order: of the streams that write gradients which stay, and the one that uses them.
+        updating: the stream of updates.
 
     Raises:
         BudgetError: the budgets of this and other sessions exceed the device's memory.
@@ -91,9 +97,11 @@ class TrainingDevice(ModelDevice):
         self._budget = budget
         self._pager = pager
         self.downloads = Downloads(device, counters, placement.down_bytes)
+        self.sum_bytes = placement.sum_bytes
         self.order = StreamOrder(device)
         self._counters = counters
         self._slices = device.new_stream()  # slices that are updated do not wait behind images
+        self.updating = device.new_stream()
         self._images: list[DeviceCopy] = []
         self._image_of: dict[int, DeviceCopy] = {}  # by id of a parameter
         self._used: list[DeviceCopy] = []  # in this step, in order
@@ -148,11 +156,7 @@ class TrainingDevice(ModelDevice):
             self._used.append(image)
 
     def gradient_came(self, parameter: int) -> None:
-        """Note that autograd has written a parameter's gradient on the current stream. [Note: streams of a backward]
-
-        `parameter` is its id.
-        """
-        self.order.note()
+        """Note that autograd has written the gradient of the parameter with this id on the current stream."""
         self._image_of[parameter].storage.note_use()  # by the kernels that made the gradient
 
     def copy_back(self, image: DeviceCopy) -> None:

@@ -88,6 +88,7 @@ class GradientsOnDevice(AutogradGradients):
 
         def came(parameter: nn.Parameter) -> None:
             if (there := where()) is not None:
+                there.order.note()
                 there.gradient_came(id(parameter))
 
         super().__init__(parameters, came)

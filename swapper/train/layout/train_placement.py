@@ -148,7 +148,7 @@ def place_on_accelerator(
     """Return the groups that stay on a device from forward to backward, and those whose gradients and state stay there.
 
     Parameters have priority: with "auto", gradients and then state stay for as many groups as fit after all of the
-    former.
+    former. What is left then is for gradients that are added up there.
 
     Args:
         budget: of the device.
@@ -180,7 +180,12 @@ def place_on_accelerator(
         if wish == "auto":
             kept[number] = _as_many_as_fit(sizes, left - sum(images.values()))
             left -= sum(sizes[group] for group in kept[number])
-    return replace(placement, image_bytes=left, down_bytes=down_bytes, gradients=kept[0], state=kept[1])
+    summed = sum(nbytes for group, nbytes in wishes[0][1].items() if group not in kept[0])
+    sum_bytes = min(max(left - sum(images.values()), 0), summed)
+    return replace(
+        placement, image_bytes=left - sum_bytes, down_bytes=down_bytes, sum_bytes=sum_bytes, gradients=kept[0],
+        state=kept[1],
+    )  # fmt: skip
 
 
 def _down_bytes(inventory: Inventory, budget: DeviceBudget) -> int:

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
-from torch.nn.parallel import DistributedDataParallel
 
 from swapper.errors import StateError, UnsupportedError
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.entries import StateEntries, StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.parameters.preparation import refuse_averaging
+from swapper.train.parameters.preparation import check_averaging
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 
@@ -224,11 +222,6 @@ class Conditions:
         )
 
 
-def is_replicated(module: nn.Module) -> bool:
-    """Return whether gradients of `module` are averaged over processes: by DDP, or by torch's composable `replicate`."""
-    return isinstance(module, DistributedDataParallel) or "replicate" in (_get_registry(module) or ())
-
-
 def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], optimizer: str) -> None:
     """Raise UnsupportedError if updates at this time cannot be exact.
 
@@ -244,5 +237,4 @@ def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], opti
             f"{optimizer} changes its own settings ({', '.join(names)}) in a step, which update='deferred' would show only when "
             "after the next forward: offload with update='step'"
         )
-    if update == "backward" and any(map(is_replicated, model.modules())):
-        refuse_averaging()
+    check_averaging(model, update, gradients_leave=False)

@@ -22,7 +22,6 @@ from swapper.io.engines import Engine
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.initial import Values
 from swapper.train.layout.slices import TensorLocation
-from swapper.train.optimizer.conditions import is_replicated
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optim import StateOwner, packed_groups
 from swapper.train.optimizer.optimizer_set import OptimizerSet
@@ -31,7 +30,7 @@ from swapper.train.optimizer.state_view import MemberState
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Placed, state_dict_of
 from swapper.train.parameters.parameter_group import GroupParameters
-from swapper.train.parameters.preparation import Preparation
+from swapper.train.parameters.preparation import Preparation, is_replicated
 from swapper.train.updates.at_step import Updates
 
 
@@ -44,7 +43,7 @@ class HookTargets:
         groups: of these.
         place: returns where a parameter lies, by its name.
         kept_gradients: names of the parameters whose gradients stay autograd's own.
-        update: when it is updated.
+        without_averaging: why DDP cannot average gradients: see `averaging_refused`; "" if it can.
         updates: told of what is about to be used.
         enter_forward: called at the start of each forward; raises if the manager cannot be used.
         enter_phase: told which phase of a step begins.
@@ -56,7 +55,7 @@ class HookTargets:
     groups: list[GroupParameters]
     place: Callable[[str], TensorLocation]
     kept_gradients: frozenset[str]
-    update: str
+    without_averaging: str
     updates: Updates
     enter_forward: Callable[[], None]
     enter_phase: Callable[[str], None]
@@ -149,7 +148,7 @@ class GivenModel:
 
     def bind(self, targets: HookTargets) -> ModelBinding:
         """Install the hooks of this kind of model."""
-        return Preparation(self.module, targets.fault_handler, targets.update)
+        return Preparation(self.module, targets.fault_handler, targets.without_averaging)
 
     def state_owner(
         self, owner: OptimizerState, optimizers: OptimizerSet, given: Sequence[Optimizer], member: int

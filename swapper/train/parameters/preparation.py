@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.nn.parallel import distributed as torch_ddp
 
 from swapper.errors import UnsupportedError
@@ -25,7 +26,7 @@ from swapper.modules.own_hook import OwnHook, copy_without_hooks
 from swapper.runtime.process import is_off
 
 _sync_plain: Any = torch_ddp._sync_module_states  # type: ignore[attr-defined]
-_updated_in_backward: weakref.WeakSet[FaultHandler] = weakref.WeakSet()
+_without_averaging: weakref.WeakKeyDictionary[FaultHandler, str] = weakref.WeakKeyDictionary()  # and why
 
 
 class Preparation:
@@ -34,14 +35,14 @@ class Preparation:
     Args:
         model: the user's, or several as one.
         fault_handler: of its parameters.
-        update: when it is updated. "backward" does not go with DDP.
+        without_averaging: why DDP cannot average its gradients: see `averaging_refused`; "" if it can.
     """
 
-    def __init__(self, model: nn.Module, fault_handler: FaultHandler, update: str) -> None:
+    def __init__(self, model: nn.Module, fault_handler: FaultHandler, without_averaging: str) -> None:
         if not is_off("ddp"):
             torch_ddp._sync_module_states = _sync_module_states  # type: ignore[attr-defined]
-        if update == "backward":
-            _updated_in_backward.add(fault_handler)
+        if without_averaging:
+            _without_averaging[fault_handler] = without_averaging
         self._models = [*model.children()] if isinstance(model, Models) else [model]
         for each in self._models:
             copy_without_hooks(each)
@@ -60,11 +61,34 @@ class Preparation:
         self._models.clear()
 
 
-def refuse_averaging() -> None:
-    raise UnsupportedError(
-        "DistributedDataParallel averages gradients over processes during backward, and update='backward' would use "
-        "them before that: offload with update='step' or update='deferred'"
-    )
+def is_replicated(module: nn.Module) -> bool:
+    """Return whether gradients of `module` are averaged over processes: by DDP, or by torch's composable `replicate`."""
+    return isinstance(module, torch_ddp.DistributedDataParallel) or "replicate" in (_get_registry(module) or ())
+
+
+def averaging_refused(update: str, gradients_leave: bool) -> str:
+    """Return why DistributedDataParallel cannot average a model's gradients; "" if it can.
+
+    Args:
+        update: when the model is updated.
+        gradients_leave: they are copied from an accelerator to the host as they arrive.
+    """
+    averages = "DistributedDataParallel averages gradients over processes during backward"
+    if update == "backward":
+        return f"{averages}, and update='backward' would use them before that: offload with update='step' or update='deferred'"
+    if gradients_leave:
+        return (
+            f"{averages}, on the accelerator, and they would have left it for the host before that: offload with "
+            "gradients='device' and accelerator=swapper.Accelerator(update_on='device')"
+        )
+    return ""
+
+
+def check_averaging(model: nn.Module, update: str, gradients_leave: bool) -> None:
+    """Raise UnsupportedError if gradients of `model` are averaged, and cannot be. Args: see `averaging_refused`."""
+    refusal = averaging_refused(update, gradients_leave)
+    if refusal and any(map(is_replicated, model.modules())):
+        raise UnsupportedError(refusal)
 
 
 # --- moving -------------------------------------------------------------------------------------------------------------
@@ -111,8 +135,9 @@ def _sync_module_states(
     """As torch's function of this name; parameters of managers are read, one at a time, and written where they differ."""
     ignored = params_and_buffers_to_ignore
     ours = {name: p for name, p in module.named_parameters() if name not in ignored and handler_of(p) is not None}
-    if any(handler_of(parameter) in _updated_in_backward for parameter in ours.values()):
-        refuse_averaging()
+    for handler in {handler_of(parameter) for parameter in ours.values()}:
+        if handler is not None and handler in _without_averaging:
+            raise UnsupportedError(_without_averaging[handler])
     named = {name for tensors in (module.named_parameters(), module.named_buffers()) for name, _ in tensors}
     left = {name for name in named if name in ignored or name in ours}
     _sync_plain(module, process_group, broadcast_bucket_size, src, left, broadcast_buffers)

@@ -44,6 +44,7 @@ from swapper.train.layout.train_placement import (
     state_bytes,
     without_gradients,
 )
+from swapper.train.parameters.preparation import check_averaging
 from swapper.train.session.compute_times import ComputeTimes, calibrate
 from swapper.train.session.overview import describe
 from swapper.train.session.request import Request
@@ -455,6 +456,9 @@ def plan_run(
         on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays)
         if (on_device.gradients, on_device.state) != (always.gradients, always.state):
             found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
+        check_averaging(
+            request.model.given, options.update, bool(without_gradients(inventory, on_device.gradients).grad_plans)
+        )
         inventory = replace(inventory, staying_state=on_device.state)
         sections = _make_sections(inventory, found, budget, layout)
     every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))

@@ -92,6 +92,7 @@ class DeferredStep(Updates):
         self._may_defer = may_defer
         self._left: dict[int, GroupUpdate] = {}  # by group
         self._members: set[int] = set()  # optimizers whose step is open
+        self._begun: set[int] = set()  # groups whose update is in flight, ahead of their use
         self._reached: set[int] = set()  # groups that a forward has used since the step
         self._versions: dict[int, int] = {}  # of the fixed gradients, by id
         self._hooks = AccumulationHooks()
@@ -130,6 +131,8 @@ class DeferredStep(Updates):
         `in_order` is True from then on as long as only forwards and backwards cause updates.
         """
         self._sweep.take_in_written()
+        for group in list(self._begun):
+            self._close(group)
         if not self._may_defer():
             self.in_order = False
             super().take_step(member)
@@ -141,7 +144,6 @@ class DeferredStep(Updates):
         for update in self._sweep.fix_all(member):
             index = update.trainable.group
             self._left[index] = update.joined(self._left.get(index))
-            self._versions.update((id(g), g._version) for g in update.gradients if g is not None)
             self._hide(index)
         if not self._left:
             self._sweep.end()
@@ -180,12 +182,27 @@ class DeferredStep(Updates):
     # ------------------------------------------------------------------------------------------------------------------
 
     def _update(self, group: int) -> None:
+        left = list(self._left)
+        at = left.index(group)
+        for index in left[at : at + 1 + self._sweep.ahead]:
+            if index not in self._begun:
+                with self._undoing_failure(index):
+                    self._check_not_written(index)
+                    self._check_and_release(self._left[index])
+                    self._begun.add(index)
+                    self._sweep.update(self._left[index])
+                    if self._sweep.ahead:
+                        self._fix(self._left[index])  # kernels may still be to use them
+        self._close(group)
+
+    def _close(self, group: int) -> None:
+        """Wait for a group's update, and show its results."""
         with self._undoing_failure(group):
-            self._check_not_written(group)
-            self._check_and_release(self._left[group])
-            self._sweep.update(self._left[group])
-            self._sweep.settle()
+            self._sweep.settle(group)
+            if self._sweep.ahead:
+                self._check_and_release(self._left[group])
             self._groups[group].clear_deferred()
+            self._begun.discard(group)
             del self._left[group]  # this frees the gradients, whose memory may be reused now
             if not self._left:
                 self._sweep.end()
@@ -194,7 +211,13 @@ class DeferredStep(Updates):
     def _hide(self, group: int) -> None:
         """Hide the group's outdated parameters. See [Note: who may not see an open step]."""
         self._groups[group].defer_update(partial(self.catch_up, group))
-        for gradient in self._left[group].gradients:
+        self._fix(self._left[group])
+
+    def _fix(self, update: GroupUpdate) -> None:
+        """Have operations on the update's gradients, as they are now, finish the step first."""
+        for gradient in update.gradients:
+            if gradient is not None:
+                self._versions[id(gradient)] = gradient._version
             if type(gradient) is torch.Tensor:
                 gradient.__class__ = FixedGradient
                 gradient.finish = self.finish  # type: ignore[attr-defined]
@@ -228,20 +251,23 @@ class DeferredStep(Updates):
                 if type(gradient) is FixedGradient:
                     _release(gradient)
         self._left, self._versions = {}, {}
+        self._begun.clear()
 
     @contextmanager
     def _undoing_failure(self, group: int | None) -> Iterator[None]:
-        """Keep the group's update pending if the context fails."""
+        """Keep the updates of this group, and of those in flight, pending if the context fails."""
         with apart_from_pass():
             try:
                 yield
             except BaseException as error:
-                if not self._undo(() if group is None else (self._left[group],), error):
+                undone = [index for index in self._left if index == group or index in self._begun]
+                if not self._undo([self._left[index] for index in undone], error):
                     self._forget()
                 else:
                     self._sweep.abandon()
-                    if group is not None:
-                        self._hide(group)
+                    for index in undone:
+                        self._hide(index)
+                    self._begun.clear()
                 raise
 
 

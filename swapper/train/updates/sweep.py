@@ -126,7 +126,12 @@ class Sweep:
         gradient: returns elements [begin, end) of a parameter's gradient, flat; its pages, if any, are leased.
         make_ready: called before a group is updated; moves its gradients into place, and waits for readers of its
             parameters.
+
+    Attributes:
+        ahead: groups whose update pays to be begun before the one of the group before them is settled.
     """
+
+    ahead = 0
 
     def __init__(
         self,
@@ -207,8 +212,8 @@ class Sweep:
     def rejoin(self) -> None:
         """Order work that the caller queues from now on behind the updates, wherever those ran."""
 
-    def settle(self) -> None:
-        """Wait until updates have reached memory; here they always have."""
+    def settle(self, group: int | None = None) -> None:
+        """Wait until updates, of one group or all, have reached memory; here they always have."""
 
     def end(self) -> None:
         """Note that all groups of the step are updated. Writes may still be in flight."""
