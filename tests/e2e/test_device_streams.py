@@ -290,7 +290,7 @@ def test_what_a_backward_has_updated_is_put_back_where_the_device_is_lost_in_it(
 
         model._sweep.update = then_lose
         with pytest.raises(swapper.DeviceError):
-            model.model(torch.randn(8, WIDTH).requires_grad_() * 1).square().mean().backward()
+            model.model.module(torch.randn(8, WIDTH).requires_grad_() * 1).square().mean().backward()
         assert not model.updates.is_open
         streams.switch("main")
         assert_can_be_closed(pair, streams.device)

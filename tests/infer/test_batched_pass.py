@@ -90,7 +90,7 @@ def test_the_first_exception_ends_all_batches_and_leaves_nothing_behind(path):
         for batch in BATCHES:
             assert torch.equal(model(batch), reference(batch))
         assert all(torch.equal(a, reference(b)) for a, b in zip(loaded.map(model, BATCHES), BATCHES, strict=True))
-    assert not [thread for thread in threading.enumerate() if "_work" in thread.name]
+    assert not [thread for thread in threading.enumerate() if "(_work)" in thread.name]
     loaded.unload()
 
 
