@@ -471,7 +471,7 @@ class SwapManager:
                 LoRA): state["swapper"]["left_out"] names them, and `load_state_dict(..., strict=False)` loads the rest.
 
         Raises:
-            CheckpointError: `path` exists, its directory does not, or such a file cannot contain a value.
+            CheckpointError: `path` exists, its directory cannot be made, or such a file cannot contain a value.
             ConfigError: `keep` or `frozen` is unknown.
             UnsupportedError: `keep` or `frozen` with a sharded model.
             StateError: parameters are gathered, or the manager cannot be used.
@@ -540,7 +540,7 @@ class SwapManager:
             most_spans: maximum number of recorded spans, the latest ones; 200,000 take some 50 MB.
 
         Raises:
-            CheckpointError: `path` exists, or its directory does not.
+            CheckpointError: `path` exists, or its directory cannot be made.
             StateError: a trace is being recorded already.
         """
         if self._counters.trace is not None:

@@ -41,6 +41,7 @@ from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.formats.torch_zip.pickle_reader import Skeleton
 from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.unpickling import Opaque
+from swapper.io import beneath
 
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
 WHAT = ("model", "all")
@@ -155,6 +156,7 @@ def export(
     if not chosen.tensors:
         raise CheckpointError(f"{source} has no tensors to export")
     destination = Path(os.path.realpath(target))
+    beneath.make_parents(destination)
     _check_room(destination.parent, chosen.nbytes)
     with Payloads() as payloads:
         if to in ("torch", "safetensors"):
@@ -252,8 +254,6 @@ def _check_unchanged(stamps: Mapping[Path, FileStamp]) -> None:
 
 
 def _check_room(directory: Path, nbytes: int) -> None:
-    if not directory.is_dir():
-        raise CheckpointError(f"directory {directory} does not exist: create it first")
     free = shutil.disk_usage(directory).free
     if free < nbytes + _RESERVE_BYTES:
         raise CheckpointError(f"{directory} has {free / 1e9:.2f} GB free, and the export takes {nbytes / 1e9:.2f} GB")

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swapper.errors import CheckpointError, IoError, remedy
+from swapper.io import beneath
 
 
 @contextmanager
@@ -49,12 +50,14 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool | None, durable: 
 
 
 def check_target(target: Path, overwrite: bool | None) -> None:
-    """Raise CheckpointError unless a file may be published as `target`. None: the caller has no option `overwrite`."""
+    """Make missing directories above `target`. Raise CheckpointError unless a file may be published there.
+
+    `overwrite`: None if the caller has no such option.
+    """
     try:
         status = target.lstat()
     except FileNotFoundError:
-        if not target.parent.is_dir():
-            raise CheckpointError(f"directory {target.parent} does not exist: create it first") from None
+        beneath.make_parents(target)
         return
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written ({error.strerror}): choose another name") from error
@@ -118,6 +121,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     """
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already: choose another name, or remove it")
+    beneath.make_parents(target)
     temporary = _temporary_name(target)
     try:
         temporary.mkdir()

@@ -43,7 +43,7 @@ def save(
 
     Args:
         obj: anything that can be pickled.
-        path: a file name. Its directory must exist.
+        path: a file name. Missing directories above it are made.
         overwrite: False refuses an existing file. A write-protected one, such as a snapshot, is always refused.
         pickle_protocol: torch.load's default, `weights_only=True`, reads 2.
         durable: return when the file would survive a power loss.

@@ -181,8 +181,6 @@ class DemoRecord:
 
 
 def _run(console: Console, task: DemoTask, directory: Path | None, snapshot: Path | None) -> DemoRecord:
-    if snapshot is not None and not snapshot.parent.is_dir():
-        raise ConfigError(f"--snapshot {snapshot}: the directory {snapshot.parent} is missing; make it first")
     with _place(console, task, directory) as (scratch, watch):
         return _measure(task, scratch, snapshot or scratch / "snapshot.pt", watch)
 

@@ -90,7 +90,7 @@ class Publisher:
         self._tickets: list[SnapshotTicket] = []  # those whose failure may be unreported
 
     def check_free(self, path: Path) -> None:
-        """Raise CheckpointError if `path` exists or is about to, or its directory does not."""
+        """Make missing directories above `path`. Raise CheckpointError if it exists or is about to."""
         check_free(path)
         if any(not ticket.done and ticket.path == path for ticket in self._tickets):
             raise CheckpointError(f"{path} exists already, as a snapshot in flight: choose another name")
@@ -107,7 +107,7 @@ class Publisher:
         """Capture the state in memory.
 
         Args:
-            path: must not exist; its directory must.
+            path: must not exist.
             content: the result of torch.load. Of tensors in the sections only the location is read.
             keep: how many snapshots of this name's pattern to keep.
             with_unchanging: False leaves out what training does not change, and names it.
@@ -115,7 +115,7 @@ class Publisher:
             hurry: calls `start`, if that was not done yet.
 
         Raises:
-            CheckpointError: `path` exists or is about to, its directory does not, or `content` cannot be written.
+            CheckpointError: `path` exists or is about to, its directory cannot be made, or `content` cannot be written.
         """
         self.check_free(path)
         left_out = frozenset() if with_unchanging else self._unchanging

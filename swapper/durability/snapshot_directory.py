@@ -246,11 +246,10 @@ def _is_empty_part(item: Any) -> bool:
 
 
 def check_free(path: Path) -> None:
-    """Raise CheckpointError unless a snapshot can get this name."""
+    """Make missing directories above a snapshot's name. Raise CheckpointError unless it can get that name."""
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already: snapshots never overwrite; choose another name or remove it")
-    if not path.parent.is_dir():
-        raise CheckpointError(f"directory {path.parent} does not exist: create it first")
+    beneath.make_parents(path)
 
 
 def _remove(hidden: Path) -> None:

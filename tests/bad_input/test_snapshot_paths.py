@@ -65,12 +65,22 @@ def test_a_directory_is_not_a_file(twins: MakeTwins) -> None:
     assert_goes_on(pair)
 
 
-def test_a_missing_directory_is_not_made(twins: MakeTwins) -> None:
+def test_a_missing_directory_is_made(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=1)
+    path = pair.directory / "missing" / "too" / "a.pt"
+    pair.manager.snapshot(path).result()
+    assert torch.load(path)["swapper"]["step"] == 1
+    assert_goes_on(pair)
+
+
+def test_a_directory_that_cannot_be_made_is_named(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    pair.train(train_step, steps=1)
+    (pair.directory / "a file").write_bytes(b"mine")
     before = files_in(pair.directory)
-    with pytest.raises(swapper.CheckpointError, match="does not exist: create it first"):
-        pair.manager.snapshot(pair.directory / "missing" / "a.pt").result()
+    with pytest.raises(swapper.CheckpointError, match=r"a file/too cannot be made \(Not a directory\)"):
+        pair.manager.snapshot(pair.directory / "a file" / "too" / "a.pt").result()
     assert files_in(pair.directory) == before
     assert_goes_on(pair)
 

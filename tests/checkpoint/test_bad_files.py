@@ -53,10 +53,9 @@ def test_a_name_that_cannot_be_taken_is_refused_and_left_as_it_is(tmp_path: Path
     for name, options, message in (
         ("folder", {}, "a directory"),
         ("pipe", {}, "not a file"),
-        ("missing/x.pt", {}, "does not exist"),
         ("mine", {"overwrite": False}, "exists already"),
         ("snapshot", {}, "write-protected"),
-        ("mine/x.pt", {}, "does not exist|cannot be written"),
+        ("mine/x.pt", {}, "cannot be written"),
     ):
         with pytest.raises(swapper.CheckpointError, match=message):
             save(STATE, tmp_path / name, **options)
