@@ -64,9 +64,10 @@ def quantized_types(kernel: Any, values: str, bits: int, block: int) -> Types:
 
 
 def codec_types(kernel: Any, fixed: dict[str, bool]) -> Types:
-    pointers = {"value": "*fp32", "rho": "*i8", "low": "*i16", "ties": "*u8", "parameter": "*i16", "scale": "*i16"}
+    code, scale = ("*u8", "*fp32") if fixed.get("is_variance") else ("*i8", "*i16")
     plain = "*i16" if fixed.get("is_bf16") else "*fp32"
-    pointers |= {"code": "*u8" if fixed.get("is_variance") else "*i8", "out": plain, "parts": plain, "unheld": "*i32"}
+    pointers = {"value": "*fp32", "rho": "*i8", "low": "*i16", "ties": "*u8", "parameter": "*i16"}
+    pointers |= {"code": code, "scale": scale, "out": plain, "parts": plain, "unheld": "*i32"}
     given = {**pointers, "count": "i32", **constants(**fixed, GROUPS=triton_codecs.GROUPS)}
     return {name: given[name] for name in kernel.arg_names}
 

@@ -41,7 +41,8 @@ def test_they_are_copied_once_a_step_and_nothing_of_them_is_copied_back(
     pair.train(accumulate, steps=3)
     updated = 3 * size if update_on == "device" else 0  # parameters and state
     assert counters.downloaded_bytes - down == 3 * (size + updated)
-    assert counters.uploaded_bytes - up <= 3 * (size + (updated + size if updated else 0))
+    # Parameters of the step after the last one may be on their way; gradients would be two more copies a step.
+    assert counters.uploaded_bytes - up <= 3 * (size + (updated + size if updated else 0)) + size
     pair.finish(paged=False)
 
 
