@@ -5,6 +5,7 @@ The models are tiny, the machines of CI are small, and threads that wait for eac
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ ROOM_BYTES = 6 << 30
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what is imported and collected stays: looking through it again and again finds nothing
     os.environ.setdefault("SWAPPER_TEST_SEED", seed_of_commit())  # and so for xdist's processes too
     config.pluginmanager.register(Durations())
 
@@ -73,6 +75,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {name for cases in tests.values() for name in choose(cases, round(len(cases) ** 0.4), seed)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()  # nor need each test's own gc.collect() look through it
 
 
 def case_of(item: pytest.Item) -> Case:

@@ -97,7 +97,7 @@ def found_in(directory: Path, tensors: dict[str, nn.Parameter]) -> list[str]:
     for name, tensor in tensors.items():
         data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
         for shift in range(WORD_BYTES):  # it may lie anywhere in a file, whose words are taken from its beginning
-            words = words_of(data[shift:])
+            words = np.sort(words_of(data[shift:]))  # in order they are found ten times as fast
             places = np.searchsorted(content, words).clip(max=len(content) - 1)
             if len(np.unique(words[content[places] == words])) >= NEEDLE_WORDS:
                 found.append(name)

@@ -42,7 +42,9 @@ def held_by_swapper() -> list[str]:
         if target.endswith(endings) or "io_uring" in target or "swapper-arena" in target:
             found.append(f"file {target}")
     found += [f"thread {name}" for name in live_threads() if name.startswith("swapper-")]
-    found += [f"mapping {line}" for line in Path("/proc/self/maps").read_text().splitlines() if "swapper-arena" in line]
+    mappings = Path("/proc/self/maps").read_bytes()
+    if b"swapper-arena" in mappings:
+        found += [f"mapping {line!r}" for line in mappings.splitlines() if b"swapper-arena" in line]
     return found
 
 

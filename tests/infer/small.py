@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,9 +16,15 @@ BUDGET = "6MiB"
 TOKENS = torch.arange(32).view(1, 32) * 7 % 512
 
 
-def make(dtype=torch.float32, config=CONFIG):
+@cache
+def first_values(config):
     torch.manual_seed(0)
-    return Gpt(config).to(dtype).eval()
+    return Gpt(config).eval()
+
+
+def make(dtype=torch.float32, config=CONFIG):
+    """Return a model of its own: a copy, which takes a tenth of the time that random values do."""
+    return deepcopy(first_values(config)).to(dtype)
 
 
 def on_meta(config=CONFIG, dtype=torch.float32):
