@@ -27,7 +27,6 @@ class GptConfig:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of `Gpt`."""
         per_layer = 12 * self.width**2 + 13 * self.width
         ends = self.width * (2 * self.vocabulary + self.context + 2)
         return self.layers * per_layer + ends

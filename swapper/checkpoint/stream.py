@@ -152,7 +152,6 @@ class StreamWriter:
         return self._block.offset + self._block.filled
 
     def append(self, data: bytes, checksum: Checksum | None = None) -> None:
-        """Append bytes."""
         if checksum is not None and self._checksums:
             checksum.add(Known(_C.crc32(data), len(data)))
         view = memoryview(data)

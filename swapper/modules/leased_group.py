@@ -41,7 +41,6 @@ class LeasedGroup(ABC):
 
     @property
     def is_leased(self) -> bool:
-        """Whether a pass leases it."""
         return self._leases > 0
 
     @property

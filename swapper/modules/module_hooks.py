@@ -102,7 +102,6 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         """Whether this thread is in the innermost forward."""
 
     def remove(self) -> None:
-        """Take the hooks out."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -385,7 +385,6 @@ class Observers:
         self._functions.append(function)
 
     def remove(self, function: Observer) -> None:
-        """Remove a function, if it is there."""
         if function in self._functions:
             self._functions.remove(function)
 

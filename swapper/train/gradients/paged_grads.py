@@ -306,7 +306,6 @@ class PagedGradients:
         self._forget(h for h in slots if h.stash is None and type(h.parameter.grad) is not ColdGradient)
 
     def _forget(self, slots: Iterable[GradientSlot]) -> None:
-        """Discard the pages of these gradients."""
         empty = []
         for slot in slots:
             at = slot.place.slot

@@ -263,7 +263,6 @@ def compare(section: Section, pager: Pager, content: SectionSource) -> None:
 
 
 def fill(section: Section, pager: Pager, content: SectionSource) -> None:
-    """Fill the section from `content`."""
     for slot, begin, end, view in iter_section_pages(section, pager, fresh=True):
         content.fill(slot.spec, begin, end, view)
 

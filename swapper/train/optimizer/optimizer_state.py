@@ -309,7 +309,6 @@ class OptimizerState:
         return sorted(found, key=lambda p: numbers.get(id(p), len(numbers)))  # those in no group are last
 
     def keys(self, parameter: torch.Tensor) -> list[str]:
-        """Return the keys of a parameter's state."""
         self._session_guard.check()
         self._finish_update()
         name = self._names.get(id(parameter))
@@ -383,7 +382,6 @@ class OptimizerState:
                 )
 
     def _copy_of(self, name: str, key: str, group: int) -> torch.Tensor:
-        """Return a copy of a tensor of the state."""
         if self._coded.has(name, key):
             return self._coded.read(name, key)
         place = self._places[name, key]

@@ -73,7 +73,6 @@ class PassLifecycle:
         self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, masters)
 
     def remove(self) -> None:
-        """Remove the hooks."""
         self._hooks.remove()
         self._load_hooks.remove()
         self._order.remove()

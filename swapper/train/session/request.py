@@ -84,7 +84,6 @@ class OffloadOptions:
 
     @property
     def state_codecs(self) -> StateCodecs:
-        """The parsed `state_codec`."""
         return StateCodecs.parse(self.state_codec, self.master_weights)
 
     def check_none_given(self) -> None:

@@ -279,7 +279,6 @@ class SessionFactory:
         return PagedOptimizer(request.given_optimizers[member], take_step, self._train_more, skip)
 
     def _bind(self, run: TrainingSession | None) -> None:
-        """Give the optimizers their state in `run`."""
         for member, optimizer in enumerate(self._optimizers):
             optimizer.bind(None if run is None else state_for(run, member))
 
@@ -290,7 +289,6 @@ class SessionFactory:
 
 
 def state_for(run: TrainingSession, member: int) -> StateOwner:
-    """Return the owner of the state that an optimizer shows."""
     owner, request = run.model.optimizer_state, run.plan.request
     return request.model.state_owner(owner, request.optimizers, request.given_optimizers, member)
 

@@ -233,7 +233,6 @@ class TrainingSession:
 
     @property
     def model(self) -> OffloadedModel:
-        """The offloaded model."""
         assert self._model is not None
         return self._model
 

@@ -80,7 +80,6 @@ class TrainingStep:
         return not self._is_held and len(self._done) == len(self._all)
 
     def end(self) -> None:
-        """End it."""
         self.is_open = False
         self._skipped.clear()
 

@@ -388,7 +388,6 @@ class Sweep:
         return part
 
     def _at(self, place: TensorLocation) -> torch.Tensor:
-        """Return the tensor at `place`."""
         whole = self._whole.get(place)
         if whole is None:
             whole = self._whole[place] = place.section.tensor(place.slot)
