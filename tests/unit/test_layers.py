@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(source: str, module: str, is_package: bool = False) -> set[str]:
+@cache
+def imports(source: str, module: str, is_package: bool = False) -> frozenset[str]:
     """Return every name that `source` imports, wherever in it, with dots; and every attribute of torch that it names."""
     package = module if is_package else module.rpartition(".")[0]
     found: set[str] = set()
@@ -65,7 +67,7 @@ def imports(source: str, module: str, is_package: bool = False) -> set[str]:
             found.update(f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             found.add(f"torch.{node.attr}")
-    return found
+    return frozenset(found)
 
 
 def is_below(name: str, module: str) -> bool:
