@@ -23,9 +23,7 @@ from swapper.formats.dcp_items import Item
 from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import Box, ChunkedTensor, Piece, StoredTensor
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
-from swapper.formats.torch_zip.zip_writer import (
-    leading_records,
-)
+from swapper.formats.torch_zip.zip_writer import leading_records
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import open_for, shared_engine, wait_for_all
 

@@ -83,13 +83,7 @@ class WayBack:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        durable: bool,
-        store: Store,
-        ranks: Ranks,
-        last: Commit | None,
-        before: Commit | None,
+        self, directory: Path, durable: bool, store: Store, ranks: Ranks, last: Commit | None, before: Commit | None
     ) -> None:
         self.directory = directory
         self.durable = durable

@@ -18,15 +18,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.guarded import (
-    Run,
-    answering_handler,
-    forget,
-    guarded_parameters,
-    handler_of,
-    name_of,
-    refuse,
-)
+from swapper.modules.guarded import Run, answering_handler, forget, guarded_parameters, handler_of, name_of, refuse
 from swapper.modules.torch_functions import (
     AFTER_ANOTHER,
     CHANGES_OF_FORM,

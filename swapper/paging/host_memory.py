@@ -127,12 +127,7 @@ class Pool:
     """
 
     def __init__(
-        self,
-        base_address: int,
-        arena_offset: int,
-        frame_bytes: int,
-        frame_count: int,
-        growth: Growth | None = None,
+        self, base_address: int, arena_offset: int, frame_bytes: int, frame_count: int, growth: Growth | None = None
     ) -> None:
         self._arena_offset = arena_offset
         self.frame_bytes = frame_bytes

@@ -127,11 +127,7 @@ class LoadHooks:
     """
 
     def __init__(
-        self,
-        units: Iterable[Unit],
-        groups: list[GroupParameters],
-        check_to_write: Callable[[], None],
-        masters: Masters,
+        self, units: Iterable[Unit], groups: list[GroupParameters], check_to_write: Callable[[], None], masters: Masters
     ) -> None:
         self._groups = groups
         self._check_to_write = check_to_write

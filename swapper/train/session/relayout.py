@@ -49,11 +49,7 @@ class Relayout:
         current: the slot, with a session.
     """
 
-    def __init__(
-        self,
-        current: SessionSlot,
-        open_run: OpenRun,
-    ) -> None:
+    def __init__(self, current: SessionSlot, open_run: OpenRun) -> None:
         self._current = current
         self._directory = current.directory
         self._open_run = open_run

@@ -218,10 +218,7 @@ def _check_several(options: OffloadOptions, accelerator: Accelerator, is_sharded
 
 def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None:
     """Raise UnsupportedError for options that a model sharded by fully_shard does not support yet."""
-    asked = {
-        "device": device is not None,
-        "master_weights": options.master_weights is not None,
-    }
+    asked = {"device": device is not None, "master_weights": options.master_weights is not None}
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedError(
             f"{option} does not go with a model that fully_shard has sharded: leave it out. (With a mixed-precision policy the "

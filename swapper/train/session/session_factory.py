@@ -43,11 +43,7 @@ class SessionFactory:
     _given_members: list[list[str]]
     _optimizers: Sequence[PagedOptimizer] = ()
 
-    def __init__(
-        self,
-        current: SessionSlot,
-        beginning: Beginning,
-    ) -> None:
+    def __init__(self, current: SessionSlot, beginning: Beginning) -> None:
         self._current = current
         self._directory, self._clock, self._user = current.directory, current.clock, current.user
         self._record, self._fallback = beginning.record, beginning.fallback

@@ -103,11 +103,7 @@ class TrainingSession:
     on_device: TrainingDevice | None = None
 
     def __init__(
-        self,
-        plan: Plan,
-        origin: Origin,
-        current: SessionSlot,
-        describe: Callable[[int], CommitRecord],
+        self, plan: Plan, origin: Origin, current: SessionSlot, describe: Callable[[int], CommitRecord]
     ) -> None:
         self._current = current
         self._describe_commit = describe
