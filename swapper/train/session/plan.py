@@ -7,7 +7,6 @@ real pager (paging/dry_run.py).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -300,8 +299,9 @@ class Plan:
     def drive_rates(self, drive_read: int | str | None = None, drive_write: int | str | None = None) -> DriveRates:
         """Return the rates of the drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
         rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
-        busy = math.inf if self.tuning is None else self.tuning.busy_bytes_per_s
-        return DriveRates(*rates, sum(rates), busy)
+        if self.tuning is None:
+            return DriveRates(*rates, sum(rates))
+        return DriveRates(*rates, sum(rates), self.tuning.busy_bytes_per_s, slowing_byte_s=self.tuning.slowing_byte_s)
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:
         if given is not None:
