@@ -371,13 +371,14 @@ class Plan:
         """The peak of host memory by part, in bytes, beyond the imported libraries.
 
         Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. If all
-        gradients stay autograd's own, they are with them: when they have come, activations have gone. The allocator's part is
-        what swapper lets the heap keep free (runtime/free_memory.py).
+        gradients stay autograd's own, they are with them: when they have come, activations have gone; but not those that wait for
+        a deferred update. The allocator's part is what swapper lets the heap keep free (runtime/free_memory.py).
         """
         budget, compute = self.budget, self.found.compute
         gradients = sum(plan.nbytes for plan in self.grad_plans if is_resident(plan, self.places))
         activations = None if compute is None else compute.activation_bytes
-        is_apart = compute is None or activations is None or bool(self._placed_grad_plans)
+        is_deferred = self.request.options.update == "deferred"
+        is_apart = compute is None or activations is None or is_deferred or bool(self._placed_grad_plans)
         if compute is not None and not is_apart:
             activations = compute.with_gradients_bytes
         parts = {
