@@ -82,6 +82,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # nor need each test's own gc.collect() look through it
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else Triton tells of all that it leaves behind
+
+
 def case_of(item: pytest.Item) -> Case:
     """Return what a case has: of each parameter its value, or what is in it, or its number where it has no short name."""
     found: list[tuple[str, object]] = []
