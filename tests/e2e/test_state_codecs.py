@@ -24,6 +24,7 @@ from e2e.processes import run_python
 from e2e.twins import Twins, adamw, assert_same, smallest_budget
 
 LOSSY = ("bf16", "8bit")
+UPDATED_THERE = {"device": "late", "device_memory": "64MiB", "accelerator": swapper.Accelerator(update_on="device")}
 PLACES = {
     "all on the drive": {},
     "parameters in memory": {"params": "host"},
@@ -33,6 +34,10 @@ PLACES = {
     "all in memory": {"params": "host", "optimizer_state": "host", "host_memory": "1GiB"},
     "a large budget": {"host_memory": "1GiB"},
     "on a device": {"device": "late", "device_memory": "64MiB"},
+    "updated on a device": {**UPDATED_THERE, "optimizer_state": "nvme"},
+    "updated on a device in backward": {**UPDATED_THERE, "update": "backward"},
+    "updated on a device, deferred": {**UPDATED_THERE, "update": "deferred", "params": "host"},
+    "on a device, also the state": {**UPDATED_THERE, "optimizer_state": "device"},
 }
 
 
