@@ -9,6 +9,7 @@ import json
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from infer.host_device import HostDevice
@@ -17,26 +18,26 @@ from torch import nn
 import swapper
 
 
-def digests(directory: Path, codec: str, on_device: bool) -> dict[str, int]:
+def digests(directory: Path, codec: str, update_on: str | None, device: Any = "cpu") -> dict[str, int]:
+    """Train two steps and return the checksums.
+
+    Args:
+        update_on: "cpu" or "device"; None to train without a device.
+        device: of forwards and backwards.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 96)).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"device": HostDevice("late"), "device_memory": "16MiB"} if on_device else {}
-    if on_device:
-        options["accelerator"] = swapper.Accelerator(update_on="device")
+    options = {"params": "nvme", "optimizer_state": "nvme", "master_weights": torch.float32, "state_codec": codec}
+    if update_on is not None:
+        accelerator = swapper.Accelerator(update_on=update_on)
+        options |= {"device": device, "device_memory": "16MiB", "accelerator": accelerator}
+    where = device if isinstance(device, str) else device.device
     with swapper.SwapManager(directory, host_memory="16MiB") as manager:
-        _, paged = manager.offload(
-            model,
-            optimizer,
-            params="nvme",
-            optimizer_state="nvme",
-            master_weights=torch.float32,
-            state_codec=codec,
-            **options,
-        )
+        _, paged = manager.offload(model, optimizer, **options)
         torch.manual_seed(1)
         for _ in range(2):
-            model(torch.randn(4, 96).bfloat16()).float().square().mean().backward()
+            model(torch.randn(4, 96).bfloat16().to(where)).float().square().mean().backward()
             paged.step()
             paged.zero_grad()
         state = paged.state_dict()["state"]
@@ -46,8 +47,8 @@ def digests(directory: Path, codec: str, on_device: bool) -> dict[str, int]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(bytes(tensor.detach().clone().reshape(-1).view(torch.uint8).tolist()))
+    return zlib.crc32(bytes(tensor.detach().cpu().clone().reshape(-1).view(torch.uint8).tolist()))
 
 
 if __name__ == "__main__":
-    print(json.dumps(digests(Path(sys.argv[1]), sys.argv[2], on_device=True)))
+    print(json.dumps(digests(Path(sys.argv[1]), sys.argv[2], "device", HostDevice("late"))))

@@ -194,9 +194,17 @@ def test_a_device_without_kernels_is_refused(tmp_path: Path) -> None:
 def test_tritons_kernels_have_the_bits_of_the_cpus(tmp_path: Path, codec: str) -> None:
     """By Triton's interpreter, in a process of its own: codecs and AdamW of a whole run."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install 'torch-swapper[triton]'")
-    expected = digests(tmp_path / "cpu", codec, on_device=False)
+    expected = digests(tmp_path / "cpu", codec, None)
     command = [sys.executable, Path(coded_device_run.__file__), tmp_path / "device", codec]
     interpreted = {**environment(), "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, env=interpreted, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["bf16", "8bit"])
+def test_an_update_on_a_gpu_has_the_bits_of_one_on_the_cpu(tmp_path: Path, codec: str) -> None:
+    places = ("cpu", "device")
+    on_cpu, on_gpu = (digests(tmp_path / place, codec, place, "cuda") for place in places)
+    assert on_gpu == on_cpu

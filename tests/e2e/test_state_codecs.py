@@ -185,9 +185,10 @@ def number_of(run: Run, parameter: nn.Parameter) -> int:
     return [id(p) for p in run.model.parameters()].index(id(parameter))
 
 
+@pytest.mark.parametrize("place", ["all on the drive", "on a device, also the state"])
 @pytest.mark.parametrize("codec", ["split", *LOSSY])
-def test_a_snapshot_has_codes_and_swapper_reads_fp32(tmp_path: Path, codec: str) -> None:
-    run = Run(tmp_path / "run", codec)
+def test_a_snapshot_has_codes_and_swapper_reads_fp32(tmp_path: Path, codec: str, place: str) -> None:
+    run = Run(tmp_path / "run", codec, **PLACES[place])
     run.train(2)
     path = tmp_path / "snapshot.pt"
     run.manager.snapshot(path).wait()

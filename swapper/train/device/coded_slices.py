@@ -40,7 +40,7 @@ class CodedSlices(CodedRun):
         self._unheld: torch.Tensor | None = None  # of each
 
     def begin_slice(self, coded_tensors: int) -> None:
-        """Begin a slice with so many pieces of encoded tensors, on the current stream.
+        """Begin a slice with this number of pieces of encoded tensors, on the current stream.
 
         Raises:
             BudgetError: the device has no memory for the scratch.

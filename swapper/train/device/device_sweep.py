@@ -17,30 +17,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
 
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, place_in_storage
+from swapper.device.device_storage import DeviceStorage
 from swapper.errors import DeviceError, InvariantError, StateError
-from swapper.io.alignment import round_up
 from swapper.paging.planning.schedule import Access
 from swapper.train.device.coded_slices import CodedSlices, coded_in, device_scratch_bytes
 from swapper.train.device.resident_state import DeviceResidentState
+from swapper.train.device.slice_parts import Gradient, SlicePart, parts_of, slice_bytes, slot_bytes
 from swapper.train.device.train_device import RING, TrainingDevice
-from swapper.train.gradients.cold_grad import ColdGradient, GradientMeta
+from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
 from swapper.train.optimizer.optimizer_proxy import Work
 from swapper.train.updates.adamw_kernel import update_by_kernel
 from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable, Update
-
-Gradient = Callable[[nn.Parameter], tuple[TensorLocation, GradientMeta]]
-"""Returns the location of a parameter's gradient, and its metadata."""
 
 
 @dataclass(slots=True)
@@ -56,30 +52,6 @@ class _Slot:
     storage: DeviceStorage | None = None
     is_free: bool = True
     last_use: torch.Event | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements [begin, end) of a tensor, and their location in a slot.
-
-    Attributes:
-        offset: in the slot, in bytes.
-        copied_up, copied_down: it is copied to the device, and back.
-    """
-
-    place: TensorLocation
-    begin: int
-    end: int
-    offset: int
-    copied_up: bool
-    copied_down: bool
-
-    @property
-    def nbytes(self) -> int:
-        return (self.end - self.begin) * self.place.slot.spec.dtype.itemsize
-
-    def view(self, slot: DeviceStorage) -> torch.Tensor:
-        return slot.memory[self.offset : self.offset + self.nbytes].view(self.place.slot.spec.dtype)
 
 
 class DeviceSweep(Sweep):
@@ -182,7 +154,7 @@ class DeviceSweep(Sweep):
     def _begin_ring(self) -> None:
         """Give the ring its memory, so that the first copies to it wait neither for updates nor for the caller's kernels."""
         self.on_device.order.note()
-        self._usual_bytes = self._usual_bytes or _slot_bytes(self.trainables, self._page_bytes)
+        self._usual_bytes = self._usual_bytes or slot_bytes(self.trainables, self._page_bytes)
         with self._apart():
             for slot in self._slots:
                 slot.storage = self.on_device.new_storage(self._usual_bytes)
@@ -219,7 +191,7 @@ class DeviceSweep(Sweep):
         self._pager.wait(part.access)
         started = time.monotonic()
         try:
-            parts = _parts(update, part, self.gradient_of)
+            parts = parts_of(update, part, self.gradient_of)
             up = [copied for p in parts if p.copied_up for copied in self._pieces(p)]
             self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
@@ -373,12 +345,11 @@ class DeviceSweep(Sweep):
                 places, begin, end = trainable.places[piece.parameter], piece.begin, piece.end
                 if not places.has_master:
                     continue
-                param = _Part(places.param, begin, end, 0, True, False)
+                param = SlicePart(places.param, begin, end, 0, True, False)
                 self.on_device.bring_up(slot, list(self._pieces(param)))
                 new = self._views[places.param, begin] = param.view(slot)
                 if places.has_coded_master:
-                    old = before[places.name][begin:end].to(new.device)
-                    self._coded_there.refresh_master(places, begin, end, old, end - begin)
+                    self._coded_there.refresh_master(places, begin, end, before[places.name], end - begin)
                 else:
                     master = self._there(places.state["master"], begin, end)
                     master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
@@ -395,7 +366,7 @@ class DeviceSweep(Sweep):
         grad, content = self.gradient_of(update.trainable.parameters[piece.parameter])
         return content.of(self._views[grad, piece.begin])
 
-    def _pieces(self, part: _Part) -> Iterator[tuple[int, torch.Tensor]]:
+    def _pieces(self, part: SlicePart) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the offset in the slot and the host memory of each page of `part`."""
         section, slot = part.place.section, part.place.slot
         begin = slot.offset + part.begin * slot.spec.dtype.itemsize
@@ -405,41 +376,3 @@ class DeviceSweep(Sweep):
             if first < last:
                 memory = self.on_device.host.of(page)
                 yield part.offset + first - begin, memory[first - page.offset : last - page.offset]
-
-
-def _parts(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[_Part]:
-    """Return the parts of a slice that are in the slot during its update, one after the other."""
-    found: list[tuple[TensorLocation, int, int, bool, bool]] = []
-    for piece in part.pieces:
-        places, elements = update.trainable.places[piece.parameter], (piece.begin, piece.end)
-        if not places.state_stays:
-            found += [(*stored, True, True) for stored in places.stored(*elements)]
-        if type(update.gradients[piece.parameter]) is ColdGradient:
-            found.append((gradient_of(update.trainable.parameters[piece.parameter])[0], *elements, True, False))
-        found.append((places.param, *elements, places.has_coded_master or not places.has_master, True))
-    offsets, _ = place_in_storage((end - begin) * place.slot.spec.dtype.itemsize for place, begin, end, _, _ in found)
-    return [
-        _Part(place, begin, end, offset, copied_up, copied_down)
-        for (place, begin, end, copied_up, copied_down), offset in zip(found, offsets, strict=True)
-    ]
-
-
-def slice_bytes(trainable: Trainable, part: Slice) -> int:
-    """Return the bytes of a slice on a device: its state, its gradients, and its parameters, which are as large."""
-    total = 0
-    for piece in part.pieces:
-        places = trainable.places[piece.parameter]
-        param = places.param, piece.begin, piece.end
-        state = () if places.state_stays else places.stored(piece.begin, piece.end)
-        for place, begin, end in (*state, param, param):
-            total += round_up((end - begin) * place.slot.spec.dtype.itemsize, DEVICE_ALIGNMENT_BYTES)
-    return max(total, DEVICE_ALIGNMENT_BYTES)
-
-
-def _slot_bytes(trainables: Iterable[Trainable], page_bytes: int) -> int:
-    return max((slice_bytes(t, part) for t in trainables for part in t.all_slices(page_bytes)), default=0)
-
-
-def ring_bytes(trainables: Sequence[Trainable], page_bytes: int) -> int:
-    """Return the maximum bytes of the ring, and of the scratch of decoded state."""
-    return RING * _slot_bytes(trainables, page_bytes) + device_scratch_bytes(trainables, page_bytes)

@@ -75,7 +75,8 @@ class CodedRun:
         """Encode elements [begin, end) of the master again, with the parameter that was changed from `before`."""
         for at in range(begin, end, run_elements):
             stop = min(at + run_elements, end)
-            old, param = before[at:stop], self._part(places.param, at, stop)
+            param = self._part(places.param, at, stop)
+            old = before[at:stop].to(param.device)
             master = self.decode(places, at, stop, old, ("master",))["master"]
             is_same = old.view(torch.int16) == param.view(torch.int16)
             self.encode(places, at, stop, param, {"master": torch.where(is_same, master, param.float())})
