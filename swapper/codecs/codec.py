@@ -74,7 +74,7 @@ class StateCodec:
         That is a value that is not finite, or negative in `variance8` (its whole group decodes to NaN), one whose parameter is
         not its rounded value, and a finite one that would become infinite. The caller raises unless it is 0.
 
-        On an accelerator a kernel of Triton encodes, and the count is waited for.
+        On an accelerator a kernel of Triton encodes, and the count is waited for: see `encode_counting`.
 
         Args:
             value: fp32, contiguous, of one dimension. It begins at a multiple of 32 of its tensor.
@@ -88,11 +88,22 @@ class StateCodec:
         self._check(value, out, parameter)
         if not value.numel():
             return 0
-        if uses_kernel(value.device):
-            unheld = torch.zeros(1, dtype=torch.int32, device=value.device)
+        if not uses_kernel(value.device):
+            return native.encode(self.name, value, out, parameter, threads)
+        unheld = torch.zeros(1, dtype=torch.int32, device=value.device)
+        kernel("codecs").encode_(self.name, value, out, parameter, unheld)
+        return int(unheld.item())
+
+    def encode_counting(
+        self, value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None, unheld: torch.Tensor
+    ) -> None:
+        """Code `value` as `encode` does, add its result to `unheld`, one int32 there, and wait for no kernel."""
+        if not uses_kernel(value.device):
+            unheld += self.encode(value, out, parameter, threads=torch.get_num_threads())
+            return
+        self._check(value, out, parameter)
+        if value.numel():
             kernel("codecs").encode_(self.name, value, out, parameter, unheld)
-            return int(unheld.item())
-        return native.encode(self.name, value, out, parameter, threads)
 
     def decode(
         self,

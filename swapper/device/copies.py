@@ -83,6 +83,7 @@ class Uploads:
         self._stream = device.new_stream()
         self.most_in_flight = COPIES_IN_FLIGHT
         self._in_flight: deque[tuple[torch.Event, Access]] = deque()  # oldest first: they end in this order
+        pager.end_copies = self.finish
 
     def send(self, copy: PageCopy, storage: DeviceStorage) -> None:
         """Queue the copy of a page, once it is in memory.
@@ -130,6 +131,11 @@ class Uploads:
             self._pager.release(self._in_flight.popleft()[1])
         with contextlib.suppress(DeviceError):
             self._device.wait_for(self._device.record(self._stream))
+
+    def close(self) -> None:
+        """Wait for all copies, and have the pager forget this."""
+        self.finish()
+        self._pager.end_copies = lambda: None
 
     def _wait_for_oldest(self) -> None:
         event, access = self._in_flight[0]

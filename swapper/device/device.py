@@ -94,6 +94,11 @@ class Device:
         with self.named(f"memory of {nbytes} bytes"):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def empty_on_host(self, nbytes: int) -> torch.Tensor:
+        """Return page-locked memory, for copies that nobody waits for: uint8 of shape (nbytes,)."""
+        with self.named(f"host memory of {nbytes} bytes"):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         """Queue a copy on `stream`. Both must stay until an event that is recorded after it.
 

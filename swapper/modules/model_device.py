@@ -107,6 +107,7 @@ class ModelDevice:
         self.tier.finish()
         self.move_back()
         self.tier.close()
+        self._uploads.close()
 
 
 def page_copies(

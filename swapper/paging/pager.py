@@ -48,6 +48,9 @@ class Pager:
         max_deferred_writes: how many pages may wait for their write in the victim cache. [Note: deferred writes], paging/frames.py
         writes_noted: returns a number that grows with each unannounced write, in any page.
         finished: returns a number that grows with each transfer that finishes; None: not known.
+
+    Attributes:
+        end_copies: waits for copies of pages to a device, and ends their leases; set by what copies.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Pager:
         self._frames = Frames(pages, pool, store, lazy, counters, finished)
         self._write_back = WriteBack(pages, self._frames, schedule, pool.frame_count, lazy, max_deferred_writes)
         self._prefetcher = Prefetcher(pages, pool, self._frames, schedule, self._write_back, window_pages)
+        self.end_copies: Callable[[], None] = lambda: None
         self._lock = SteadyLock()
         self._writes_noted = writes_noted
         self._noted = writes_noted()  # of these none is to be taken in any more
@@ -171,6 +175,8 @@ class Pager:
     def write_back(self) -> None:
         """Submit the write of every changed page that is not leased, transient ones excepted.
 
+        Leases for copies to a device end first, after waiting for these.
+
         Raises:
             IoError: an earlier write failed, and a page with a deferred write needs its frame.
             BudgetError: a write was deferred or unannounced, and all frames are leased.
@@ -179,7 +185,11 @@ class Pager:
         self.take_in_written()
         with self._lock:
             self._frames.settle()
-            self._write_back.write_all()
+            has_leased = self._write_back.write_all()
+        if has_leased:
+            self.end_copies()
+            with self._lock:
+                self._write_back.write_all()
 
     def flush(self) -> None:
         """Write every changed page that is not leased, and wait until no write is in flight.
@@ -208,7 +218,7 @@ class Pager:
                 raise error
 
     def writes_are_done(self) -> bool:
-        """Return whether all changed pages that were released are written: no write is in flight, put off, or failed.
+        """Return whether all changed pages are written: none is leased, and no write is in flight, put off, or failed.
 
         Raises:
             IoError: a write failed. It is tried again.
@@ -222,7 +232,7 @@ class Pager:
             self._write_back.write_what_failed()
             self._frames.raise_failure()
             writing = any(self._is_being_saved(page) for page in self._frames.in_flight.values())
-            return not writing and self._write_back.is_done
+            return not writing and self._write_back.is_done and not self._write_back.has_leased
 
     def take_in_written(self) -> None:
         """Read in unleased pages with unannounced writes, and write them back. [Note: unannounced writes], paging/frames.py

@@ -53,6 +53,11 @@ class WriteBack:
         """Whether the writes of all changed pages that are not leased are submitted."""
         return not (self._put_off or self._just_made or self._frames.deferred_writes or self._frames.unsaved)
 
+    @property
+    def has_leased(self) -> bool:
+        """Whether changed pages are leased, transient ones excepted: they are written after that."""
+        return any(p.leases and p.residency is Residency.DIRTY and not p.section.transient for p in self._pages)
+
     def add(self, page: Page, made: bool) -> None:
         """Note that `page` is DIRTY and not leased any more; its next use is known. `made`: the last lease was one for writing."""
         if self._lazy or self._is_changed_again_soon(page):
@@ -83,13 +88,14 @@ class WriteBack:
         if not self._lazy:
             self.write_what_waits()
 
-    def write_all(self) -> None:
-        """Write whatever is DIRTY and not leased, transient pages excepted."""
+    def write_all(self) -> bool:
+        """Write whatever is DIRTY and not leased, transient pages excepted. Return whether some are leased."""
         for page in self._pages:
             if page.residency is Residency.DIRTY and page.leases == 0 and not page.section.transient:
                 self._frames.write(page)
         self._put_off.clear()
         self._just_made.clear()
+        return self.has_leased
 
     def write_what_failed(self) -> None:
         """Try failed writes once more."""

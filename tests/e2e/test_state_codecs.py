@@ -4,7 +4,6 @@ whatever the budget, placement, update time and number of threads, over a close 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,28 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
 from e2e import fsdp_codecs
-from e2e.keywords import for_manager
+from e2e.coded_runs import PLACES, Run, bf16_net, run_of
 from e2e.models import Net, train_step
 from e2e.optimizers import OPTIMIZERS
 from e2e.processes import run_python
-from e2e.twins import Twins, adamw, assert_same, smallest_budget
+from e2e.twins import Twins, adamw, assert_same
 
 LOSSY = ("bf16", "8bit")
-PLACES = {
-    "all on the drive": {},
-    "parameters in memory": {"params": "host"},
-    "deferred": {"update": "deferred"},
-    "in backward": {"update": "backward"},
-    "gradients on the drive": {"gradients": "nvme"},
-    "all in memory": {"params": "host", "optimizer_state": "host", "host_memory": "1GiB"},
-    "a large budget": {"host_memory": "1GiB"},
-    "on a device": {"device": "late", "device_memory": "64MiB"},
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,66 +30,6 @@ def engine_of_the_process(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("any") / "file"
     swapper.checkpoint.save({"any": torch.ones(1 << 20)}, path)
     swapper.checkpoint.load(path)
-
-
-def bf16_net() -> nn.Module:
-    torch.manual_seed(0)
-    return Net().bfloat16()
-
-
-class Run:
-    """A run of `Net` in bf16 with fp32 masters."""
-
-    def __init__(
-        self,
-        directory: Path,
-        codec: Any,
-        make_optimizer: Callable[[Any], Any] = adamw,
-        others: Sequence[Path] = (),
-        **options: Any,
-    ) -> None:
-        self.model = bf16_net()
-        trained = options.pop("select", lambda model: model)(self.model)
-        if trained is not self.model:
-            self.model.requires_grad_(False)
-            trained.requires_grad_(True)
-        self.optimizer: Any = make_optimizer(trained.parameters())
-        if options.pop("warm_up", False):
-            torch.manual_seed(1)
-            train_step(self.model, self.optimizer)
-        budget = options.pop("host_memory", None)
-        if "device" in options:
-            options["device"] = HostDevice(options["device"])
-        self.options = {"params": "nvme", "optimizer_state": "nvme", "master_weights": torch.float32, **options}
-        self.options["state_codec"] = codec
-        budget = budget or smallest_budget(directory, self.model, self.optimizer, **self.options)
-        directories = [directory, *others] if others else directory
-        self.manager = swapper.SwapManager(directories, resume="auto", **for_manager({"host_memory": budget}))
-        _, self.optimizer = self.manager.offload(self.model, self.optimizer, **self.options)
-        torch.manual_seed(self.manager.step)
-
-    def train(self, steps: int) -> list[float]:
-        return [train_step(self.model, self.optimizer).item() for _ in range(steps)]
-
-    def content(self) -> dict[str, Any]:
-        """Return clones of everything: parameters, decoded state, masters."""
-        owner = self.manager.current.run.model.optimizer_state
-        with self.manager.gather(self.model):
-            parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        state = copy.deepcopy(self.optimizer.state_dict()["state"])
-        masters = {name: owner._coded.read(name, "master") for name in parameters if owner._coded.has(name, "master")}
-        return {"parameters": parameters, "state": state, "masters": masters}
-
-    def close(self) -> None:
-        self.manager.close()
-
-
-def run_of(directory: Path, codec: Any, steps: int = 3, **options: Any) -> tuple[list[float], dict[str, Any]]:
-    run = Run(directory, codec, **options)
-    losses = run.train(steps)
-    content = run.content()
-    run.close()
-    return losses, content
 
 
 @pytest.mark.parametrize(
@@ -257,9 +185,10 @@ def number_of(run: Run, parameter: nn.Parameter) -> int:
     return [id(p) for p in run.model.parameters()].index(id(parameter))
 
 
+@pytest.mark.parametrize("place", ["all on the drive", "on a device, also the state"])
 @pytest.mark.parametrize("codec", ["split", *LOSSY])
-def test_a_snapshot_has_codes_and_swapper_reads_fp32(tmp_path: Path, codec: str) -> None:
-    run = Run(tmp_path / "run", codec)
+def test_a_snapshot_has_codes_and_swapper_reads_fp32(tmp_path: Path, codec: str, place: str) -> None:
+    run = Run(tmp_path / "run", codec, **PLACES[place])
     run.train(2)
     path = tmp_path / "snapshot.pt"
     run.manager.snapshot(path).wait()
@@ -298,7 +227,10 @@ def test_several_models_have_their_masters_by_name(tmp_path: Path) -> None:
     assert not torch.equal(*masters.values())
 
 
-@pytest.mark.parametrize("place", ["all on the drive", "parameters in memory", "on a device"])
+@pytest.mark.parametrize(
+    "place",
+    ["all on the drive", "parameters in memory", "on a device", "updated on a device", "on a device, also the state"],
+)
 @pytest.mark.parametrize("codec", ["split", "8bit"])
 def test_masters_follow_parameters_that_are_changed_between_steps(tmp_path: Path, codec: str, place: str) -> None:
     """As exact ones do: an element that is changed begins at its new value, and the others keep their masters."""
@@ -496,21 +428,6 @@ def test_what_cannot_be_encoded_is_refused_by_name(tmp_path: Path, case: str) ->
     with pytest.raises(error, match=words):
         Run(tmp_path / "run", codec, host_memory="64MiB", **options)
     assert not list((tmp_path / "run").glob("*.swap"))
-
-
-def test_updates_on_a_device_are_refused(tmp_path: Path) -> None:
-    with swapper.SwapManager(tmp_path / "run", host_memory="64MiB") as manager:
-        model = bf16_net()
-        there = swapper.Accelerator(update_on="device")
-        with pytest.raises(swapper.UnsupportedError, match="updates on the device"):
-            manager.offload(
-                model,
-                adamw(model.parameters()),
-                master_weights=torch.float32,
-                state_codec="8bit",
-                device=HostDevice("late"),
-                accelerator=there,
-            )
 
 
 def test_fp16_masters_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ groups; the ring exists from the first update of a step to the last. State that 
 is updated there.
 
 The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
-results on a device may differ from those on a CPU in the last bits.
+results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
+decoded for the update there, and encoded after it (coded_slices.py).
 """
 
 from __future__ import annotations
@@ -16,28 +17,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
 
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, place_in_storage
-from swapper.errors import DeviceError, InvariantError
-from swapper.io.alignment import round_up
+from swapper.device.device_storage import DeviceStorage
+from swapper.errors import DeviceError, InvariantError, StateError
 from swapper.paging.planning.schedule import Access
+from swapper.train.device.coded_slices import CodedSlices, coded_in, device_scratch_bytes
 from swapper.train.device.resident_state import DeviceResidentState
+from swapper.train.device.slice_parts import Gradient, SlicePart, parts_of, slice_bytes, slot_bytes
 from swapper.train.device.train_device import RING, TrainingDevice
-from swapper.train.gradients.cold_grad import ColdGradient, GradientMeta
+from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
 from swapper.train.optimizer.optimizer_proxy import Work
+from swapper.train.updates.adamw_kernel import update_by_kernel
 from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable, Update
-
-Gradient = Callable[[nn.Parameter], tuple[TensorLocation, GradientMeta]]
-"""Returns the location of a parameter's gradient, and its metadata."""
 
 
 @dataclass(slots=True)
@@ -53,30 +52,6 @@ class _Slot:
     storage: DeviceStorage | None = None
     is_free: bool = True
     last_use: torch.Event | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements [begin, end) of a tensor, and their location in a slot.
-
-    Attributes:
-        offset: in the slot, in bytes.
-        copied_up, copied_down: it is copied to the device, and back.
-    """
-
-    place: TensorLocation
-    begin: int
-    end: int
-    offset: int
-    copied_up: bool
-    copied_down: bool
-
-    @property
-    def nbytes(self) -> int:
-        return (self.end - self.begin) * self.place.slot.spec.dtype.itemsize
-
-    def view(self, slot: DeviceStorage) -> torch.Tensor:
-        return slot.memory[self.offset : self.offset + self.nbytes].view(self.place.slot.spec.dtype)
 
 
 class DeviceSweep(Sweep):
@@ -95,12 +70,18 @@ class DeviceSweep(Sweep):
         self.on_device = on_device
         self.gradient_of = gradient_of
         self.kept = kept
-        self._group_of = {places.name: t.group for t in self.trainables for places in t.places}
         self._over: deque[Access] = deque()  # arrived, and leased until the next slice is
         self._in_flight: Counter[int] = Counter()  # by group: slices
         self._slots = [_Slot() for _ in range(RING)]
         self._turn = 0
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
+        self._views: dict[
+            tuple[TensorLocation, int], torch.Tensor
+        ] = {}  # of a slice: what is in the slot, by its begin
+        self._coded_there = CodedSlices(
+            device_scratch_bytes(self.trainables, self._page_bytes), self._there, on_device.new_storage
+        )
+        self._unheld: dict[int, StateError] = {}  # by group: an error that came down with a slice of the step
         self._usual_bytes = 0  # of a slot
         self._has_updated = False  # in this step
 
@@ -138,6 +119,7 @@ class DeviceSweep(Sweep):
 
         Raises:
             DeviceError: the device failed.
+            StateError: a codec cannot hold some of them.
         """
         try:
             if group is None:
@@ -146,6 +128,8 @@ class DeviceSweep(Sweep):
                 self.on_device.downloads.wait_for_oldest()
         finally:
             self._release_arrived()
+        for error in [error for index, error in self._unheld.items() if group in (None, index)]:
+            raise error
 
     def end(self) -> None:
         self.settle()
@@ -159,6 +143,7 @@ class DeviceSweep(Sweep):
                 self.on_device.downloads.finish()
             self._over.clear()
             self._free_slots()
+        self._unheld.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -169,7 +154,7 @@ class DeviceSweep(Sweep):
     def _begin_ring(self) -> None:
         """Give the ring its memory, so that the first copies to it wait neither for updates nor for the caller's kernels."""
         self.on_device.order.note()
-        self._usual_bytes = self._usual_bytes or ring_bytes(self.trainables, self._page_bytes) // RING
+        self._usual_bytes = self._usual_bytes or slot_bytes(self.trainables, self._page_bytes)
         with self._apart():
             for slot in self._slots:
                 slot.storage = self.on_device.new_storage(self._usual_bytes)
@@ -193,6 +178,8 @@ class DeviceSweep(Sweep):
             if storage is not None:
                 with self._apart():
                     storage.free()
+        with self._apart():
+            self._coded_there.free()
         self._has_updated = False
 
     def _update_on_device(self, update: GroupUpdate, part: Slice, slot: _Slot) -> None:
@@ -204,38 +191,42 @@ class DeviceSweep(Sweep):
         self._pager.wait(part.access)
         started = time.monotonic()
         try:
-            parts = _parts(update, part, self.gradient_of)
+            parts = parts_of(update, part, self.gradient_of)
             up = [copied for p in parts if p.copied_up for copied in self._pieces(p)]
             self.on_device.bring_up(storage, up, slot.last_use)
-            run = list(self._runs(update, part, parts, storage))
-            if self.on_device.kernel is None:
-                self._proxies.update([one.work for one in run])
-            else:
-                self.on_device.kernel.update(run, self._proxies.settings)
+            self._coded_there.begin_slice(coded_in(update.trainable, part))
+            self._views = {(p.place, p.begin): p.view(storage) for p in parts}
+            run = list(self._runs(update, part))
+            self._compute(run)
             for one in run:
                 self._store(one)
+            error_in = self._send_unheld()
             found = [copied for p in parts if p.copied_down for copied in self._pieces(p)]
             down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
             counts, self._counts = self._counts, []
         except BaseException:
             self._counts.clear()
+            self._views.clear()
             self.on_device.finish()  # some of its copies may be in flight
             self._pager.release(part.access)
             raise
+        self._views.clear()
         slot.is_free, group = False, update.trainable.group
         self._in_flight[group] += 1
         slot.last_use = self.on_device.downloads.send(
             down + counts,
-            lambda: self._arrived(group, part.access, slot),
+            lambda: self._arrived(group, part.access, slot, error_in()),
             lambda error: self._lost(group, part.access, slot),
             is_held=False,
         )
         self._counters.updated(started, part.access.key)
 
-    def _arrived(self, group: int, access: Access, slot: _Slot) -> None:
+    def _arrived(self, group: int, access: Access, slot: _Slot, error: StateError | None) -> None:
         self._in_flight[group] -= 1
         slot.is_free = True
         self._over.append(access)
+        if error is not None:
+            self._unheld.setdefault(group, error)
 
     def _lost(self, group: int, access: Access, slot: _Slot) -> None:
         self._in_flight[group] -= 1
@@ -247,30 +238,58 @@ class DeviceSweep(Sweep):
             access = self._over.popleft()
             self._pager.release(access, access.writes)
 
-    def _runs(self, update: GroupUpdate, part: Slice, parts: list[_Part], slot: DeviceStorage) -> Iterator[Update]:
-        """Yield the optimizer's updates, on views of the slot."""
-        views = {(p.place, p.begin): p.view(slot) for p in parts}
+    def _runs(self, update: GroupUpdate, part: Slice) -> Iterator[Update]:
+        """Yield the optimizer's updates, on views of the slot, of state that stays on the device, and of the scratch."""
+        trainable = update.trainable
         for piece in part.pieces:
-            trainable = update.trainable
-            places = trainable.places[piece.parameter]
+            places, settings = trainable.places[piece.parameter], trainable.settings[piece.parameter]
+            begin, end = piece.begin, piece.end
+            by_kernel = self.on_device.kernel is not None or self._is_fused(trainable, piece.parameter)
             shape = (-1,) if places.may_cut else places.param.slot.spec.shape
-            homes = {
-                key: self._state_of(places, place, piece, views).view(shape) for key, place in places.state.items()
-            }
-            param = views[places.param, piece.begin].view(shape)
+            homes = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
+            param = self._there(places.param, begin, end).view(shape)
+            decoded = self._decoded(self._coded_there, places, begin, end, param, by_kernel)
+            homes.update(decoded)
             master = homes.pop("master", None)
             target = param if master is None else master
-            gradient = self._gradient_of(update, piece, views).view(shape)
-            if self.on_device.kernel is None:
+            gradient = self._gradient_of(update, piece).view(shape)
+            if not by_kernel:
                 gradient = gradient.to(target.dtype)
-            state = self._state(places, piece.begin, piece.end, homes)
-            settings = trainable.settings[piece.parameter]
-            there = self._proxies.counts_on_device(settings)
+            state = self._state(places, begin, end, homes)
             for key in places.others:
                 if isinstance(value := state.get(key), torch.Tensor):
-                    state[key] = self._on_device(value, target.device, there)
-            work = Work(settings, target.detach(), gradient, state)
-            yield Update(work, places, piece.begin, piece.end, homes, target, None if master is None else param)
+                    state[key] = self._on_device(value, target.device, self._counts_there(settings, by_kernel))
+            work, rounded = Work(settings, target.detach(), gradient, state), None if master is None else param
+            yield Update(work, places, begin, end, homes, target, rounded, decoded, by_kernel)
+
+    def _compute(self, run: list[Update]) -> None:
+        """Queue the updates, by the user's optimizer, or by swapper's AdamW. [Note: fused AdamW], coded_run.py"""
+        if self.on_device.kernel is not None:
+            self.on_device.kernel.update(run, self._proxies.settings)
+            return
+        for one in run:
+            if one.by_kernel:
+                update_by_kernel(one, self._proxies.settings(one.work.settings))
+        others = [one.work for one in run if not one.by_kernel]
+        if others:
+            self._proxies.update(others)
+
+    def _counts_there(self, settings: int, by_kernel: bool) -> bool:
+        """Return True if counters of a group are counted on the device."""
+        return not by_kernel and self._proxies.counts_on_device(settings)
+
+    def _encode(self, update: Update, param: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        self._coded_there.encode(update.places, update.begin, update.end, param, values)
+
+    def _send_unheld(self) -> Callable[[], StateError | None]:
+        """Have the counts of what codecs cannot hold come down with the slice. Return what reads them then."""
+        found = self._coded_there.counts()
+        if found is None:
+            return lambda: None
+        counts, error_in = found
+        here = self.on_device.device.empty_on_host(counts.numel())
+        self._counts.append((here, counts))
+        return lambda: error_in(here)
 
     @staticmethod
     def _on_device(value: torch.Tensor, device: torch.device, counts_there: bool) -> torch.Tensor:
@@ -285,27 +304,20 @@ class DeviceSweep(Sweep):
     def _keep(self, update: Update, key: str, value: torch.Tensor) -> None:
         stored = update.state_tensors[key]
         is_counter = key in update.places.others and not stored.dim()  # that of a parameter of one number is as small
-        if not is_counter or not self._proxies.counts_on_device(update.work.settings):
+        if not is_counter or not self._counts_there(update.work.settings, update.by_kernel):
             super()._keep(update, key, value)
         else:  # it comes with the slice: reading it now would wait for the kernels
             self._counts.append((stored.view(1).view(torch.uint8), value.view(1).view(torch.uint8)))
 
-    def _state_of(
-        self,
-        places: ParameterLocations,
-        place: TensorLocation,
-        piece: SlicePiece,
-        views: dict[tuple[TensorLocation, int], torch.Tensor],
-    ) -> torch.Tensor:
-        """Return a piece of a tensor of state, flat: in the slot, or in the state that stays on the device."""
-        if not places.state_stays:
-            return views[place, piece.begin]
-        return self.kept.view(self._group_of[places.name], place)[piece.begin : piece.end]
+    def _there(self, place: TensorLocation, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of a tensor of the slice, flat: in the slot, or in the state that stays on the device."""
+        view = self._views.get((place, begin))
+        return self.kept.view(place.section.plan.group, place)[begin:end] if view is None else view
 
     def _others(self, places: ParameterLocations) -> dict[str, torch.Tensor]:
         if not places.state_stays:
             return super()._others(places)
-        return self.kept.others(self._group_of[places.name], places)
+        return self.kept.others(places.param.section.plan.group, places)
 
     def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
         if trainable.group not in self.kept:
@@ -317,37 +329,44 @@ class DeviceSweep(Sweep):
             access = Access(None, changed)
             self._pager.acquire(access)
             try:
-                self._refresh_kept(trainable, part)
+                self._refresh_kept(trainable, part, before)
             finally:
+                self._views.clear()
+                self._coded_there.free()
                 self.on_device.finish()
                 self._pager.release(access)
 
     @torch.no_grad()
-    def _refresh_kept(self, trainable: Trainable, part: Slice) -> None:
+    def _refresh_kept(self, trainable: Trainable, part: Slice, before: Mapping[str, torch.Tensor]) -> None:
+        self._coded_there.begin_slice(coded_in(trainable, part))
         slot = self.on_device.new_storage(slice_bytes(trainable, part))
         try:
             for piece in part.pieces:
-                places = trainable.places[piece.parameter]
-                if places.has_master:
-                    param = _Part(places.param, piece.begin, piece.end, 0, True, False)
-                    self.on_device.bring_up(slot, list(self._pieces(param)))
-                    new = param.view(slot)
-                    master = self._state_of(places, places.state["master"], piece, {})
+                places, begin, end = trainable.places[piece.parameter], piece.begin, piece.end
+                if not places.has_master:
+                    continue
+                param = SlicePart(places.param, begin, end, 0, True, False)
+                self.on_device.bring_up(slot, list(self._pieces(param)))
+                new = self._views[places.param, begin] = param.view(slot)
+                if places.has_coded_master:
+                    self._coded_there.refresh_master(places, begin, end, before[places.name], end - begin)
+                else:
+                    master = self._there(places.state["master"], begin, end)
                     master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
         finally:
             slot.free()
+        if (found := self._coded_there.counts()) is not None and (error := found[1](found[0].cpu())) is not None:
+            raise error
 
-    def _gradient_of(
-        self, update: GroupUpdate, piece: SlicePiece, views: dict[tuple[TensorLocation, int], torch.Tensor]
-    ) -> torch.Tensor:
+    def _gradient_of(self, update: GroupUpdate, piece: SlicePiece) -> torch.Tensor:
         """Return a piece of a gradient, flat and clipped: in the slot, or in the gradient that stays on the device."""
         here = update.gradients[piece.parameter]
         if here is not None and type(here) is not ColdGradient:
             return here.detach().reshape(-1)[piece.begin : piece.end]
         grad, content = self.gradient_of(update.trainable.parameters[piece.parameter])
-        return content.of(views[grad, piece.begin])
+        return content.of(self._views[grad, piece.begin])
 
-    def _pieces(self, part: _Part) -> Iterator[tuple[int, torch.Tensor]]:
+    def _pieces(self, part: SlicePart) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the offset in the slot and the host memory of each page of `part`."""
         section, slot = part.place.section, part.place.slot
         begin = slot.offset + part.begin * slot.spec.dtype.itemsize
@@ -357,37 +376,3 @@ class DeviceSweep(Sweep):
             if first < last:
                 memory = self.on_device.host.of(page)
                 yield part.offset + first - begin, memory[first - page.offset : last - page.offset]
-
-
-def _parts(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[_Part]:
-    """Return the parts of a slice that are in the slot during its update, one after the other."""
-    found: list[tuple[TensorLocation, SlicePiece, bool, bool]] = []
-    for piece in part.pieces:
-        places = update.trainable.places[piece.parameter]
-        if not places.state_stays:
-            found += [(place, piece, True, True) for place in places.state.values()]
-        if type(update.gradients[piece.parameter]) is ColdGradient:
-            found.append((gradient_of(update.trainable.parameters[piece.parameter])[0], piece, True, False))
-        found.append((places.param, piece, not places.has_master, True))
-    sizes = [(piece.end - piece.begin) * place.slot.spec.dtype.itemsize for place, piece, _, _ in found]
-    offsets, _ = place_in_storage(sizes)
-    return [
-        _Part(place, piece.begin, piece.end, offset, copied_up, copied_down)
-        for (place, piece, copied_up, copied_down), offset in zip(found, offsets, strict=True)
-    ]
-
-
-def slice_bytes(trainable: Trainable, part: Slice) -> int:
-    """Return the bytes of a slice on a device: its state, its gradients, and its parameters, which are as large."""
-    total = 0
-    for piece in part.pieces:
-        places = trainable.places[piece.parameter]
-        state = () if places.state_stays else places.state.values()
-        for place in (*state, places.param, places.param):
-            total += round_up((piece.end - piece.begin) * place.slot.spec.dtype.itemsize, DEVICE_ALIGNMENT_BYTES)
-    return max(total, DEVICE_ALIGNMENT_BYTES)
-
-
-def ring_bytes(trainables: Iterable[Trainable], page_bytes: int) -> int:
-    """Return the maximum bytes of the ring."""
-    return RING * max((slice_bytes(t, part) for t in trainables for part in t.all_slices(page_bytes)), default=0)

@@ -70,7 +70,7 @@ class DeviceResidentState:
         self._groups = {trainable.group: self._lay_out(trainable) for trainable in trainables}
 
     def _lay_out(self, trainable: Trainable) -> _Group:
-        places = [place for of in trainable.places for place in of.state.values()]
+        places = [place for of in trainable.places for place, _, _ in of.stored(0, of.numel)]
         others = [place for of in trainable.places for place in of.others.values()]
         storage, views, spans = self._on_device.lay_out([(place.section, place.slot) for place in places])
         group = _Group(

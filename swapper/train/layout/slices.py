@@ -106,6 +106,15 @@ class ParameterLocations:
         """True if the master is stored as its difference from the parameter, which is read with it."""
         return "master" in self.coded
 
+    def stored(self, begin: int, end: int) -> Iterator[tuple[TensorLocation, int, int]]:
+        """Yield the tensors of the parameter's shape, and the parts of encoded ones, that have the state of elements
+        [begin, end), each with the range of its own elements."""
+        for place in self.state.values():
+            yield place, begin, end
+        for coded in self.coded.values():
+            for place in coded.parts:
+                yield place, *coded.part_of(place, begin, end)
+
 
 @dataclass(frozen=True, slots=True)
 class SlicePiece:
@@ -251,8 +260,7 @@ def _state_pages(places: ParameterLocations, begin: int, end: int) -> list[int]:
     others = (
         [p for place in places.others.values() for p in place.pages(0, place.slot.spec.numel)] if begin == 0 else []
     )
-    pages = others + [page for place in places.state.values() for page in place.pages(begin, end)]
-    return pages + [page for coded in places.coded.values() for page in coded.pages(begin, end)]
+    return others + [page for place, first, last in places.stored(begin, end) for page in place.pages(first, last)]
 
 
 def _grad_pages(places: ParameterLocations, begin: int, end: int) -> range:

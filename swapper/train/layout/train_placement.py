@@ -23,6 +23,7 @@ from swapper.runtime.sizes import format_bytes
 from swapper.train.device.train_device import EARLIER_SHARE, PAGES_ON_THEIR_WAY, RING
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.slices import TensorLocation, largest_slice_pages
+from swapper.train.layout.state_codecs import coded_kind
 from swapper.train.updates.sweep import Trainable, decoded_bytes
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
@@ -200,11 +201,17 @@ def without_gradients(inventory: Inventory, groups: Collection[int]) -> Inventor
 
 
 def state_bytes(inventory: Inventory) -> dict[int, int]:
-    """Return the bytes of each group's optimizer state on a device, for state of the parameter's shape."""
+    """Return the bytes of each group's optimizer state on a device, for state of the parameter's shape, also encoded."""
     shapes = {slot.spec.owner: slot.spec.shape for plan in inventory.grad_plans for slot in plan.slots}
+    coded = {
+        (name, coded_kind(key, codec.name, part.suffix))
+        for name, codecs in inventory.codecs.items()
+        for key, codec in codecs.items()
+        for part in codec.layout
+    }
     return _bytes_by_group(
         [plan for plan in inventory.plans if plan.family == "state"],
-        lambda slot: slot.spec.shape == shapes[slot.spec.owner],
+        lambda slot: slot.spec.shape == shapes[slot.spec.owner] or (slot.spec.owner, slot.spec.kind) in coded,
     )
 
 

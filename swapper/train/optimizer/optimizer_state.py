@@ -383,6 +383,7 @@ class OptimizerState:
 
     def _copy_of(self, name: str, key: str, group: int) -> torch.Tensor:
         if self._coded.has(name, key):
+            self.sync_to_host()
             return self._coded.read(name, key)
         place = self._places[name, key]
         kept = None if self.kept is None else self.kept.read(group, place)

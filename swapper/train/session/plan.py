@@ -29,7 +29,7 @@ from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.sizes import parse_bytes
 from swapper.runtime.stats import StepStats
-from swapper.train.device.device_sweep import ring_bytes
+from swapper.train.device.slice_parts import ring_bytes
 from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.train_placement import (

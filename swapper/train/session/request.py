@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from swapper.device.device import Device
 from swapper.device.device_placement import DeviceBudget
+from swapper.device.kernels.compiler import ACCELERATORS, kernel, uses_kernel
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.drives import Drives
 from swapper.modules.groups import as_one
 from swapper.options import PLACEMENTS, UPDATES, Accelerator, ExternalWeights, parse_choice
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.inventory import Inventory, take_inventory
-from swapper.train.layout.state_codecs import StateCodecs
+from swapper.train.layout.state_codecs import MASTER, StateCodecs
 from swapper.train.optimizer.conditions import check_update
 from swapper.train.optimizer.optim import NoOptimizer
 from swapper.train.optimizer.optimizer_set import OptimizerSet, members_of_given
@@ -153,11 +154,8 @@ class Request:
         if options.state_codecs.of_key:
             of.check_rows(options.state_codecs.said)
         updates_there = _check_accelerator(options, accelerator, device, used)
-        if options.state_codecs.of_key and updates_there:
-            raise UnsupportedError(
-                f"{options.state_codecs.said} does not go with updates on the device so far: encoded state is updated on the CPU. "
-                "Leave out accelerator=, or say swapper.Accelerator(update_on='cpu')"
-            )
+        if device is not None and options.state_codecs.of_key and updates_there:
+            _check_codecs_there(options, accelerator, device.device.device)
         kernel = None
         if accelerator.update_with == "kernel":
             if device is None or not updates_there:
@@ -223,6 +221,23 @@ def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None
         raise UnsupportedError(
             f"{option} does not go with a model that fully_shard has sharded: leave it out. (With a mixed-precision policy the "
             "shards are the fp32 masters.)"
+        )
+
+
+def _check_codecs_there(options: OffloadOptions, accelerator: Accelerator, device: torch.device) -> None:
+    """Raise UnsupportedError or ConfigError if encoded state cannot be updated on the device."""
+    said = options.state_codecs.said
+    if uses_kernel(device):
+        kernel("codecs")
+    elif device.type != "cpu":
+        raise UnsupportedError(
+            f"{said}: state is decoded on {' and '.join(ACCELERATORS)}, not on {device.type}: say "
+            "swapper.Accelerator(update_on='cpu')"
+        )
+    if MASTER in options.state_codecs.of_key and accelerator.stochastic_rounding is not None:
+        raise ConfigError(
+            f"{said} stores masters as what is missing to parameters that are rounded to nearest: leave stochastic_rounding out, "
+            f"or keep the masters exact, state_codec={{{MASTER!r}: 'exact', ...}}"
         )
 
 

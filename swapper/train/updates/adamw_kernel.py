@@ -1,5 +1,5 @@
 """Updates with swapper's own AdamW (kernels/adamw.py), if the user chose it: one pass over a slice instead of torch's
-many.
+many. Encoded state may imply it: [Note: fused AdamW], coded_run.py.
 
 Its order of operations is not torch's, so it is never chosen automatically. The state is torch.optim.AdamW's, with the
 same keys: `state_dict` shows it, and a run may resume with either. It reads gradients after torch's own clipping and
@@ -66,37 +66,38 @@ class AdamWKernel:
             UnsupportedError: one of them was changed to an unsupported value.
         """
         for one in updates:
-            work = one.work
-            group = settings(work.settings)
+            group = settings(one.work.settings)
             _check_settings(group)
-            before = work.state.get("step", torch.zeros(()))
-            first, second = (
-                one.state_tensors["exp_avg"],
-                one.state_tensors["exp_avg_sq"],
-            )  # zeros if there is no state yet
-            part = AdamWSlice(
-                work.tensor.view(-1),
-                first.view(-1),
-                second.view(-1),
-                work.gradient.reshape(-1),
-                None if one.rounded is None else one.rounded.view(-1),
-                one.begin,
-            )
-            step = AdamWStep(
-                int(before) + 1,
-                float(group["lr"]),
-                (float(group["betas"][0]), float(group["betas"][1])),
-                float(group["eps"]),
-                float(group["weight_decay"]),
-                self.seed_of(one.places.name),
-            )
-            update_(part, step)
-            one.rounded = None  # done
-            work.state = {"step": before + 1, "exp_avg": first, "exp_avg_sq": second}
+            update_by_kernel(one, group, self.seed_of(one.places.name))
 
     def seed_of(self, name: str) -> int | None:
         """Return the seed of a parameter: with one seed for all, elements of the same number would be rounded alike."""
         return None if self.seed is None else (self.seed + zlib.crc32(name.encode())) % (1 << 63)
+
+
+def update_by_kernel(one: Update, group: Mapping[str, Any], seed: int | None = None) -> None:
+    """Update one slice, whose state is zeros if there is none yet; `group` has its settings."""
+    work = one.work
+    before = work.state.get("step", torch.zeros(()))
+    first, second = one.state_tensors["exp_avg"], one.state_tensors["exp_avg_sq"]
+    part = AdamWSlice(
+        work.tensor.view(-1),
+        first.view(-1),
+        second.view(-1),
+        work.gradient.reshape(-1),
+        None if one.rounded is None else one.rounded.view(-1),
+        one.begin,
+    )
+    step = AdamWStep(
+        int(before) + 1,
+        float(group["lr"]),
+        (float(group["betas"][0]), float(group["betas"][1])),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        seed,
+    )
+    update_(part, step, torch.full((1,), -1.0, device=work.tensor.device) if group.get("maximize") else None)
+    work.state = {"step": before + 1, "exp_avg": first, "exp_avg_sq": second}
 
 
 def _check_settings(group: Mapping[str, Any]) -> None:

@@ -4,10 +4,10 @@
 processor's cache between decoding, the optimizer's passes and encoding. The scratch is part of the budget.
 
 [Note: fused AdamW] One pass decodes, does AdamW and encodes (swapper/codecs/coded_adamw.py) where both moments are stored
-rounded, masters encoded too ("8bit" and "bf16"), and the optimizer is torch's own AdamW without amsgrad. Its order of
-operations is not torch's: results differ from codecs around torch's AdamW in the last bits of fp32, far below what rounding
-the moments changes. Where moments are exact ("split") it is not used. Whether it is follows from the optimizer and the
-codecs alone, so results do not depend on placements and budgets.
+rounded, masters encoded too ("8bit" and "bf16"), and the optimizer is torch's own AdamW without amsgrad. On a device kernels
+do the three, with the same bits. The order of operations is not torch's: results differ from codecs around torch's AdamW in
+the last bits of fp32, far below what rounding the moments changes. Where moments are exact ("split") it is not used. Whether
+it is follows from the optimizer and the codecs alone, so results do not depend on placements and budgets.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class CodedRun:
         """Encode elements [begin, end) of the master again, with the parameter that was changed from `before`."""
         for at in range(begin, end, run_elements):
             stop = min(at + run_elements, end)
-            old, param = before[at:stop], self._part(places.param, at, stop)
+            param = self._part(places.param, at, stop)
+            old = before[at:stop].to(param.device)
             master = self.decode(places, at, stop, old, ("master",))["master"]
             is_same = old.view(torch.int16) == param.view(torch.int16)
             self.encode(places, at, stop, param, {"master": torch.where(is_same, master, param.float())})
@@ -104,11 +105,16 @@ def encode(
     """
     lost = coded.codec.encode(value, parts, param, threads=torch.get_num_threads())
     if lost:
-        raise StateError(
-            f"{key!r} of {name} has {lost} values that the codec {coded.codec.name!r} cannot hold: they are not finite, or "
-            "negative in what never is. Look for an infinite or NaN gradient (clip it, or skip the step), or store it exactly: "
-            f"state_codec={{..., {key!r}: 'exact'}}"
-        )
+        raise not_held(lost, coded, name, key)
+
+
+def not_held(lost: int, coded: CodedTensor, name: str, key: str) -> StateError:
+    """Return the error for `lost` values of a parameter's state that its codec cannot hold."""
+    return StateError(
+        f"{key!r} of {name} has {lost} values that the codec {coded.codec.name!r} cannot hold: they are not finite, or "
+        "negative in what never is. Look for an infinite or NaN gradient (clip it, or skip the step), or store it exactly: "
+        f"state_codec={{..., {key!r}: 'exact'}}"
+    )
 
 
 def scratch_bytes(groups: Iterable[Sequence[tuple[int, int, bool]]], run_elements: int) -> int:

@@ -102,6 +102,7 @@ class Update:
         target: of the updated tensor.
         rounded: the parameter's elements, if `target` is a master.
         decoded: state that is stored encoded, by key, for as long as the run: the new values are stored there first.
+        by_kernel: swapper's AdamW updates it, and writes `rounded` too.
     """
 
     work: Work
@@ -112,6 +113,7 @@ class Update:
     target: torch.Tensor
     rounded: torch.Tensor | None
     decoded: dict[str, torch.Tensor] = field(default_factory=dict)
+    by_kernel: bool = False
 
 
 class Sweep:
@@ -292,10 +294,8 @@ class Sweep:
         for piece in part.pieces:
             places = trainable.places[piece.parameter]
             pages.update(places.param.pages(piece.begin, piece.end))
-            for of in places.state.values():
-                pages.update(of.pages(piece.begin, piece.end))
-            for coded in places.coded.values():
-                pages.update(coded.pages(piece.begin, piece.end))
+            for of, first, last in places.stored(piece.begin, piece.end):
+                pages.update(of.pages(first, last))
             for place in places.others.values():
                 pages.update(() if place in self._unchanged else place.pages(0, place.slot.spec.numel))
         return part.access.writes & pages
@@ -352,7 +352,7 @@ class Sweep:
         places = trainable.places[number]
         state_tensors = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
         param = self._part(places.param, places, begin, end)
-        decoded = self._decoded(places, begin, end, param)
+        decoded = self._decoded(self._coded, places, begin, end, param)
         state_tensors.update(decoded)
         master = state_tensors.pop("master", None)
         target = param if master is None else master
@@ -367,13 +367,19 @@ class Sweep:
         return Update(work, places, begin, end, state_tensors, target, rounded, decoded)
 
     def _decoded(
-        self, places: ParameterLocations, begin: int, end: int, param: torch.Tensor
+        self,
+        coded: CodedRun,
+        places: ParameterLocations,
+        begin: int,
+        end: int,
+        param: torch.Tensor,
+        by_kernel: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Return the state that is stored encoded, decoded, in the shape that `_part` has."""
+        """Return the state that is stored encoded, decoded, in the shape of `param`. New state is zeros for the kernel."""
         if not places.coded:
             return {}
-        known = {"master", *self._entries[places.name]}
-        values = self._coded.decode(places, begin, end, param, known)
+        known = places.coded if by_kernel else {"master", *self._entries[places.name]}
+        values = coded.decode(places, begin, end, param, known)
         return {key: value.view(param.shape) for key, value in values.items()}
 
     def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
@@ -428,7 +434,7 @@ class Sweep:
         work, places = update.work, update.places
         if work.tensor.data_ptr() != update.target.data_ptr():
             update.target.copy_(work.tensor)
-        if update.rounded is not None:
+        if update.rounded is not None and not update.by_kernel:
             update.rounded.copy_(update.target)
         entries: dict[str, Any] = {}
         for key, value in work.state.items():
@@ -456,12 +462,16 @@ class Sweep:
         if update.decoded:
             param = update.target if update.rounded is None else update.rounded
             kept = {key: value for key, value in update.decoded.items() if key == "master" or key in entries}
-            self._coded.encode(places, update.begin, update.end, param, kept)
+            self._encode(update, param, kept)
         if update.begin == 0:
             self._new[places.name] = entries
         if update.end == places.numel:
             self._old.pop(places.name, None)
             self._entries.replace(places.name, self._new.pop(places.name))
+
+    def _encode(self, update: Update, param: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Encode new state, by key, of elements whose new parameters are `param`."""
+        self._coded.encode(update.places, update.begin, update.end, param, values)
 
     def _is_unchanged(self, stored: torch.Tensor, value: torch.Tensor) -> bool:
         """Return True if the optimizer has left a factor as it is stored, bit for bit."""
