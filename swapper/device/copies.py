@@ -187,9 +187,7 @@ class Downloads:
             while self._in_flight and self._bytes + held_bytes > self.most_bytes:
                 self.wait_for_oldest()
             self._device.let_wait(self._stream, self._device.record(self._device.current_stream()))
-            with torch.inference_mode(False), torch.no_grad():
-                for target, source in pieces:
-                    self._device.copy(target, source, self._stream)
+            self._device.copy(pieces, self._stream)
             event = self._device.record(self._stream)
         except BaseException as error:
             with contextlib.suppress(DeviceError):  # a part of it may be queued

@@ -7,12 +7,14 @@ errors, as of a lost device, become `DeviceError`. Tests put a module in front o
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from swapper.device.cuda_graphs import refuse_capture
 from swapper.errors import ConfigError, DeviceError
 from swapper.io.elements import device_errors
 from swapper.io.registered import CudaRegistrar
@@ -26,6 +28,8 @@ class Device:
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device) if module is None else module
+        # A thread that waits for an event sleeps: CUDA's own default lets it spin, on a core that computes or reads.
+        self._event_options = {"blocking": True} if device.type == "cuda" else {}
         self._borders: tuple[int, ...] = ()  # addresses where registered memory begins or ends, sorted
 
     def __str__(self) -> str:
@@ -51,7 +55,7 @@ class Device:
     def record(self, stream: torch.Stream) -> torch.Event:
         """Return an event that passes when all that is queued on `stream` by now is done."""
         with self.named("an event"):
-            event: torch.Event = self._module.Event()
+            event: torch.Event = self._module.Event(**self._event_options)
             event.record(stream)
         return event
 
@@ -74,6 +78,10 @@ class Device:
         with self.named("a copy"):
             event.synchronize()
 
+    def refuse_capture(self, name: str) -> None:
+        """Raise UnsupportedError if the current stream records a graph, in which group `name` cannot be used."""
+        refuse_capture(self._module, name)
+
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -94,22 +102,34 @@ class Device:
         with self.named(f"memory of {nbytes} bytes"):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Queue a copy on `stream`. Both must stay until an event that is recorded after it.
+    def copy(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> None:
+        """Queue copies on `stream`. Both sides must stay until an event that is recorded after them.
 
         Args:
-            target, source: uint8 of the same shape (nbytes,), one of them in host memory. [Note: slabs], io/registered.py
+            pieces: (target, source), uint8 of the same shape (nbytes,), one of them in host memory. [Note: slabs],
+                io/registered.py
         """
-        cuts = {*self._cuts(target), *self._cuts(source)}
-        if not cuts:
-            self._copy(target, source, stream)
-            return
-        for begin, end in pairwise(sorted({0, source.nbytes, *cuts})):
-            self._copy(target[begin:end], source[begin:end], stream)
+        nbytes = sum(source.nbytes for _, source in pieces)
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            self.named(f"a copy of {nbytes} bytes"),
+            self._copying(stream),
+        ):
+            for target, source in pieces:
+                cuts = {*self._cuts(target), *self._cuts(source)}
+                if not cuts:
+                    self._copy(target, source, stream)
+                    continue
+                for begin, end in pairwise(sorted({0, source.nbytes, *cuts})):
+                    self._copy(target[begin:end], source[begin:end], stream)
+
+    def _copying(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        """Return a context whose copies are queued on `stream`: entering it takes as long as queueing a copy."""
+        return self.on(stream)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        with self.named(f"a copy of {source.nbytes} bytes"), self.on(stream):
-            target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
     def _cuts(self, memory: torch.Tensor) -> list[int]:
         """Return the offsets in `memory`, but for 0, where memory that is registered begins or ends."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import swapper
+from swapper.train.parameters.train_hooks import TrainingHooks
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -240,3 +243,56 @@ def test_a_forward_on_several_streams_is_waited_for(tmp_path: Path, update: str,
         options = {"update": update, "accelerator": there, "gradients": gradients, "params": "nvme"}
         model, optimizer = manager.offload(model, original, device="cuda", device_memory=128 * MIB, **options)
         torch.testing.assert_close(torch.tensor(losses(model, optimizer)), torch.tensor(expected))
+
+
+class TwoThreads(Layers):
+    """Every other layer returns a tensor of the CPU: hooks of its backward run in the caller's thread, others in autograd's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branch(on_cpu) for on_cpu in (False, True) * (LAYERS // 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).cuda() for layer in self.layers]).square().mean()
+
+
+class Branch(nn.Module):
+    def __init__(self, on_cpu: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.on_cpu = on_cpu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x.cpu() if self.on_cpu else x
+
+
+def test_hooks_of_both_threads_of_a_backward_are_not_interleaved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = TwoThreads().cuda()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
+    expected = train(plain, lambda: (plain_optimizer.step(), plain_optimizer.zero_grad()))
+    inside: list[threading.Thread] = []
+    order: list[threading.Thread] = []
+    reach = TrainingHooks._reach
+
+    def watched(hooks: TrainingHooks, call: Any) -> None:
+        inside.append(threading.current_thread())
+        order.append(inside[-1])
+        reach(hooks, call)
+        assert inside.pop() is threading.current_thread() and not inside
+
+    monkeypatch.setattr(TrainingHooks, "_reach", watched)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with swapper.SwapManager(tmp_path, host_memory=512 * MIB) as manager:
+            model = TwoThreads()
+            original = torch.optim.SGD(model.parameters(), lr=1e-3)
+            model, optimizer = manager.offload(model, original, params="nvme", device="cuda", device_memory=24 * MIB)
+            losses = train(model, lambda: (optimizer.step(), optimizer.zero_grad()))
+    finally:
+        sys.setswitchinterval(before)
+    assert len(set(order)) == 2
+    assert losses == pytest.approx(expected)

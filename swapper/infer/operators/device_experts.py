@@ -102,8 +102,8 @@ class DeviceExperts(Generic[Key]):
                 memory.untyped_storage(), 0, (nbytes,), (1,)
             )
             self._device.let_wait(self._stream, self._device.record(stream))
-            for at, source in zip(offsets, sources, strict=True):
-                self._device.copy(filling[at : at + source.numel()], source, self._stream)
+            pieces = [(filling[at : at + s.numel()], s) for at, s in zip(offsets, sources, strict=True)]
+            self._device.copy(pieces, self._stream)
             event = self._device.record(self._stream)
             parts = [view_of(memory, at, part) for at, part in zip(offsets, recipe.parts, strict=True)]
         self._in_flight.append((event, sources))

@@ -11,6 +11,11 @@ the forward first used the parameter. The gradient is valid on that stream only 
 makes the stream of the backward's caller wait for all of those. So a use before (`update="backward"`) waits for the
 parameters' streams.
 
+[Note: threads of a backward] Autograd runs a backward's nodes of the accelerator in a thread of its own, and those of the CPU
+in the thread that called it: hooks of both may be due at once (a module that returns a tensor of the CPU). They are not
+made to be interleaved, and every call of the device lets the other thread go on. So each takes `alone` first, after its
+turn.
+
 [Note: stream of updates] Updates on the device have a stream of their own, so that the kernels of a forward or backward
 wait neither for them nor for the copies of their slices. It waits for what was queued when a step's first update begins
 (scalars of the optimizer's on the device), and for gradients that stay. The caller's stream waits for it when the backward
@@ -20,6 +25,7 @@ is over. All other results go by host memory, or are waited for by who uses them
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -74,6 +80,7 @@ class TrainingDevice(ModelDevice):
         sum_bytes: the device's memory for gradients that are added up there.
         order: of the streams that write gradients which stay, and the one that uses them.
         updating: the stream of updates.
+        alone: held by a hook: [Note: threads of a backward].
 
     Raises:
         BudgetError: the budgets of this and other sessions exceed the device's memory.
@@ -92,6 +99,7 @@ class TrainingDevice(ModelDevice):
         _check_others(budget)
         super().__init__(budget.device, placement, host, pager, counters, is_cyclic=False)
         device = budget.device
+        self.alone = threading.RLock()
         self.updates = updates
         self.kernel = kernel
         self._budget = budget
