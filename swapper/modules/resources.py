@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
 from swapper.device.device import Device
 from swapper.device.registered_memory import HostSide
 from swapper.io.engines import Engine, open_engine
@@ -109,6 +111,13 @@ class Resources(Generic[StoreT]):
         self._sections += sections
         if self.host_side is not None:
             self.host_side.add(arena, nbytes)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return memory for transfers, which an accelerator is told of: uint8 of shape (nbytes,)."""
+        arena, memory = self.memory.take(nbytes)
+        if self.host_side is not None:
+            self.host_side.add(arena, nbytes)
+        return memory
 
     def count_bytes(self) -> None:
         """Bring the counters up to date."""

@@ -73,13 +73,13 @@ class HostMemory:
         arena.prefault_rest()  # last: windows would wait for the process's map of addresses, which it keeps busy
         return arena, kept_bytes
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return memory for transfers, an arena of its own: uint8 of shape (nbytes,)."""
+    def take(self, nbytes: int) -> tuple[_C.Arena, torch.Tensor]:
+        """Return memory for transfers, an arena of its own: that, and uint8 of shape (nbytes,)."""
         arena = _C.Arena(nbytes)
         self._arenas.append(arena)
         view = arena.view(0, nbytes)
         self._views.append(weakref.ref(view))
-        return torch.frombuffer(view, dtype=torch.uint8)
+        return arena, torch.frombuffer(view, dtype=torch.uint8)
 
     def describe(self) -> str:
         """Return "page-locked", or why it is not."""
