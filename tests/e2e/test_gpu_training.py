@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import swapper
+from e2e.waits import Waits
 from swapper.train.parameters.train_hooks import TrainingHooks
 
 pytestmark = pytest.mark.gpu
@@ -126,6 +127,31 @@ def test_clipping_and_scaling_work(tmp_path: Path) -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
         assert losses[-1] < losses[0]
+
+
+def test_clipping_is_that_of_plain_torch_and_waits_once(tmp_path: Path) -> None:
+    def clipped(model: nn.Module, optimizer: Any) -> tuple[list[float], int]:
+        with Waits() as waits:
+
+            def step() -> None:
+                before = waits.count
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+                found.append(waits.count - before)
+                optimizer.zero_grad()
+
+            found: list[int] = []
+            return train(model, step), max(found)
+
+    plain = Layers().cuda()
+    expected, _ = clipped(plain, torch.optim.SGD(plain.parameters(), lr=1e-1))
+    with swapper.SwapManager(tmp_path, host_memory=512 * MIB) as manager:
+        model = Layers()
+        original = torch.optim.SGD(model.parameters(), lr=1e-1)
+        model, optimizer = manager.offload(model, original, device="cuda", device_memory=64 * MIB)
+        losses, waits = clipped(model, optimizer)
+    assert losses == pytest.approx(expected)
+    assert waits < LAYERS  # of twice as many gradients
 
 
 def test_out_of_memory_fails_the_step_and_it_can_be_taken_again(tmp_path: Path) -> None:
