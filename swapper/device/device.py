@@ -6,9 +6,10 @@ errors, as of a lost device, become `DeviceError`. Tests put a module in front o
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,9 @@ from swapper.io.elements import device_errors
 from swapper.io.registered import CudaRegistrar
 
 OUT_OF_MEMORY = torch.OutOfMemoryError
+RANGES = "SWAPPER_NVTX"
+"""Environment variable: 1 for ranges in NVIDIA's profilers."""
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Device:
@@ -30,6 +34,7 @@ class Device:
         self._module: Any = torch.get_device_module(device) if module is None else module
         # A thread that waits for an event sleeps: CUDA's own default lets it spin, on a core that computes or reads.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
+        self._has_ranges = os.environ.get(RANGES) == "1" and hasattr(self._module, "nvtx")
         self._borders: tuple[int, ...] = ()  # addresses where registered memory begins or ends, sorted
 
     def __str__(self) -> str:
@@ -77,6 +82,10 @@ class Device:
         """Wait, in this thread."""
         with self.named("a copy"):
             event.synchronize()
+
+    def range(self, what: str, name: object = "") -> AbstractContextManager[Any]:
+        """Return a context that NVIDIA's profilers show as "swapper: `what` `name`", if the environment's SWAPPER_NVTX is 1."""
+        return self._module.nvtx.range(f"swapper: {what} {name}") if self._has_ranges else _NOTHING
 
     def refuse_capture(self, name: str) -> None:
         """Raise UnsupportedError if the current stream records a graph, in which group `name` cannot be used."""

@@ -134,9 +134,10 @@ class DeviceTier:
         self._find_place(image)
         image.leases += 1
         try:
-            self._fill(image)
-            self.prepare_next()
-            image.storage.wait_on_current_stream()
+            with self._device.range("lease", image.name):
+                self._fill(image)
+                self.prepare_next()
+                image.storage.wait_on_current_stream()
         except BaseException:
             self._end_lease(image, is_whole=image.is_filled)
             raise

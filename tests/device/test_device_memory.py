@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from infer.host_device import HostDevice, Registering
 
 from swapper import _C
-from swapper.device.device import Device
+from swapper.device.device import RANGES, Device
 from swapper.device.device_placement import place_on_device
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span, place_in_storage, spans_of_page
 from swapper.device.tier import DeviceTier
@@ -65,6 +66,19 @@ def test_neighbors_on_both_sides_are_one_copy():
     spans = [Span(*span) for span in zip(begins, sizes, offsets, strict=True)]
     assert spans_of_page(spans, 0, page) == (Span(64, 5732, 0), Span(5796, 512, offsets[4]))
     assert spans_of_page(spans, 0, 4096) == (Span(64, 4032, 0),)
+
+
+@pytest.mark.parametrize("switch", ["1", "0", None])
+def test_profilers_see_ranges_if_they_are_asked_for(monkeypatch, switch):
+    seen, module = [], HostDevice().module
+    module.nvtx = types.SimpleNamespace(range=lambda name: (seen.append(name), nullcontext())[1])
+    monkeypatch.delenv(RANGES, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(RANGES, switch)
+    device = Device(torch.device("cpu"), module)
+    with device.range("lease", "blocks.0"):
+        pass
+    assert seen == (["swapper: lease blocks.0"] if switch == "1" else [])
 
 
 def test_looking_for_free_memory_takes_a_small_part_of_the_time(monkeypatch):

@@ -245,8 +245,9 @@ class TrainingDevice(ModelDevice):
         """
         if storage.filled_at is not None:
             storage.invalidate(last_use)
-        storage.fill(pieces, self._slices)
-        storage.all_is_queued()
+        with self.device.range("upload of a slice", storage.nbytes):
+            storage.fill(pieces, self._slices)
+            storage.all_is_queued()
         self._counters.uploaded_bytes += sum(source.numel() for _, source in pieces)
         storage.wait_on_current_stream()
 
