@@ -55,7 +55,10 @@ from swapper.train.updates.adamw_kernel import AdamWKernel
 EARLIER_SHARE = 4
 """An earlier gradient, to which one is added, is on the device in pieces of this part of the bytes for downloads."""
 PAGES_ON_THEIR_WAY = 2
-"""Maximum frames leased for gradients at once: one is copied while the next is queued."""
+"""Frames leased for gradients at once that a pool always has: one is copied while the next is queued."""
+MORE_PAGES_ON_THEIR_WAY = 14
+"""Maximum of those from spare frames, of which at most every second one is taken: a choice. With few, Python waits for kernels
+that make gradients, and queues no others."""
 RING = 3
 """Slices on the device at once if they are updated there: one is copied up, one is updated, one is copied down."""
 USES_REMEMBERED = 64
@@ -74,8 +77,10 @@ class TrainingDevice(ModelDevice):
         host: memory of frames and resident sections.
         updates: the optimizer's updates run there too.
         kernel: updates instead of the optimizer, or None.
+        spare_frames: of the pool, beyond what a step needs at once.
 
     Attributes:
+        most_pages: maximum of frames leased for gradients at once.
         downloads: copies gradients, and changes made on the device, to the host.
         sum_bytes: the device's memory for gradients that are added up there.
         order: of the streams that write gradients which stay, and the one that uses them.
@@ -95,6 +100,7 @@ class TrainingDevice(ModelDevice):
         counters: Counters,
         updates: bool,
         kernel: AdamWKernel | None = None,
+        spare_frames: int = 0,
     ) -> None:
         _check_others(budget)
         super().__init__(budget.device, placement, host, pager, counters, is_cyclic=False)
@@ -102,6 +108,7 @@ class TrainingDevice(ModelDevice):
         self.alone = threading.RLock()
         self.updates = updates
         self.kernel = kernel
+        self.most_pages = PAGES_ON_THEIR_WAY + min(max(spare_frames, 0) // 2, MORE_PAGES_ON_THEIR_WAY)
         self._budget = budget
         self._pager = pager
         self.downloads = Downloads(device, counters, placement.down_bytes)
