@@ -10,12 +10,14 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from swapper.device.cuda_graphs import refuse_capture
+from swapper.device.numa import node_of_device
 from swapper.errors import ConfigError, DeviceError
 from swapper.io.elements import device_errors
 from swapper.io.registered import CudaRegistrar
@@ -166,6 +168,12 @@ class Device:
     def release_cached(self) -> None:
         """Have torch's allocator free what it caches."""
         self._module.empty_cache()
+
+    @cached_property
+    def node(self) -> int | None:
+        """The NUMA node that it is attached to, if there are several: see numa.py."""
+        properties = getattr(self._module, "get_device_properties", None)
+        return None if properties is None or self.device.type == "cpu" else node_of_device(properties(self.device))
 
     # --- page-locked memory -----------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class NewCopies:
         """Queue the copy of `sources`: uint8, contiguous, read, in host memory.
 
         Args:
-            allocate: returns so many bytes on the device. Default: `Device.empty`.
+            allocate: given a number of bytes, returns such memory. Default: `Device.empty`.
 
         Raises:
             torch.OutOfMemoryError: the device has none.

@@ -94,6 +94,7 @@ class Resources(Generic[StoreT]):
             pager_options: see `Pager`.
         """
         self._sections += sections
+        self.memory.node = None if device is None else device.node
         arena, frames_offset = self.memory.attach(self._sections, size.pool_bytes, head_bytes, windows, filled_once)
         slots = {} if staging_bytes is None else {"staging_bytes": staging_bytes}
         self.engine = open_engine(directories, backend=backend, arena=arena, **slots)
@@ -113,7 +114,7 @@ class Resources(Generic[StoreT]):
             self.host_side.add(arena, nbytes)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return memory for transfers, which an accelerator is told of: uint8 of shape (nbytes,)."""
+        """Return memory for transfers, registered with the accelerator, if any: uint8 of shape (nbytes,)."""
         arena, memory = self.memory.take(nbytes)
         if self.host_side is not None:
             self.host_side.add(arena, nbytes)
