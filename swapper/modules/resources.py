@@ -126,6 +126,8 @@ class Resources(Generic[StoreT]):
             read_bytes, written_bytes = self._bytes_before
             self.counters.bytes_read = read_bytes + self.engine.bytes_read
             self.counters.bytes_written = written_bytes + self.engine.bytes_written
+        if self.host_side is not None:
+            self.counters.registered_bytes = self.host_side.registered_bytes
 
     def describe(self) -> str:
         """Describe transfers and memory, for people."""

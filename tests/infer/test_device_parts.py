@@ -7,7 +7,7 @@ import torch
 
 import swapper
 from infer import test_row_partitioned as wide
-from infer.host_device import ORDERS, HostDevice
+from infer.host_device import ORDERS, HostDevice, Registering
 from swapper.device.new_copies import NewCopies
 from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPrefetcher
 
@@ -38,13 +38,15 @@ def test_outputs_are_those_of_the_whole_matrix(tmp_path, order):
     loaded.unload()
 
 
-def test_its_memory_is_registered(tmp_path):
-    device = HostDevice("late")
+def test_its_memory_is_registered_and_counted(tmp_path):
+    device = Registering()
     _, model, loaded = loaded_on(tmp_path, device)
-    slots = next(
-        c.cell_contents for c in model.head.forward.__closure__ if type(c.cell_contents) is RowPrefetcher
-    )._slots
-    assert {slots.data_ptr(), slots.data_ptr() + slots.nbytes} <= set(device._borders)
+    (slots,) = [
+        c.cell_contents._slots for c in model.head.forward.__closure__ if type(c.cell_contents) is RowPrefetcher
+    ]
+    loaded._streaming.host_side.wait()
+    assert device.registered[slots.data_ptr()] == slots.nbytes
+    assert loaded.counters.registered_bytes == sum(device.registered.values())
     loaded.unload()
 
 
