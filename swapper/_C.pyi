@@ -28,6 +28,7 @@ class Arena:
         lock: bool = True,
         huge_pages: bool = True,
         filled_once: bool = False,
+        node: int | None = None,
     ) -> None:
         """Allocates `nbytes` bytes, rounded up to 4096; with `huge_pages`, in pages of 2 MiB as far as there are any.
 
@@ -38,6 +39,7 @@ class Arena:
             lock: lock the memory.
             huge_pages: use pages of 2 MiB.
             filled_once: no memory is read into again and again, so skip huge pages where they prove expensive.
+            node: the NUMA node that memory is taken from, as long as that has some. None: as the system decides.
 
         Raises:
             ConfigError: `nbytes` is 0 or too large for any machine.
@@ -62,6 +64,10 @@ class Arena:
     def nbytes(self) -> int: ...
     @property
     def address(self) -> int: ...
+    @property
+    def node(self) -> int | None:
+        """The NUMA node that was asked for; None if the system refused it, too."""
+
     @property
     def locked(self) -> bool: ...
     @property

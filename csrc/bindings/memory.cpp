@@ -171,15 +171,18 @@ void bind_memory(nb::module_& module) {
       .def(
           "__init__",
           [](ArenaHandle* self, std::uint64_t nbytes, std::optional<std::uint64_t> head_bytes, bool lock,
-             bool huge_pages, bool filled_once) {
+             bool huge_pages, bool filled_once, std::optional<int> node) {
             const nb::gil_scoped_release released;  // locking touches every page
-            ArenaOptions options{
-                .nbytes = nbytes, .lock = lock, .huge_pages = huge_pages, .filled_once = filled_once};
+            ArenaOptions options{.nbytes = nbytes,
+                                 .lock = lock,
+                                 .huge_pages = huge_pages,
+                                 .filled_once = filled_once,
+                                 .node = node.value_or(-1)};
             if (head_bytes) options.head_bytes = *head_bytes;
             new (self) ArenaHandle{std::make_shared<Arena>(options)};
           },
           "nbytes"_a, nb::kw_only(), "head_bytes"_a = nb::none(), "lock"_a = true, "huge_pages"_a = true,
-          "filled_once"_a = false)
+          "filled_once"_a = false, "node"_a = nb::none())
       .def("prefault_rest", [](const ArenaHandle& self) { self.get("prefault_rest")->prefault_rest(); })
       .def_prop_ro("populated_bytes",
                    [](const ArenaHandle& self) { return self.get("populated_bytes")->populated_bytes(); })
@@ -194,6 +197,11 @@ void bind_memory(nb::module_& module) {
       .def_prop_ro("address",
                    [](const ArenaHandle& self) {
                      return reinterpret_cast<std::uintptr_t>(self.get("address")->address());
+                   })
+      .def_prop_ro("node",
+                   [](const ArenaHandle& self) -> std::optional<int> {
+                     const int node = self.get("node")->node();
+                     return node < 0 ? std::nullopt : std::optional(node);
                    })
       .def_prop_ro("locked", [](const ArenaHandle& self) { return self.get("locked")->locked(); })
       .def_prop_ro("huge_bytes", [](const ArenaHandle& self) { return self.get("huge_bytes")->huge_bytes(); })

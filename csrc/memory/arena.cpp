@@ -5,10 +5,14 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 
 #include "base/align.h"
 #include "base/check.h"
@@ -30,6 +34,21 @@ void release_memory(std::byte* address, std::uint64_t nbytes) {
       ::mmap(address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0));
 }
 
+namespace {
+
+// Has the memory be taken from `node` as long as that has some. False if the system refuses, as some
+// containers do. A policy of a memfd's mapping is one of its memory, wherever it is mapped.
+bool prefer_node(std::byte* address, std::uint64_t nbytes, int node) {
+  constexpr int kBits = std::numeric_limits<unsigned long>::digits;
+  constexpr int kPreferred = 1;  // MPOL_PREFERRED of <linux/mempolicy.h>
+  std::array<unsigned long, 16> mask{};
+  if (node < 0 || node >= kBits * static_cast<int>(mask.size())) return false;
+  mask.at(static_cast<std::size_t>(node / kBits)) = 1UL << (node % kBits);
+  return ::syscall(SYS_mbind, address, nbytes, kPreferred, mask.data(), kBits * mask.size() + 1, 0) == 0;
+}
+
+}  // namespace
+
 Arena::Arena(const ArenaOptions& options)
     : nbytes_(align_up(options.nbytes, kPageBytes)), huge_pages_(options.huge_pages) {
   if (options.nbytes == 0) throw ConfigError("an arena needs at least one byte");
@@ -37,6 +56,7 @@ Arena::Arena(const ArenaOptions& options)
     throw ConfigError("an arena of " + std::to_string(options.nbytes) + " bytes is beyond any machine");
   }
   map();
+  if (prefer_node(address(), nbytes_, options.node)) node_ = options.node;  // before any of it is populated
   if (!options.lock || is_off("mlock")) {
     lock_reason_ = options.lock ? "locking is off (SWAPPER_OFF=mlock)" : "locking was not requested";
   } else if (::mlock2(address(), nbytes_, MLOCK_ONFAULT) != 0) {

@@ -27,6 +27,7 @@ struct ArenaOptions {
   bool lock = true;
   bool huge_pages = true;    // wherever a whole one fits; see [Note: huge pages by collapse]
   bool filled_once = false;  // skip huge pages where they are expensive; see [Note: expensive huge pages]
+  int node = -1;             // the NUMA node that memory is taken from first; -1: as the system decides
 };
 
 class Arena {
@@ -42,6 +43,7 @@ class Arena {
   std::uint64_t huge_bytes() const { return prefault_->huge_bytes(); }  // bytes that lie in huge pages
   bool locked() const;
   std::string lock_reason() const;
+  int node() const { return node_; }  // -1 also if the system refused it
   int memfd() const { return memfd_.get(); }
 
   // Starts a thread that populates the memory beyond the head. Memory may be used before: a touch populates
@@ -72,6 +74,7 @@ class Arena {
   Creator creator_;
   std::uint64_t nbytes_;
   bool huge_pages_;
+  int node_ = -1;
   UniqueFd memfd_;
   std::shared_ptr<OwnedRange> range_;  // shared with transfers
   mutable std::mutex mutex_;

@@ -101,7 +101,8 @@ class Uploads:
         try:
             frame = self._source(copy.page)
             pieces = [(span.target, frame[span.begin : span.begin + span.nbytes]) for span in copy.spans]
-            storage.fill(pieces, self._stream)
+            with self._device.range("upload", copy.page):
+                storage.fill(pieces, self._stream)
             event = None if copy.is_held else self._device.record(self._stream)
         except BaseException:
             if not copy.is_held:
@@ -193,9 +194,8 @@ class Downloads:
             while self._in_flight and self._bytes + held_bytes > self.most_bytes:
                 self.wait_for_oldest()
             self._device.let_wait(self._stream, self._device.record(self._device.current_stream()))
-            with torch.inference_mode(False), torch.no_grad():
-                for target, source in pieces:
-                    self._device.copy(target, source, self._stream)
+            with self._device.range("download", nbytes):
+                self._device.copy(pieces, self._stream)
             event = self._device.record(self._stream)
         except BaseException as error:
             with contextlib.suppress(DeviceError):  # a part of it may be queued

@@ -6,18 +6,26 @@ errors, as of a lost device, become `DeviceError`. Tests put a module in front o
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from swapper.device.cuda_graphs import refuse_capture
+from swapper.device.numa import node_of_device
 from swapper.errors import ConfigError, DeviceError
 from swapper.io.elements import device_errors
 from swapper.io.registered import CudaRegistrar
 
 OUT_OF_MEMORY = torch.OutOfMemoryError
+RANGES = "SWAPPER_NVTX"
+"""Environment variable: 1 for ranges in NVIDIA's profilers."""
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Device:
@@ -26,6 +34,9 @@ class Device:
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device) if module is None else module
+        # A thread that waits for an event sleeps: CUDA's own default lets it spin, on a core that computes or reads.
+        self._event_options = {"blocking": True} if device.type == "cuda" else {}
+        self._has_ranges = os.environ.get(RANGES) == "1" and hasattr(self._module, "nvtx")
         self._borders: tuple[int, ...] = ()  # addresses where registered memory begins or ends, sorted
 
     def __str__(self) -> str:
@@ -51,7 +62,7 @@ class Device:
     def record(self, stream: torch.Stream) -> torch.Event:
         """Return an event that passes when all that is queued on `stream` by now is done."""
         with self.named("an event"):
-            event: torch.Event = self._module.Event()
+            event: torch.Event = self._module.Event(**self._event_options)
             event.record(stream)
         return event
 
@@ -73,6 +84,14 @@ class Device:
         """Wait, in this thread."""
         with self.named("a copy"):
             event.synchronize()
+
+    def range(self, what: str, name: object = "") -> AbstractContextManager[Any]:
+        """Return a context that NVIDIA's profilers show as "swapper: `what` `name`", if the environment's SWAPPER_NVTX is 1."""
+        return self._module.nvtx.range(f"swapper: {what} {name}") if self._has_ranges else _NOTHING
+
+    def refuse_capture(self, name: str) -> None:
+        """Raise UnsupportedError if the current stream records a graph, in which group `name` cannot be used."""
+        refuse_capture(self._module, name)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -99,22 +118,34 @@ class Device:
         with self.named(f"host memory of {nbytes} bytes"):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Queue a copy on `stream`. Both must stay until an event that is recorded after it.
+    def copy(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> None:
+        """Queue copies on `stream`. Both sides must stay until an event that is recorded after them.
 
         Args:
-            target, source: uint8 of the same shape (nbytes,), one of them in host memory. [Note: slabs], io/registered.py
+            pieces: (target, source), uint8 of the same shape (nbytes,), one of them in host memory. [Note: slabs],
+                io/registered.py
         """
-        cuts = {*self._cuts(target), *self._cuts(source)}
-        if not cuts:
-            self._copy(target, source, stream)
-            return
-        for begin, end in pairwise(sorted({0, source.nbytes, *cuts})):
-            self._copy(target[begin:end], source[begin:end], stream)
+        nbytes = sum(source.nbytes for _, source in pieces)
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            self.named(f"a copy of {nbytes} bytes"),
+            self._copying(stream),
+        ):
+            for target, source in pieces:
+                cuts = {*self._cuts(target), *self._cuts(source)}
+                if not cuts:
+                    self._copy(target, source, stream)
+                    continue
+                for begin, end in pairwise(sorted({0, source.nbytes, *cuts})):
+                    self._copy(target[begin:end], source[begin:end], stream)
+
+    def _copying(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        """Return a context whose copies are queued on `stream`: entering it takes as long as queueing a copy."""
+        return self.on(stream)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        with self.named(f"a copy of {source.nbytes} bytes"), self.on(stream):
-            target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
     def _cuts(self, memory: torch.Tensor) -> list[int]:
         """Return the offsets in `memory`, but for 0, where memory that is registered begins or ends."""
@@ -142,6 +173,12 @@ class Device:
     def release_cached(self) -> None:
         """Have torch's allocator free what it caches."""
         self._module.empty_cache()
+
+    @cached_property
+    def node(self) -> int | None:
+        """The NUMA node that it is attached to, if there are several: see numa.py."""
+        properties = getattr(self._module, "get_device_properties", None)
+        return None if properties is None or self.device.type == "cpu" else node_of_device(properties(self.device))
 
     # --- page-locked memory -----------------------------------------------------------------------------------------
 

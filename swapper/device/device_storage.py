@@ -41,6 +41,18 @@ def place_in_storage(sizes: Iterable[int]) -> tuple[list[int], int]:
     return offsets, max(cursor, DEVICE_ALIGNMENT_BYTES)
 
 
+def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Return the same bytes in fewer spans: neighbors on both sides are one copy."""
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        if last and span.begin - last.begin == last.nbytes == span.target - last.target:
+            found[-1] = Span(last.begin, last.nbytes + span.nbytes, last.target)
+        else:
+            found.append(span)
+    return tuple(found)
+
+
 def spans_of_page(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span, ...]:
     """Return what of `spans` is in bytes [offset, offset + nbytes) of the section, with begins counted from `offset`."""
     found = []
@@ -48,7 +60,7 @@ def spans_of_page(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span
         begin, end = max(span.begin, offset), min(span.begin + span.nbytes, offset + nbytes)
         if begin < end:
             found.append(Span(begin - offset, end - begin, span.target + begin - span.begin))
-    return tuple(found)
+    return merge_spans(found)
 
 
 class DeviceStorage:
@@ -114,9 +126,9 @@ class DeviceStorage:
         if self._filler is None:
             self._device.let_wait(stream, self.room_since)
             self._filler = stream
-        with torch.inference_mode(False), torch.no_grad():
-            for target, source in pieces:
-                self._device.copy(self._filling[target : target + source.numel()], source, stream)
+        with torch.inference_mode(False):
+            copies = [(self._filling[target : target + source.numel()], source) for target, source in pieces]
+        self._device.copy(copies, stream)
 
     def all_is_queued(self) -> None:
         """Note that all copies are queued."""

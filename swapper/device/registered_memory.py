@@ -88,7 +88,7 @@ class LockedMemory:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = round_up(nbytes, SECTOR_BYTES)
-        self._arena = _C.Arena(self.nbytes, head_bytes=min(self.nbytes, HEAD_BYTES))
+        self._arena = _C.Arena(self.nbytes, head_bytes=min(self.nbytes, HEAD_BYTES), node=device.node)
         self._arena.prefault_rest()
         self._registration = Registration(device, self._arena, slabs(0, self.nbytes, SECTOR_BYTES))
         self._lock = SteadyLock()

@@ -14,9 +14,11 @@ order has an end, beyond which nothing is copied until it begins again.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 from swapper.device.copies import PageCopy, Uploads
+from swapper.device.cuda_graphs import refuse_compiled_graphs
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_storage import DeviceStorage
 from swapper.errors import BudgetError, DeviceError, InvariantError
@@ -25,6 +27,8 @@ from swapper.runtime.sizes import format_bytes
 
 MIN_FREE_BYTES = 256 << 20
 """If less is free on the device when a pass begins, resident images are evicted."""
+CHECK_SHARE = 50
+"""Looking takes at most a 50th of the time: the driver takes up to a millisecond to say, and a pass may be that short."""
 
 
 class DeviceCopy:
@@ -80,6 +84,7 @@ class DeviceTier:
         self._images: list[DeviceCopy] = []
         self._cycle: list[DeviceCopy] = []
         self._position = 0  # in the cycle: what is expected next
+        self._next_check_s = 0.0
         self.shrink_others: Callable[[int], None] = lambda nbytes: None
 
     def spare_bytes(self, nbytes: int = 0) -> int:
@@ -120,14 +125,19 @@ class DeviceTier:
             IoError: a page could not be read.
             BudgetError: the images in use at once are more than the device's budget, or its memory, holds.
             DeviceError: the device failed.
+            UnsupportedError: a CUDA graph is recorded that cannot work.
         """
+        self._device.refuse_capture(image.name)
+        if not image.stays:
+            refuse_compiled_graphs(image.name)
         is_copied = not (image.stays and image.is_filled)
         self._find_place(image)
         image.leases += 1
         try:
-            self._fill(image)
-            self.prepare_next()
-            image.storage.wait_on_current_stream()
+            with self._device.range("lease", image.name):
+                self._fill(image)
+                self.prepare_next()
+                image.storage.wait_on_current_stream()
         except BaseException:
             self._end_lease(image, is_whole=image.is_filled)
             raise
@@ -278,8 +288,12 @@ class DeviceTier:
             image.storage.free()
 
     def keep_free_memory(self) -> None:
-        """Evict resident images if the device is about to run short. Call it between passes."""
+        """Evict resident images if the device is about to run short. Call it between passes; see CHECK_SHARE."""
+        if time.monotonic() < self._next_check_s:
+            return
+        began_s = time.thread_time()
         spare_bytes = self._device.free_bytes() - MIN_FREE_BYTES
+        self._next_check_s = time.monotonic() + CHECK_SHARE * (time.thread_time() - began_s)
         for victim in self._victims():
             if spare_bytes >= 0:
                 break

@@ -12,7 +12,7 @@ from torch import nn
 from swapper.device.copies import PageCopy, Uploads
 from swapper.device.device import Device
 from swapper.device.device_placement import DevicePlacement
-from swapper.device.device_storage import DeviceStorage, Span, place_in_storage, spans_of_page
+from swapper.device.device_storage import DeviceStorage, Span, merge_spans, place_in_storage, spans_of_page
 from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import DeviceError
@@ -122,7 +122,7 @@ def page_copies(
     """
     if section.resident:
         whole = Access(None, ())
-        return [PageCopy(section.piece, whole, tuple(spans), stays=True, is_held=True)]
+        return [PageCopy(section.piece, whole, merge_spans(spans), stays=True, is_held=True)]
     return [
         PageCopy(page, access(page.index), spans_of_page(spans, page.offset, page.nbytes), page.index in kept)
         for page in section.pages

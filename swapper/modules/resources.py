@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
 from swapper.device.device import Device
 from swapper.device.registered_memory import HostSide
 from swapper.io.engines import Engine, open_engine
@@ -92,6 +94,7 @@ class Resources(Generic[StoreT]):
             pager_options: see `Pager`.
         """
         self._sections += sections
+        self.memory.node = None if device is None else device.node
         arena, frames_offset = self.memory.attach(self._sections, size.pool_bytes, head_bytes, windows, filled_once)
         slots = {} if staging_bytes is None else {"staging_bytes": staging_bytes}
         self.engine = open_engine(directories, backend=backend, arena=arena, **slots)
@@ -110,12 +113,21 @@ class Resources(Generic[StoreT]):
         if self.host_side is not None:
             self.host_side.add(arena, nbytes)
 
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return memory for transfers, registered with the accelerator, if any: uint8 of shape (nbytes,)."""
+        arena, memory = self.memory.take(nbytes)
+        if self.host_side is not None:
+            self.host_side.add(arena, nbytes)
+        return memory
+
     def count_bytes(self) -> None:
         """Bring the counters up to date."""
         if self.engine is not None:
             read_bytes, written_bytes = self._bytes_before
             self.counters.bytes_read = read_bytes + self.engine.bytes_read
             self.counters.bytes_written = written_bytes + self.engine.bytes_written
+        if self.host_side is not None:
+            self.counters.registered_bytes = self.host_side.registered_bytes
 
     def describe(self) -> str:
         """Describe transfers and memory, for people."""

@@ -27,9 +27,14 @@ class MappedFrame:
 
 
 class HostMemory:
-    """Owns the arenas of one run. After `close` what tensors still show is ordinary memory."""
+    """Owns the arenas of one run. After `close` what tensors still show is ordinary memory.
+
+    Attributes:
+        node: the NUMA node that they are taken from first; None: as the system decides.
+    """
 
     def __init__(self) -> None:
+        self.node: int | None = None
         self._arenas: list[_C.Arena] = []
         self._views: list[weakref.ref[_C.View]] = []  # of resident sections: each dies with the last tensor on it
 
@@ -55,7 +60,7 @@ class HostMemory:
         kept_bytes = resident_bytes([section.plan.nbytes for section in sections if section.resident])
         nbytes = max(kept_bytes + pool_bytes, SECTOR_BYTES)
         first_bytes = None if head_bytes is None else kept_bytes + head_bytes
-        arena = _C.Arena(nbytes, head_bytes=first_bytes, filled_once=filled_once)
+        arena = _C.Arena(nbytes, head_bytes=first_bytes, filled_once=filled_once, node=self.node)
         self._arenas.append(arena)
         cursor = 0
         for section in sections:
@@ -73,20 +78,22 @@ class HostMemory:
         arena.prefault_rest()  # last: windows would wait for the process's map of addresses, which it keeps busy
         return arena, kept_bytes
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return memory for transfers, an arena of its own: uint8 of shape (nbytes,)."""
-        arena = _C.Arena(nbytes)
+    def take(self, nbytes: int) -> tuple[_C.Arena, torch.Tensor]:
+        """Return memory for transfers, an arena of its own: that, and uint8 of shape (nbytes,)."""
+        arena = _C.Arena(nbytes, node=self.node)
         self._arenas.append(arena)
         view = arena.view(0, nbytes)
         self._views.append(weakref.ref(view))
-        return torch.frombuffer(view, dtype=torch.uint8)
+        return arena, torch.frombuffer(view, dtype=torch.uint8)
 
     def describe(self) -> str:
-        """Return "page-locked", or why it is not."""
+        """Return "page-locked", or why it is not; and the node, if one was asked for."""
+        granted = all(arena.node == self.node for arena in self._arenas)
+        where = "" if self.node is None else f", on node {self.node}" if granted else f", node {self.node} was refused"
         for arena in self._arenas:
             if not arena.locked:
-                return f"not page-locked ({arena.lock_reason})"
-        return "page-locked"
+                return f"not page-locked ({arena.lock_reason}){where}"
+        return f"page-locked{where}"
 
     def close(self, kept: Sequence[MappedFrame] = ()) -> None:
         """Give the memory back to the system. Transfers are over, and only `kept` windows are still read.

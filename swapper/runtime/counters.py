@@ -49,6 +49,7 @@ class Counters:
         state_bytes: parameters, masters and optimizer state together.
         uploaded_bytes, downloaded_bytes: copied to a device, and from it.
         device_peak_bytes: the peak that groups had on it.
+        registered_bytes: host memory that its driver knows by now: other memory is copied more slowly.
         waits: by thread, the wait that goes on now.
         trace: of spans of time, while it is recorded.
     """
@@ -73,6 +74,7 @@ class Counters:
     uploaded_bytes: int = 0
     downloaded_bytes: int = 0
     device_peak_bytes: int = 0
+    registered_bytes: int = 0
     waits: dict[int, Wait] = field(default_factory=dict, repr=False, compare=False)
     trace: Trace | None = field(default=None, repr=False, compare=False)
 

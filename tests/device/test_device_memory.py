@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+import time
+import types
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,15 +16,17 @@ from hypothesis import strategies as st
 from infer.host_device import HostDevice, Registering
 
 from swapper import _C
-from swapper.device.device import Device
+from swapper.device.device import RANGES, Device
 from swapper.device.device_placement import place_on_device
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span, place_in_storage, spans_of_page
+from swapper.device.tier import DeviceTier
 from swapper.errors import BudgetError, IoError
 from swapper.infer.planning.infer_placement import Demand, place
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.handle import deepnvme
 from swapper.io.registered import SLAB_BYTES, CudaRegistrar, Registration, slabs
 from swapper.io.staging import SLOT_BYTES, SLOTS, Staging
+from swapper.runtime.counters import Counters
 
 SIZES = st.lists(st.integers(0, 20_000), min_size=1, max_size=12)
 
@@ -53,6 +57,48 @@ def test_pages_bring_every_byte_to_its_place_once(sizes, page_sectors, data):
     for begin, size, offset in zip(begins, sizes, offsets, strict=True):
         assert torch.equal(storage[offset : offset + size], run[begin : begin + size])
         assert (times[offset : offset + size] == 1).all()
+
+
+def test_neighbors_on_both_sides_are_one_copy():
+    sizes, page = [1024, 4096, 512, 100, 512], 8192
+    offsets, _ = place_in_storage(sizes)
+    begins = [64, 1088, 5184, 5696, 5796]  # behind the fourth the device has a gap
+    spans = [Span(*span) for span in zip(begins, sizes, offsets, strict=True)]
+    assert spans_of_page(spans, 0, page) == (Span(64, 5732, 0), Span(5796, 512, offsets[4]))
+    assert spans_of_page(spans, 0, 4096) == (Span(64, 4032, 0),)
+
+
+@pytest.mark.parametrize("switch", ["1", "0", None])
+def test_profilers_see_ranges_if_they_are_asked_for(monkeypatch, switch):
+    seen, module = [], HostDevice().module
+    module.nvtx = types.SimpleNamespace(range=lambda name: (seen.append(name), nullcontext())[1])
+    monkeypatch.delenv(RANGES, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(RANGES, switch)
+    device = Device(torch.device("cpu"), module)
+    with device.range("lease", "blocks.0"):
+        pass
+    assert seen == (["swapper: lease blocks.0"] if switch == "1" else [])
+
+
+def test_looking_for_free_memory_takes_a_small_part_of_the_time(monkeypatch):
+    device, looks = HostDevice(), []
+
+    def slow(where):
+        looks.append(where)
+        began = time.thread_time()
+        while time.thread_time() < began + 0.02:  # so the next one is a second later
+            pass
+        return 1 << 40, 1 << 40
+
+    monkeypatch.setattr(device.module, "mem_get_info", slow)
+    tier = DeviceTier(device, None, 1 << 20, Counters())
+    for _ in range(100):
+        tier.keep_free_memory()
+    assert len(looks) == 1
+    monkeypatch.setattr(tier, "_next_check_s", 0.0)
+    tier.keep_free_memory()
+    assert len(looks) == 2
 
 
 IMAGES = st.lists(st.integers(1, 1000), min_size=1, max_size=30).map(
@@ -298,6 +344,9 @@ class Copying(Device):
         super().__init__(torch.device("cpu"), Cuda())
         self.pieces = []
 
+    def _copying(self, stream):
+        return nullcontext()
+
     def _copy(self, target, source, stream):
         self.pieces.append(tuple((memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in (target, source)))
         target.copy_(source)
@@ -311,10 +360,10 @@ def test_no_copy_crosses_the_border_of_registered_memory(registered, begin, nbyt
     for offset, size in registered:
         device.expect(host.data_ptr() + offset, size)
     borders = {host.data_ptr() + at for offset, size in registered for at in (offset, offset + size)}
-    device.copy(there[:nbytes], host[begin : begin + nbytes], None)  # up
+    device.copy([(there[:nbytes], host[begin : begin + nbytes])], None)  # up
     assert torch.equal(there[:nbytes], host[begin : begin + nbytes])
     ups = [source for _, source in device.pieces]
-    device.copy(host[begin : begin + nbytes], there[:nbytes], None)  # down
+    device.copy([(host[begin : begin + nbytes], there[:nbytes])], None)  # down
     downs = [target for target, _ in device.pieces[len(ups) :]]
     for pieces in (ups, downs):
         assert not [border for border in borders for first, last in pieces if first < border < last]

@@ -19,7 +19,9 @@ from torch import nn
 from e2e.device_twins import MIB, MakeTwins, on_device
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins
-from swapper.train.device.train_device import TrainingDevice
+from swapper.device.copies import Downloads
+from swapper.train.device.device_grads import DeviceGradients
+from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, TrainingDevice
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 
 __all__ = ["on_device"]
@@ -155,3 +157,35 @@ def test_python_waits_for_no_copy_and_no_kernel_in_a_micro_batch(
     first_updates = 1 if update == "deferred" else 0  # which a forward needs at once
     assert max(waits) <= first_updates, waits
     pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("room_bytes", [0, 8 * MIB])
+def test_gradients_on_nvme_wait_for_kernels_no_earlier_than_frames_are_short(
+    on_device: MakeTwins, monkeypatch: pytest.MonkeyPatch, room_bytes: int
+) -> None:
+    pair = on_device(
+        Net(depth=8),
+        params="nvme",
+        optimizer_state="nvme",
+        gradients="nvme",
+        device_memory=8 * MIB,
+        room_bytes=room_bytes,
+    )
+    most, waits, lease, wait = [0], [0], DeviceGradients._lease, Downloads.wait_for_oldest
+
+    def note_lease(self: DeviceGradients, *of: Any) -> None:
+        before = waits[0]
+        lease(self, *of)
+        assert waits[0] == before or self._pages_leased >= self._on_device.most_pages
+        most[0] = max(most[0], self._pages_leased)
+
+    def note_wait(self: Downloads) -> None:
+        waits[0] += 1
+        wait(self)
+
+    monkeypatch.setattr(DeviceGradients, "_lease", note_lease)
+    monkeypatch.setattr(Downloads, "wait_for_oldest", note_wait)
+    pair.train(train_step, steps=2)
+    pair.assert_same_parameters()
+    assert most[0] <= pair.manager.current.run.on_device.most_pages
+    assert most[0] > PAGES_ON_THEIR_WAY or not room_bytes

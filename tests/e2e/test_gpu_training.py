@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 
 import swapper
+from e2e.waits import Waits
+from swapper.train.parameters.train_hooks import TrainingHooks
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -123,6 +127,31 @@ def test_clipping_and_scaling_work(tmp_path: Path) -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
         assert losses[-1] < losses[0]
+
+
+def test_clipping_is_that_of_plain_torch_and_waits_once(tmp_path: Path) -> None:
+    def clipped(model: nn.Module, optimizer: Any) -> tuple[list[float], int]:
+        with Waits() as waits:
+
+            def step() -> None:
+                before = waits.count
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+                found.append(waits.count - before)
+                optimizer.zero_grad()
+
+            found: list[int] = []
+            return train(model, step), max(found)
+
+    plain = Layers().cuda()
+    expected, _ = clipped(plain, torch.optim.SGD(plain.parameters(), lr=1e-1))
+    with swapper.SwapManager(tmp_path, host_memory=512 * MIB) as manager:
+        model = Layers()
+        original = torch.optim.SGD(model.parameters(), lr=1e-1)
+        model, optimizer = manager.offload(model, original, device="cuda", device_memory=64 * MIB)
+        losses, waits = clipped(model, optimizer)
+    assert losses == pytest.approx(expected)
+    assert waits < LAYERS  # of twice as many gradients
 
 
 def test_out_of_memory_fails_the_step_and_it_can_be_taken_again(tmp_path: Path) -> None:
@@ -240,3 +269,56 @@ def test_a_forward_on_several_streams_is_waited_for(tmp_path: Path, update: str,
         options = {"update": update, "accelerator": there, "gradients": gradients, "params": "nvme"}
         model, optimizer = manager.offload(model, original, device="cuda", device_memory=128 * MIB, **options)
         torch.testing.assert_close(torch.tensor(losses(model, optimizer)), torch.tensor(expected))
+
+
+class TwoThreads(Layers):
+    """Every other layer returns a tensor of the CPU: hooks of its backward run in the caller's thread, others in autograd's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branch(on_cpu) for on_cpu in (False, True) * (LAYERS // 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).cuda() for layer in self.layers]).square().mean()
+
+
+class Branch(nn.Module):
+    def __init__(self, on_cpu: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.on_cpu = on_cpu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x.cpu() if self.on_cpu else x
+
+
+def test_hooks_of_both_threads_of_a_backward_are_not_interleaved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = TwoThreads().cuda()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
+    expected = train(plain, lambda: (plain_optimizer.step(), plain_optimizer.zero_grad()))
+    inside: list[threading.Thread] = []
+    order: list[threading.Thread] = []
+    reach = TrainingHooks._reach
+
+    def watched(hooks: TrainingHooks, call: Any) -> None:
+        inside.append(threading.current_thread())
+        order.append(inside[-1])
+        reach(hooks, call)
+        assert inside.pop() is threading.current_thread() and not inside
+
+    monkeypatch.setattr(TrainingHooks, "_reach", watched)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with swapper.SwapManager(tmp_path, host_memory=512 * MIB) as manager:
+            model = TwoThreads()
+            original = torch.optim.SGD(model.parameters(), lr=1e-3)
+            model, optimizer = manager.offload(model, original, params="nvme", device="cuda", device_memory=24 * MIB)
+            losses = train(model, lambda: (optimizer.step(), optimizer.zero_grad()))
+    finally:
+        sys.setswitchinterval(before)
+    assert len(set(order)) == 2
+    assert losses == pytest.approx(expected)

@@ -21,7 +21,7 @@ import threading
 import weakref
 import zlib
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -99,7 +99,7 @@ class Module:
     def Stream(self, device=None):
         return Stream()
 
-    def Event(self):
+    def Event(self, blocking=False):
         return Event(self)
 
     def check(self):
@@ -198,6 +198,9 @@ class HostDevice(Device):
         stream = super().current_stream()
         stream.tick()
         return stream
+
+    def _copying(self, stream):
+        return nullcontext()  # to enter a stream means kernels, here
 
     def _copy(self, target, source, stream):
         key = target.untyped_storage()._cdata

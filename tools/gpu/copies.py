@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import torch
 
-from gpu.bench import Bench, Row, check_equal, ratio
+from gpu.bench import Bench, Row, check_equal, each, ratio
 from swapper import _C
+from swapper.device.device import Device, open_device
+from swapper.device.device_storage import DeviceStorage
 from swapper.io.registered import CudaRegistrar, Registration, slabs
 
 UP, DOWN = "arena -> device", "device -> arena"
 BAR = 0.95
+QUEUEING = "Python's time for a copied tensor"
+QUEUEING_BAR_US = 10
+TENSORS = 64  # of a page
 
 
 def pinned(bench: Bench, nbytes: int) -> torch.Tensor:
@@ -45,6 +52,33 @@ def arena_copies(bench: Bench) -> Iterator[Row]:
     check_equal(ours, wanted, DOWN)
     yield ratio(DOWN, nbytes, down[1], nbytes / down[0], "the best pinned copy", BAR)
     registration.close()
+
+
+def measurements(bench: Bench) -> Iterator[Row]:
+    """Yield all of these rows; a failure loses only its own."""
+    yield from each(((UP, DOWN), lambda: arena_copies(bench)), ((QUEUEING,), lambda: queueing(bench)))
+
+
+def queueing(bench: Bench) -> Iterator[Row]:
+    """Measure how long a page's copies keep Python's thread: tensors of 4 KiB, which a device copies in less time."""
+    device = open_device(bench.device) or Device(bench.device, MagicMock())  # in a rehearsal streams do nothing
+    storage, host = DeviceStorage(device, TENSORS * 4096), torch.arange(TENSORS * 4096).to(torch.uint8)
+    pieces = [(at, host[at : at + 4096]) for at in range(0, host.numel(), 4096)]
+    stream, best = device.new_stream(), float("inf")
+    for _ in range(3 if bench.is_rehearsal else 200):
+        bench.synchronize()
+        begin = time.perf_counter()
+        storage.fill(pieces, stream)
+        storage.all_is_queued()
+        best = min(best, time.perf_counter() - begin)
+        storage.wait_for_copies()
+        storage.invalidate()
+    storage.fill(pieces, stream)
+    storage.all_is_queued()
+    storage.wait_for_copies()
+    check_equal(storage.read(0, host.numel()), host, QUEUEING)
+    microseconds = best / TENSORS * 1e6
+    yield Row(QUEUEING, f"{QUEUEING_BAR_US} us", f"{microseconds:.1f} us", microseconds <= QUEUEING_BAR_US)
 
 
 def link_rates(bench: Bench) -> tuple[float, float]:

@@ -11,8 +11,9 @@ torch may choose another kernel for another number of rows, and the last bits ma
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from swapper.device.new_copies import NewCopies, NewCopy
 from swapper.errors import DeviceError
 from swapper.formats.stored import StoredTensor
 from swapper.infer.mapping.adoption import view_of
@@ -185,13 +187,23 @@ class _PartRead:
 
     of: int  # id of its map: it must not keep the model alive
     recipes: Sequence[Recipe]
-    parts: list[torch.Tensor] = field(default_factory=list)
+    slot: int
+    sources: list[tuple[int, StoredTensor]] = field(default_factory=list)  # offset in the slot, and what it is
     tickets: list[Transfer] = field(default_factory=list)
+    copy: NewCopy | None = None  # to the device
 
-    def ready(self, device: torch.device) -> list[torch.Tensor]:
+    @property
+    def is_read(self) -> bool:
+        return all(ticket.done and ticket.error is None for ticket in self.tickets)
+
+    def wait(self) -> None:
         wait_for_all(self.tickets)
-        parts = iter([part.to(device) for part in self.parts])
+        self.tickets = []
+
+    def matrices(self, memory: torch.Tensor, offsets: Iterable[int]) -> list[torch.Tensor]:
+        """Return the results of the recipes, whose parts `memory` has at `offsets`."""
         with torch.inference_mode(False), torch.no_grad():
+            parts = iter([view_of(memory, at, stored) for at, (_, stored) in zip(offsets, self.sources, strict=True)])
             return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in self.recipes]
 
 
@@ -200,9 +212,16 @@ class RowPrefetcher:
 
     Parts are used in the order of their requests, and use the slots in turn. When the last ones of a map are in flight,
     the first ones of the map that followed it last time are requested, so that the drive does not idle between maps.
+
+    Args:
+        memory: of all slots.
+        read: submits reads.
+        copies: to the device of the maps; a part is copied beside the kernels of the one before. None: they run on the CPU.
     """
 
-    def __init__(self, memory: torch.Tensor, read: ReadInto) -> None:
+    def __init__(self, memory: torch.Tensor, read: ReadInto, copies: NewCopies | None = None) -> None:
+        self._copies = copies
+        self._copied: dict[int, torch.Event] = {}  # by slot: the event of the last copy from it
         self._slots = memory.view(PARTS_IN_MEMORY, -1)
         self._read = read
         self._number = 0  # of requested parts
@@ -225,10 +244,11 @@ class RowPrefetcher:
         try:
             for begin, end in ranges:
                 self._request(wanted)
-                weight, *bias = self._reading[0].ready(x.device)
+                weight, *bias = self._matrices()
                 here = linear.module.bias
                 known = bias[0] if bias else None if here is None else here[begin:end]
                 outputs.append(F.linear(x, weight, known))
+                del weight, bias, known
                 self._reading.popleft()
             self._request(wanted)
         except BaseException:
@@ -236,27 +256,54 @@ class RowPrefetcher:
             raise
         return torch.cat(outputs, dim=-1)
 
+    def _matrices(self) -> list[torch.Tensor]:
+        """Return the oldest part, for kernels that are queued next."""
+        part = self._reading[0]
+        part.wait()
+        if self._copies is None:
+            return part.matrices(self._slots[part.slot], (at for at, _ in part.sources))
+        copy = self._send(self._copies, part)
+        if len(self._reading) > 1 and self._reading[1].of == part.of and self._reading[1].is_read:
+            self._send(self._copies, self._reading[1])
+        device = self._copies.device
+        device.let_wait(device.current_stream(), copy.filled_at)
+        return part.matrices(copy.memory, copy.offsets)
+
+    def _send(self, copies: NewCopies, part: _PartRead) -> NewCopy:
+        if part.copy is None:
+            slot = self._slots[part.slot]
+            part.copy = copies.send([slot[at : at + stored.nbytes] for at, stored in part.sources])
+            self._copied[part.slot] = part.copy.filled_at
+        return part.copy
+
     def _request(self, wanted: Iterator[tuple[RowPartitionedLinear, int, int]]) -> None:
         """Begin to read the next parts, as long as there are free slots."""
         while len(self._reading) < PARTS_IN_MEMORY and (following := next(wanted, None)) is not None:
             linear, begin, end = following
             with defer_sigint, outside_transforms():  # an unrecorded read would fill a slot that another part uses next
-                self._reading.append(_PartRead(id(linear), linear.recipes(begin, end)))
-                self._submit(self._reading[-1], self._slots[self._number % PARTS_IN_MEMORY])
+                slot = self._number % PARTS_IN_MEMORY
+                if self._copies is not None and slot in self._copied:
+                    self._copies.device.wait_for(self._copied.pop(slot))
+                self._reading.append(_PartRead(id(linear), linear.recipes(begin, end), slot))
+                self._submit(self._reading[-1])
                 self._number += 1
 
     def _forget(self) -> None:
         """Drop all parts; wait for reads in flight, since their slots are used next."""
         for ticket in (ticket for part in self._reading for ticket in part.tickets):
             ticket.exception()
+        for copy in (part.copy for part in self._reading if part.copy is not None):
+            if self._copies is not None:
+                with contextlib.suppress(DeviceError):
+                    self._copies.device.let_wait(copy.stream, copy.filled_at)  # its memory is dropped
         self._reading.clear()
 
-    def _submit(self, reading: _PartRead, slot: torch.Tensor) -> None:
+    def _submit(self, reading: _PartRead) -> None:
         """Begin to read a part. Each tensor lies in memory as in its sector, if that suits the kernels."""
-        cursor = 0
+        cursor, slot = 0, self._slots[reading.slot]
         for stored in (part for recipe in reading.recipes for part in recipe.parts):
             in_sector = stored.offset % SECTOR_BYTES
             at = round_up(cursor, SECTOR_BYTES) + (in_sector if in_sector % TENSOR_ALIGNMENT_BYTES == 0 else 0)
             reading.tickets.append(self._read(stored, 0, slot[at : at + stored.nbytes]))
-            reading.parts.append(view_of(slot, at, stored))
+            reading.sources.append((at, stored))
             cursor = at + stored.nbytes

@@ -129,7 +129,7 @@ class StreamingPlan:
         """Device memory in addition to images: resident weights, and the most of conversions, parts of matrices and
         experts at once."""
         _, small_bytes = place_in_storage(part.nbytes for weight in self.small for part in weight.recipe.parts)
-        return small_bytes + self.buffer_bytes + self.made_bytes + self._slot_bytes + self.least_experts_bytes
+        return small_bytes + self.buffer_bytes + self.made_bytes + 2 * self._slot_bytes + self.least_experts_bytes
 
     @property
     def parts_bytes(self) -> int:

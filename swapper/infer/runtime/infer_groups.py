@@ -17,6 +17,7 @@ from swapper.device.copies import COPIES_IN_FLIGHT
 from swapper.device.device import Device
 from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import Span
+from swapper.device.new_copies import NewCopies
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError
 from swapper.infer.mapping.adoption import Places, adopt, locate, view_of
@@ -132,13 +133,16 @@ class InferenceDevice(ModelDevice):
         streaming: has the frames that are copied from.
         placement: of the device's budget.
         counters: to update.
+
+    Attributes:
+        copies: of experts, and of parts of matrices.
     """
 
     def __init__(self, device: Device, streaming: Streaming, placement: DevicePlacement, counters: Counters) -> None:
         assert streaming.host_side is not None
         super().__init__(device, placement, streaming.host_side, streaming.pager, counters, is_cyclic=True)
         self._image_bytes = placement.image_bytes
-        self._counters = counters
+        self.copies = NewCopies(device, counters)
         self._passing_frames = streaming.pool.frame_count
 
     def image(
@@ -169,7 +173,7 @@ class InferenceDevice(ModelDevice):
         """Return memory for experts: `host_bytes` in host memory, and here at least this much, and what images leave."""
         tier = self.tier
         made: DeviceExperts[Key] = DeviceExperts(
-            self.device, host_bytes, lambda nbytes: least_bytes + tier.spare_bytes(nbytes), self._counters
+            self.copies, host_bytes, lambda nbytes: least_bytes + tier.spare_bytes(nbytes)
         )
         tier.shrink_others = made.shrink
         return made
@@ -177,6 +181,10 @@ class InferenceDevice(ModelDevice):
     def has_room_for(self, group: StreamedGroup) -> bool:
         """Return True if all of it fits the device's budget. A group that is read by rows or parts may be larger."""
         return group.image_bytes <= self._image_bytes
+
+    def close(self) -> None:
+        self.copies.finish()
+        super().close()
 
     def stays(self, group: int) -> bool:
         return group in self._resident_set

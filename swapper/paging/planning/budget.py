@@ -42,9 +42,14 @@ SizeT = TypeVar("SizeT", bound=PoolSize)
 
 @dataclass(frozen=True, slots=True)
 class Budget(PoolSize):
-    """The division of a host budget: resident bytes and the pool, together at most the budget."""
+    """The division of a host budget: resident bytes and the pool, together at most the budget.
+
+    Attributes:
+        spare_frames: of the pool, beyond what a step needs at once.
+    """
 
     resident_bytes: int
+    spare_frames: int = 0
 
 
 def divide(
@@ -83,7 +88,8 @@ def divide(
         return PoolSize(page_bytes or RESIDENT_SLICE_BYTES, 0) if pool_bytes >= 0 else None
 
     size = divide_host_memory(host_bytes, kept_bytes, fit, "this model and optimizer need", lambda: rest)
-    return Budget(size.page_bytes, size.frame_count, kept_bytes)
+    spare_frames = size.frame_count - frames_needed(size.page_bytes) if paged else 0
+    return Budget(size.page_bytes, size.frame_count, kept_bytes, spare_frames)
 
 
 def divide_host_memory(

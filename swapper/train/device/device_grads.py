@@ -22,7 +22,8 @@ from torch import nn
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.paging.pager import Pager
 from swapper.runtime.interrupts import defer_sigint
-from swapper.train.device.train_device import EARLIER_SHARE, PAGES_ON_THEIR_WAY, StreamOrder, TrainingDevice
+from swapper.train.device.train_device import EARLIER_SHARE, StreamOrder, TrainingDevice
+from swapper.train.gradients.autograd_grads import Hook
 from swapper.train.gradients.cold_grad import GradientMeta, GradientPart, GradientSlot, is_part
 from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.layout.slices import TensorLocation
@@ -52,6 +53,15 @@ class DeviceGradients(PagedGradients):
         self._came: Counter[int] = Counter()  # backwards of this step that had a gradient of it
         self._usual: Counter[int] = Counter()  # backwards of the last step
         super().__init__(places, pager)
+
+    def _hook(self, slot: GradientSlot, act: Callable[[PagedGradients, GradientSlot], None]) -> Hook:
+        hook, alone = super()._hook(slot, act), self._on_device.alone
+
+        def hook_alone(gradient: torch.Tensor) -> None:
+            with alone:
+                hook(gradient)
+
+        return hook_alone
 
     def remove(self) -> None:
         super().remove()
@@ -185,7 +195,7 @@ class DeviceGradients(PagedGradients):
         self._release(part)
 
     def _lease(self, slot: GradientSlot, part: GradientPart) -> None:
-        while self._pages_leased >= PAGES_ON_THEIR_WAY:
+        while self._pages_leased >= self._on_device.most_pages:
             self._downloads.wait_for_oldest()
         super()._lease(slot, part)
         self._pages_leased += part.access is not None

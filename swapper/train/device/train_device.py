@@ -11,6 +11,11 @@ the forward first used the parameter. The gradient is valid on that stream only 
 makes the stream of the backward's caller wait for all of those. So a use before (`update="backward"`) waits for the
 parameters' streams.
 
+[Note: threads of a backward] Autograd runs a backward's nodes of the accelerator in a thread of its own, and those of the CPU
+in the thread that called it: hooks of both may be due at once (a module that returns a tensor of the CPU). They are not
+made to be interleaved, and every call of the device lets the other thread go on. So each takes `alone` first, after its
+turn.
+
 [Note: stream of updates] Updates on the device have a stream of their own, so that the kernels of a forward or backward
 wait neither for them nor for the copies of their slices. It waits for what was queued when a step's first update begins
 (scalars of the optimizer's on the device), and for gradients that stay. The caller's stream waits for it when the backward
@@ -20,6 +25,7 @@ is over. All other results go by host memory, or are waited for by who uses them
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -49,7 +55,10 @@ from swapper.train.updates.adamw_kernel import AdamWKernel
 EARLIER_SHARE = 4
 """An earlier gradient, to which one is added, is on the device in pieces of this part of the bytes for downloads."""
 PAGES_ON_THEIR_WAY = 2
-"""Maximum frames leased for gradients at once: one is copied while the next is queued."""
+"""Frames leased for gradients at once that a pool always has: one is copied while the next is queued."""
+MORE_PAGES_ON_THEIR_WAY = 14
+"""Maximum of those from spare frames, of which at most every second one is taken: a choice. With few, Python waits for kernels
+that make gradients, and queues no others."""
 RING = 3
 """Slices on the device at once if they are updated there: one is copied up, one is updated, one is copied down."""
 USES_REMEMBERED = 64
@@ -68,12 +77,15 @@ class TrainingDevice(ModelDevice):
         host: memory of frames and resident sections.
         updates: the optimizer's updates run there too.
         kernel: updates instead of the optimizer, or None.
+        spare_frames: of the pool, beyond what a step needs at once.
 
     Attributes:
+        most_pages: maximum of frames leased for gradients at once.
         downloads: copies gradients, and changes made on the device, to the host.
         sum_bytes: the device's memory for gradients that are added up there.
         order: of the streams that write gradients which stay, and the one that uses them.
         updating: the stream of updates.
+        alone: held by a hook: [Note: threads of a backward].
 
     Raises:
         BudgetError: the budgets of this and other sessions exceed the device's memory.
@@ -88,12 +100,15 @@ class TrainingDevice(ModelDevice):
         counters: Counters,
         updates: bool,
         kernel: AdamWKernel | None = None,
+        spare_frames: int = 0,
     ) -> None:
         _check_others(budget)
         super().__init__(budget.device, placement, host, pager, counters, is_cyclic=False)
         device = budget.device
+        self.alone = threading.RLock()
         self.updates = updates
         self.kernel = kernel
+        self.most_pages = PAGES_ON_THEIR_WAY + min(max(spare_frames, 0) // 2, MORE_PAGES_ON_THEIR_WAY)
         self._budget = budget
         self._pager = pager
         self.downloads = Downloads(device, counters, placement.down_bytes)
@@ -237,8 +252,9 @@ class TrainingDevice(ModelDevice):
         """
         if storage.filled_at is not None:
             storage.invalidate(last_use)
-        storage.fill(pieces, self._slices)
-        storage.all_is_queued()
+        with self.device.range("upload of a slice", storage.nbytes):
+            storage.fill(pieces, self._slices)
+            storage.all_is_queued()
         self._counters.uploaded_bytes += sum(source.numel() for _, source in pieces)
         storage.wait_on_current_stream()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ class GradientOwner(Protocol):
 
     def norm(self, slot: GradientSlot, norm_type: float) -> torch.Tensor:
         """Return a gradient's norm, as torch.linalg.vector_norm does."""
+
+    def find_finite(self, slots: Sequence[GradientSlot]) -> None:
+        """Find out at once which of these gradients' norms are finite: one wait for a device, not one for each."""
 
     def is_finite(self, slot: GradientSlot) -> bool:
         """Return True if all of its elements are finite."""
@@ -111,12 +114,42 @@ def _vector_norm(tensor: Any, ord: Any = 2, *others: Any, **named: Any) -> Any: 
     return owner.norm(slot, float(ord))
 
 
+class _Factor:
+    """The value that a factor, of shape (), has now. If it is on a device it is copied when it is used, with all others."""
+
+    _elsewhere: ClassVar[weakref.WeakSet[_Factor]] = weakref.WeakSet()  # those not in host memory
+
+    def __init__(self, factor: torch.Tensor) -> None:
+        self.value = factor.detach().clone()
+        if self.value.device.type != "cpu":
+            self._elsewhere.add(self)
+
+    def beside(self, part: torch.Tensor) -> torch.Tensor:
+        """Return it where `part` is, or in host memory, where any kernel takes it from."""
+        if self.value.device not in (part.device, torch.device("cpu")):
+            _bring(self._elsewhere)
+        return self.value
+
+
+def _bring(factors: weakref.WeakSet[_Factor]) -> None:
+    """Copy these factors to host memory: one wait for all of a device and dtype."""
+    alike: dict[tuple[torch.device, torch.dtype], list[_Factor]] = {}
+    for factor in list(factors):
+        alike.setdefault((factor.value.device, factor.value.dtype), []).append(factor)
+    factors.clear()
+    for some in alike.values():
+        for factor, value in zip(some, torch.stack([factor.value for factor in some]).cpu().unbind(), strict=True):
+            factor.value = value
+
+
 def _mul(tensor: Any, other: Any) -> Any:
     found = _of(tensor)
     if found is None or type(other) is ColdGradient or (isinstance(other, torch.Tensor) and other.dim()):
         return NotImplemented
-    factor = other.detach().cpu().clone() if isinstance(other, torch.Tensor) else other  # it is used there
-    return _change(tensor, found, lambda part: part.mul(factor))
+    if not isinstance(other, torch.Tensor):
+        return _change(tensor, found, lambda part: part.mul(other))
+    factor = _Factor(other)
+    return _change(tensor, found, lambda part: part.mul(factor.beside(part)))
 
 
 def _clamp(tensor: Any, min: Any = None, max: Any = None) -> Any:
@@ -147,6 +180,9 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
     factor = inv_scale.detach().cpu().clone()  # it is used there
+    cold = [found for tensor in tensors if (found := _of(tensor)) is not None]
+    for owner in dict.fromkeys(owner for owner, _ in cold):
+        owner.find_finite([slot for its, slot in cold if its is owner])
 
     def unscale(part: torch.Tensor) -> torch.Tensor:
         changed = part.clone()

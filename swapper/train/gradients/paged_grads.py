@@ -101,6 +101,14 @@ class PagedGradients:
         return slot.content.norms[norm_type]
 
     @torch.no_grad()
+    def find_finite(self, slots: Sequence[GradientSlot]) -> None:
+        asked = [slot for slot in slots if slot.content.finite is None and USUAL_NORM in slot.content.norms]
+        if asked:
+            norms = torch.stack([slot.content.norms[USUAL_NORM].isfinite() for slot in asked])
+            for slot, is_finite in zip(asked, norms.tolist(), strict=True):
+                slot.content.finite = True if is_finite else None  # squares may overflow
+
+    @torch.no_grad()
     def is_finite(self, slot: GradientSlot) -> bool:
         slot.check_whole()
         known = slot.content.norms.get(USUAL_NORM)

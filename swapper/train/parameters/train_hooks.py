@@ -30,7 +30,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
@@ -97,6 +98,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         units = list(units)
         super().__init__(units, groups, drop_leases, turns)
         self._on_device = on_device
+        self._alone: AbstractContextManager[Any] = nullcontext() if on_device is None else on_device.alone
         self._updates = updates
         self._check_usable = check_usable
         self._enter_phase = enter_phase
@@ -227,8 +229,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        with outside_transforms():
-            self._take_turn()
+        with outside_transforms(), self._my_turn():
             if self._batches is not None and unit.groups and not _in_backward():
                 self._batches.arrive(self._groups[unit.groups[0]])
                 if self._updates.is_open and not self._updates.follows_backward:
@@ -264,11 +265,12 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._turns.is_mine and not _in_thread_of_autograd():
             return None  # the pre-hook itself failed
-        try:
-            call = self._end(unit)
-            return None if call is None else self._leave(call, output)
-        finally:
-            self._give_turn()
+        with self._alone:
+            try:
+                call = self._end(unit)
+                return None if call is None else self._leave(call, output)
+            finally:
+                self._give_turn()
 
     def _leave(self, call: TrainingCall, output: Any) -> Any:
         """End the forward of `call`: release its leases. Return its output."""
@@ -353,13 +355,16 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def backward_begins(self) -> None:
         """Begin the backward of an output of a model that is not paged."""
-        self._take_turn()
-        self._check_usable()
-        self._note_backward()
+        with self._my_turn():
+            self._check_usable()
+            self._note_backward()
 
     def backward_reaches(self, call: TrainingCall) -> None:
         """Lease the groups of `call`, when the first of its outputs has its gradient."""
-        self._take_turn()
+        with self._my_turn():
+            self._reach(call)
+
+    def _reach(self, call: TrainingCall) -> None:
         groups = self._leased_by(call)
         if call.backward_task is not None and call in self._backward:
             for group in groups:
@@ -431,6 +436,13 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             self._release(self._held.pop())
 
     # --- turns ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        """Take the turn, and return a context in which no other thread of the same backward runs a hook."""
+        self._take_turn()
+        with self._alone:
+            yield
 
     def _take_turn(self) -> None:
         """Wait until no other thread uses the model. See [Note: turns]."""

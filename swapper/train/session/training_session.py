@@ -184,7 +184,8 @@ class TrainingSession:
         host_side, request = self._resources.host_side, plan.request
         if request.device is not None and plan.on_device is not None and host_side is not None:
             self.on_device = TrainingDevice(
-                request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there, request.kernel
+                request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there, request.kernel,
+                plan.budget.spare_frames,
             )  # fmt: skip
         return self.on_device
 

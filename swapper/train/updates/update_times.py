@@ -176,7 +176,7 @@ def faster_place(optimizer: Optimizer, device: Device) -> str:
 def copy_seconds(device: Device) -> float:
     """Return the seconds of a byte that is copied to the device while another one is copied from it, in registered memory."""
     nbytes = min(COPIED_BYTES, max(round_up(device.free_bytes() // 8, SECTOR_BYTES), SECTOR_BYTES))
-    arena = _C.Arena(2 * nbytes)
+    arena = _C.Arena(2 * nbytes, node=device.node)
     registration = Registration(device, arena, slabs(0, 2 * nbytes, SECTOR_BYTES))
     registration.wait()
     source, target = (torch.frombuffer(arena.view(at, nbytes), dtype=torch.uint8) for at in (0, nbytes))
@@ -188,7 +188,7 @@ def copy_seconds(device: Device) -> float:
         storage.fill([(0, source)], up)
         storage.all_is_queued()
         device.let_wait(down, device.record(device.current_stream()))
-        device.copy(target, there, down)
+        device.copy([(target, there)], down)
         device.wait_for(device.record(down))
         storage.wait_for_copies()
 

@@ -1,0 +1,73 @@
+"""CUDA graphs of code that uses a group are refused by name, where its memory on the device is another one at each use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from infer.host_device import HostDevice
+from torch import nn
+
+import swapper
+from e2e.device_twins import MIB, SMALL, MakeTwins, on_device
+from e2e.models import Net, tokens
+
+__all__ = ["on_device"]
+
+BATCH = tokens()
+
+
+def assert_refused(model: nn.Module) -> None:
+    with pytest.raises(swapper.UnsupportedError, match=r"record CUDA graphs.*reduce-overhead"):
+        model(BATCH)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_recording_compiled_code_with_streamed_groups_is_refused(on_device: MakeTwins, mode: str) -> None:
+    pair = on_device()
+    plain = pair.swapped(BATCH)
+    assert_refused(torch.compile(pair.swapped, mode=mode))
+    assert torch.equal(pair.swapped(BATCH), plain)  # nothing is left of the refused pass
+    pair.swapped.compile(mode=mode)
+    assert_refused(pair.swapped)
+
+
+def test_other_ways_to_ask_for_graphs_are_refused_and_other_compilers_are_not(on_device: MakeTwins) -> None:
+    pair = on_device()
+    assert_refused(torch.compile(pair.swapped, options={"triton.cudagraphs": True}))
+    assert_refused(torch.compile(pair.swapped, backend="cudagraphs"))
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert_refused(torch.compile(pair.swapped))
+    compiled = torch.compile(pair.swapped, backend="eager")
+    assert torch.equal(compiled(BATCH), pair.swapped(BATCH))
+
+
+def test_groups_that_stay_on_the_device_keep_their_addresses(
+    on_device: MakeTwins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda self, module, inputs: module.forward)
+    pair = on_device(device_memory=64 * MIB, params="device")
+    compiled = torch.compile(pair.swapped, mode="reduce-overhead")
+    seen = []
+    for _ in range(2):
+        compiled(BATCH).sum().backward()
+        with pair.manager.gather(pair.swapped):
+            seen.append([parameter.data_ptr() for parameter in pair.swapped.parameters()])
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("budget", [SMALL, 64 * MIB])
+def test_capturing_a_forward_is_refused(tmp_path: Path, budget: int) -> None:
+    device = HostDevice()
+    with swapper.SwapManager(tmp_path, host_memory="8MiB") as manager:
+        model = Net()
+        model, _ = manager.offload(model, torch.optim.AdamW(model.parameters()), device=device, device_memory=budget)
+        expected = model(BATCH)
+        device.module.is_current_stream_capturing = lambda: True
+        with pytest.raises(swapper.UnsupportedError, match=r"a CUDA graph is being captured.*make_graphed_callables"):
+            model(BATCH)
+        del device.module.is_current_stream_capturing
+        assert torch.equal(model(BATCH), expected)
