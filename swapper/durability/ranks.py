@@ -127,6 +127,7 @@ class Ranks:
 
     Attributes:
         has_failed: this rank ends with an error, and does not wait for others any more.
+        lacks_one: another rank did not arrive at `gather`, so what that one did is unknown.
         start: random, and the same on all ranks; another one when they start again. Set by the code that opens the run.
     """
 
@@ -134,6 +135,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.has_failed = False
+        self.lacks_one = False
         self.start = ""
         self._is_early = is_early
         self._group = group
@@ -209,8 +211,12 @@ class Ranks:
         if self._group is None:
             return [mine]
         found: list[Any] = [None] * self.size
-        with _explained(what):
-            dist.all_gather_object(found, mine, group=self._group)
+        try:
+            with _explained(what):
+                dist.all_gather_object(found, mine, group=self._group)
+        except StateError:
+            self.lacks_one = True
+            raise
         return found
 
     def gather_at_first(self, mine: T, what: str) -> list[T] | None:

@@ -268,8 +268,8 @@ def are_apart(directory: Path) -> bool:
 def train_plain(directory: Path, size: int, engine: str) -> None:
     """Import what each rank needs, and train plain torch's ranks to their end."""
     torch.set_num_threads(1)
-    for module in ("torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor") if engine == "ddp" else ():
-        importlib.import_module(module)  # here and not in every child: DDP does
+    for module in ("torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor"):
+        importlib.import_module(module)  # here and not in every child: DDP does, and FSDP2 the first
     swapper.SwapManager  # noqa: B018  # as well
     assert not any(launch(size, directory / "meeting", lambda: plain(directory, engine)))
 
