@@ -229,11 +229,13 @@ class Ranks:
         return found
 
     def in_background(self) -> Ranks:
-        """Return the same ranks with a group for a thread's use. All ranks must call the first one."""
+        """Return the same ranks with a group for a thread's use. All ranks must call it first where none has ended yet: who
+        makes a group waits for one that has until the timeout, and a member of a group learns at once that another has ended.
+        """
         if self._group is None:
             return self
         if self._background is None:
-            with _explained("the first snapshot"):
+            with _explained("manager.offload"):
                 self._background = Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=_users_timeout()))
         return self._background
 

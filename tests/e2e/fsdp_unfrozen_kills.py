@@ -1,9 +1,10 @@
-"""Ranks of a sharded model that get more to train, of which one is killed at every call by which it changes a file, as a program.
+"""Ranks of a sharded model that get more to train, and are killed in the middle of it, as a program.
 
-Usage: fsdp_unfrozen_kills.py DIRECTORY [STRIDE [FIRST]]. A job has trained two steps. Each time its ranks begin from a copy of that,
-and add a group to the running optimizer. One of them, in turns, is killed before its call number FIRST, FIRST + STRIDE, ... in
-there; the other learns of it, and ends, or is killed then as well. Then all begin again, must find one layout, the old one or the
-new one, on all ranks, and go on: losses, parameters and state are those of plain FSDP2.
+Usage: fsdp_unfrozen_kills.py DIRECTORY [STRIDE [FIRST]]. A job has trained two steps. Each time its ranks begin with a copy,
+and add a group to the running optimizer. One of them, in turns, is killed before its call number FIRST, FIRST + STRIDE, ... that
+changes a file in there. The other dies right after it has committed the new layout, or right before that, or learns of it and ends.
+Then all begin again, must find one layout, the old one or the new one, on all ranks, and go on: losses, parameters and state are
+those of plain FSDP2.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from e2e.fsdp_run import frozen, make, train, unfreeze
 from e2e.killed_ranks import digests, joined, launch
 from e2e.killed_run import fork
 from e2e.stopped_calls import run_until, stop_from_here
+from swapper.durability import committer
 
 SIZE = 2
 ADDED_AT, STEPS = 2, 4
 PLACES = {"params": "nvme", "optimizer_state": "nvme"}
 CASE = {"change": frozen}
+FATES = ("dies after its commit", "dies before its commit", "lives")
 
 
 def plain(directory: Path) -> None:
@@ -58,11 +61,26 @@ def open_again(directory: Path, manager: Any) -> tuple[Any, Any]:
     return model, manager.offload(model, optimizer, **PLACES)[1]
 
 
-def add(directory: Path, is_watched: bool) -> None:
+def die_at_commit(fate: str) -> None:
+    """Let this rank die by the commit of the new layout: the second one, after that of the old layout."""
+    publish, commits = committer.publish_commit, itertools.count()
+
+    def dying(*record: Any) -> None:
+        is_new = next(commits) == 1
+        if is_new and fate == "dies before its commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(*record)
+        if is_new and fate == "dies after its commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    committer.publish_commit = dying
+
+
+def add(directory: Path, fate: str = "") -> None:
+    """Add a group. Without a fate this rank is watched."""
     with swapper.SwapManager(directory, host_memory="8MiB", resume="auto", backend="threads") as manager:
         model, optimizer = open_again(directory, manager)
-        if is_watched:
-            stop_from_here()
+        die_at_commit(fate) if fate else stop_from_here()
         unfreeze(model, optimizer)
         os._exit(0)  # before its end changes more
 
@@ -84,15 +102,13 @@ def go_on(directory: Path) -> None:
         assert files == 2, f"{files} swap files: what there was before is left"
 
 
-def add_and_kill(directory: Path, meeting: Path, victim: int, at: int, is_peer_killed: bool) -> tuple[bool, list[str]]:
+def add_and_kill(directory: Path, meeting: Path, victim: int, at: int, fate: str) -> tuple[bool, list[str]]:
     """Start the ranks, and kill one. Return whether its call number `at` came, and its calls until then."""
-    peer = fork(lambda: joined(1 - victim, SIZE, meeting, lambda: add(directory, False)))
+    peer = fork(lambda: joined(1 - victim, SIZE, meeting, lambda: add(directory, fate)))
     status, calls = run_until(
-        lambda: joined(victim, SIZE, meeting, lambda: add(directory, True)), fork, directory, at, later=True
+        lambda: joined(victim, SIZE, meeting, lambda: add(directory)), fork, directory, at, later=True
     )
-    with contextlib.suppress(ChildProcessError, ProcessLookupError):  # it was waited for meanwhile
-        if is_peer_killed:
-            os.kill(peer, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # it was waited for meanwhile
         os.waitpid(peer, 0)
     return os.WIFSIGNALED(status), calls
 
@@ -107,10 +123,12 @@ def main(directory: Path, stride: int = 1, first: int = 0) -> None:
     for number in itertools.count():
         shutil.copytree(begun, place)
         meeting = directory / f"meeting-{number}"
-        at, victim, is_peer_killed = first + number * stride, number % SIZE, number // SIZE % 2 == 1
-        killed, calls = add_and_kill(place, Path(f"{meeting}-add"), victim, at, is_peer_killed)
+        at, victim, fate = first + number * stride, number % SIZE, FATES[number % len(FATES)]
+        killed, calls = add_and_kill(place, Path(f"{meeting}-add"), victim, at, fate)
         if any(launch(SIZE, Path(f"{meeting}-on"), lambda: go_on(place))):
-            raise SystemExit(f"after the kill of rank {victim} at call {at} ({calls[-1:]}) the job did not go on")
+            raise SystemExit(
+                f"after the kill of rank {victim} at call {at} ({calls[-1:]}) the job did not go on: its peer {fate}"
+            )
         shutil.rmtree(place)
         if not killed:
             break

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -23,6 +24,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,9 @@ CHANGED_STEPS = (2, 5, 6)
 """After which parameters are changed by hand."""
 SNAPSHOT_STEPS = (3, 5, 7)
 WRONG = "resumes from another state"
+LONGEST_WAIT = timedelta(minutes=5)
+"""Of torch.distributed. A rank learns at once that another is killed: one that waits for this long hangs."""
+HUNG = re.compile("time(d )?out", re.IGNORECASE)
 LONGEST_COMMIT_S = 0.1
 """Before and after a commit that is published late: several times LONGEST_DELAY_S, so that kills fall in between."""
 
@@ -123,7 +128,8 @@ def delay_commits(how: str) -> None:
 
 def joined(rank: int, size: int, meeting: Path, work: Callable[[], None]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    place: Any = {"init_method": f"file://{meeting}", "rank": rank, "world_size": size}
+    dist.init_process_group("gloo", timeout=LONGEST_WAIT, **place)
     work()
     dist.destroy_process_group()
 
@@ -254,8 +260,8 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, 
         os.close(reader)
     statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
     said = "".join(path.read_text() for path in sorted(directory.glob("errors-*")))
-    if (not victims and any(statuses)) or WRONG in said:
-        raise SystemExit(f"a rank failed: {said}")
+    if (not victims and any(statuses)) or WRONG in said or HUNG.search(said):
+        raise SystemExit(f"a rank failed, or waited in vain: {said}")
     return whom if any(statuses) else ""
 
 
