@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from swapper.errors import ConfigError, DirectoryError, StateError, SwapperError
+from swapper.errors import ConfigError, DirectoryError, StateError
 
 if TYPE_CHECKING:  # which knows what a commit is called
     from swapper.durability.commit import CommitRecord
@@ -255,8 +255,7 @@ class Ranks:
             found = find()
             told = True, tell(found)
         except Exception as error:
-            text = str(error) if isinstance(error, SwapperError) else describe_failure(error)
-            self.gather((False, text), what)
+            self.gather((False, describe_failure(error)), what)
             raise
         answers = self.gather(told, what)
         failed = [f"rank {rank}: {text}" for rank, (is_well, text) in enumerate(answers) if not is_well]
