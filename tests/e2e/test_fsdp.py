@@ -120,7 +120,7 @@ def test_what_is_not_done_yet_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "part", ["FSDPParamGroup._all_gather_result", "FSDPParamGroup.wait_for_unshard", "FSDPParam.fsdp_placement"]
+    "part", ["FSDPParamGroup._all_gather_result", "FSDPParamGroup.wait_for_unshard", "FSDPParam._orig_size"]
 )
 def test_what_another_version_of_torch_lacks_is_named(
     tmp_path: Path, alone: None, part: str, monkeypatch: pytest.MonkeyPatch
