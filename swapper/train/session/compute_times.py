@@ -168,7 +168,7 @@ def _copying_seconds() -> float:
 
 
 def _touching_seconds() -> float:
-    """Return how long the first touch of a byte takes, beside a later one."""
+    """Return how long the first touch of a byte takes, more than a later one."""
 
     def fill(memory: mmap.mmap) -> float:
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
