@@ -27,7 +27,7 @@ _PARTS = {
     ),
     "FSDPParam": (
         "sharded_param", "_sharded_param_data", "padded_sharded_param_size", "mesh_info", "fsdp_placement", "offload_to_cpu",
-        "param_dtype", "orig_dtype", "_orig_size",
+        "param_dtype", "orig_dtype", "_orig_size", "_module_info", "reset_sharded_param",
     ),
     "DTensor": ("_local_tensor", "_spec", "placements", "device_mesh"),
 }  # fmt: skip
