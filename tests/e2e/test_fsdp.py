@@ -88,7 +88,7 @@ def test_more_is_trained_on_all_ranks_or_on_none(tmp_path: Path) -> None:
     assert len(first) == len(second) == 5, said
     for reason, count in (("has a gradient", 2), ("lr=0.02 in group 0", 2), ("File too large", 4), (": same", 2)):
         assert sum(reason in line for line in said) == count, said
-    assert sum("rank 1: StateError: a sharded model" in line for line in said) == 1
+    assert sum(line.startswith("rank 1: StateError: a sharded model") for line in said) == 1
     assert sum("rank 0: StateError: another rank could not train more" in line for line in said) == 3
 
 
