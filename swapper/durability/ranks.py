@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from swapper.errors import ConfigError, DirectoryError, StateError, SwapperError
+from swapper.errors import ConfigError, DirectoryError, StateError
 
 if TYPE_CHECKING:  # which knows what a commit is called
     from swapper.durability.commit import CommitRecord
@@ -127,6 +127,7 @@ class Ranks:
 
     Attributes:
         has_failed: this rank ends with an error, and does not wait for others any more.
+        lacks_one: another rank did not arrive at `gather`, so what that one did is unknown.
         start: random, and the same on all ranks; another one when they start again. Set by the code that opens the run.
     """
 
@@ -134,6 +135,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.has_failed = False
+        self.lacks_one = False
         self.start = ""
         self._is_early = is_early
         self._group = group
@@ -209,8 +211,12 @@ class Ranks:
         if self._group is None:
             return [mine]
         found: list[Any] = [None] * self.size
-        with _explained(what):
-            dist.all_gather_object(found, mine, group=self._group)
+        try:
+            with _explained(what):
+                dist.all_gather_object(found, mine, group=self._group)
+        except StateError:
+            self.lacks_one = True
+            raise
         return found
 
     def gather_at_first(self, mine: T, what: str) -> list[T] | None:
@@ -223,11 +229,13 @@ class Ranks:
         return found
 
     def in_background(self) -> Ranks:
-        """Return the same ranks with a group for a thread's use. All ranks must call the first one."""
+        """Return the same ranks with a group for a thread's use. All ranks must call it first where none has ended yet: who
+        makes a group waits for one that has until the timeout, and a member of a group learns at once that another has ended.
+        """
         if self._group is None:
             return self
         if self._background is None:
-            with _explained("the first snapshot"):
+            with _explained("manager.offload"):
                 self._background = Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=_users_timeout()))
         return self._background
 
@@ -247,8 +255,7 @@ class Ranks:
             found = find()
             told = True, tell(found)
         except Exception as error:
-            text = str(error) if isinstance(error, SwapperError) else describe_failure(error)
-            self.gather((False, text), what)
+            self.gather((False, describe_failure(error)), what)
             raise
         answers = self.gather(told, what)
         failed = [f"rank {rank}: {text}" for rank, (is_well, text) in enumerate(answers) if not is_well]

@@ -113,7 +113,7 @@ class WayBack:
     def prepare(self) -> None:
         """Keep the commit that all ranks have on disk, before a new one is published."""
         if self._ranks is not None and self._last is not None and self._last is self._agreed:
-            _keep_last(self.directory, self._last, self.durable)
+            keep_last(self.directory, self._last, self.durable)
             self._before = self._last
 
     def committed(self, commit: Commit) -> None:
@@ -196,7 +196,7 @@ class WayBack:
         return True
 
 
-def _keep_last(directory: Path, last: Commit, durable: bool) -> None:
+def keep_last(directory: Path, last: Commit, durable: bool) -> None:
     """Copy the record of the last commit to the name of the previous one."""
     temporary = directory / f"{FALLBACK_NAME}.partial"
     beneath.unlink(temporary)

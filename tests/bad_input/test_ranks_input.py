@@ -31,6 +31,16 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {  # orders, the error on e
         ["different optimizers", "lr=0.001 in group 0, and rank 1 has lr=0.5 in group 0", "the same settings"],
     ),
     "update time": (["update=1:deferred"], "ConfigError", ["update='step', and rank 1 has update='deferred'"]),
+    "codec of the state": (
+        ["sharded", "codec=1:8bit"],
+        "ConfigError",
+        ["state_codec='exact', and rank 1 has state_codec='8bit'", "Pass the same to manager.offload on all ranks"],
+    ),
+    "master weights": (
+        ["dtype=bfloat16", "masters=1:float32"],
+        "ConfigError",
+        ["master_weights=None, and rank 1 has master_weights=torch.float32"],
+    ),
     "version": (
         ["version=1:9.9"],
         "ConfigError",

@@ -4,8 +4,10 @@ Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS] [ddp|fsdp]. As killed_run.py
 imported and forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After
 a random number of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and
 end; or it lets one write no more, as on a full drive. One layer is used in every second step only, so that not all pages of a step
-lie in one file; parameters are changed between steps; snapshots are taken by all ranks, by the first, or by none. Whatever is seen
-must equal plain torch that nobody killed.
+lie in one file; parameters are changed between steps; snapshots are taken by all ranks, by the first, or by none. Each rank
+publishes its commits at once, or late, or only before the next step, so that kills find ranks at different steps: the last line
+says how many did. Of FSDP2's buffers some jobs gather all in place, as those of a large model. What a rank resumes from (all
+parameters, all state) and whatever is seen later must equal plain torch that nobody killed.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import sys
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +39,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import swapper
 from e2e.killed_run import BUDGET, LONGEST_DELAY_S, WORDS, batch, fork, make
+from swapper.durability import committer
+from swapper.durability.commit import read_commit
 from swapper.durability.snapshot_directory import local_parts
 from swapper.durability.verify import verify
+from swapper.paging.pager import Pager
+from swapper.train.sharded import buffer_memory
 
 STEPS = 9
 CHANGED_STEPS = (2, 5, 6)
 """After which parameters are changed by hand."""
 SNAPSHOT_STEPS = (3, 5, 7)
+WRONG = "resumes from another state"
+LONGEST_WAIT = timedelta(minutes=5)
+"""Of torch.distributed. A rank learns at once that another is killed: one that waits for this long hangs."""
+HUNG = re.compile("time(d )?out", re.IGNORECASE)
+LONGEST_COMMIT_S = 0.1
+"""Before and after a commit that is published late: several times LONGEST_DELAY_S, so that kills fall in between."""
 
 
 class Model(nn.Module):
@@ -86,9 +102,34 @@ def change(model: Model) -> None:
         model.sometimes.bias.add_(1)
 
 
+def digests(model: nn.Module, optimizer: Any) -> list[int]:
+    """Return the checksum of each parameter, and of each tensor of the optimizer's state, as this rank has them."""
+    states = optimizer.state_dict()["state"]
+    state = [states[number][key] for number in sorted(states) for key in sorted(states[number])]
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *state)]
+    with torch.no_grad():
+        return [zlib.crc32(tensor.clone().numpy()) for tensor in local]
+
+
+def delay_commits(how: str) -> None:
+    """Let this rank publish its commits "late", or only "before the next step"; or "at once", as it does by itself."""
+    publish = committer.publish_commit
+
+    def late(*record: Any) -> None:
+        time.sleep(LONGEST_COMMIT_S * random.random())  # chance, not synchronisation
+        publish(*record)
+        time.sleep(LONGEST_COMMIT_S * random.random())
+
+    if how == "late":
+        committer.publish_commit = late
+    if how == "before the next step":
+        Pager.writes_are_done = lambda pager: False  # type: ignore[method-assign]
+
+
 def joined(rank: int, size: int, meeting: Path, work: Callable[[], None]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    place: Any = {"init_method": f"file://{meeting}", "rank": rank, "world_size": size}
+    dist.init_process_group("gloo", timeout=LONGEST_WAIT, **place)
     work()
     dist.destroy_process_group()
 
@@ -101,13 +142,15 @@ def launch(size: int, meeting: Path, work: Callable[[], None]) -> list[int]:
 
 def plain(directory: Path, engine: str) -> None:
     model, wrapped, optimizer = prepare(dist.get_rank(), engine)
-    losses = []
-    for number in range(STEPS):
-        losses.append(step(model, wrapped, optimizer, number))
-        if number + 1 in CHANGED_STEPS:
+    losses, seen = [], {(0, False): digests(model, optimizer)}
+    for number in range(1, STEPS + 1):
+        losses.append(step(model, wrapped, optimizer, number - 1))
+        seen[number, False] = digests(model, optimizer)
+        if number in CHANGED_STEPS:
             change(model)
+            seen[number, True] = digests(model, optimizer)
     states = get_state_dict(model, optimizer) if engine == "fsdp" else (model.state_dict(), optimizer.state_dict())
-    torch.save((losses, *local_parts([*states])), directory / f"plain-{dist.get_rank()}.pt")
+    torch.save((losses, *local_parts([*states]), seen), directory / f"plain-{dist.get_rank()}.pt")
 
 
 def run(directory: Path, tick: Callable[[], Any], engine: str, update: str, snapshots: str) -> None:
@@ -124,6 +167,9 @@ def run(directory: Path, tick: Callable[[], Any], engine: str, update: str, snap
             module.register_forward_hook(passed)
     with swapper.SwapManager(directory, host_memory=BUDGET, resume="auto", rng=True) as manager:
         _, optimizer = manager.offload(wrapped, optimizer, params="nvme", optimizer_state="nvme", update=update)
+        place = manager.step, manager.extra.get("changed") == manager.step
+        *_, expected = torch.load(directory.parent / f"plain-{rank}.pt", weights_only=True)
+        assert digests(model, optimizer) == expected[place], f"rank {rank} {WRONG} at {place}"
         tick()
         with (directory / f"losses-{rank}").open("a") as log:
             while True:
@@ -154,7 +200,7 @@ def check(directory: Path, size: int, engine: str) -> None:
     """Assert that the ranks, which have come to their end, are where plain torch is."""
     prefix = "module." if engine == "ddp" else ""
     for rank in range(size):
-        losses, model, optimizer = torch.load(directory.parent / f"plain-{rank}.pt", weights_only=True)
+        losses, model, optimizer, _ = torch.load(directory.parent / f"plain-{rank}.pt", weights_only=True)
         seen = [line.split() for line in (directory / f"losses-{rank}").read_text().splitlines()]
         for number, loss in seen:
             assert float.fromhex(loss) == losses[int(number)], f"rank {rank}: step {number} differs after a kill"
@@ -173,16 +219,18 @@ def check(directory: Path, size: int, engine: str) -> None:
         assert [report.faults for report in verify(path) if report.faults] == [], path
 
 
-def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, **options: Any) -> bool:
-    """Start all ranks and kill some after this number of ticks. Returns True if one was killed, False if all came to their end."""
+def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, **options: Any) -> str:
+    """Start all ranks and kill some after this number of ticks. Returns whom it killed; "" if all came to their end."""
     reader, writer = os.pipe()
     meeting = directory / f"meeting-{chance.random()}"
+    commits = [chance.choice(("at once", "late", "before the next step")) for _ in range(size)]
     ranks = []
     for rank in range(size):
 
         def work(rank: int = rank) -> None:
             os.close(reader)
             os.dup2(os.open(directory / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+            delay_commits(commits[rank])
             joined(rank, size, meeting, lambda: run(directory, lambda: os.write(writer, b"t"), **options))
 
         ranks.append(fork(work))
@@ -191,16 +239,19 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, 
         after -= len(seen)
     os.close(reader) if after else None
     victims: list[int] = []
+    whom = ""
     if not after:
         time.sleep(LONGEST_DELAY_S * chance.random())  # chance, not synchronisation
         is_full = chance.randrange(4) == 0
         victims = chance.sample(ranks, 1 if is_full else chance.randrange(1, size + 1))
+        whom = "one by a full drive" if is_full else "all" if len(victims) == size else "some"
         for victim in victims:
             if is_full:  # it cannot write any more: it and the others end by themselves, or come to their end
                 resource.prlimit(victim, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
             else:
                 os.kill(victim, signal.SIGKILL)
         if not is_full and chance.randrange(2):
+            whom = "all" if whom == "all" else "some, then all"
             time.sleep(LONGEST_DELAY_S * chance.random())
             for rank in ranks:
                 os.kill(rank, signal.SIGKILL)
@@ -208,16 +259,23 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, 
             pass
         os.close(reader)
     statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
-    if not victims and any(statuses):
-        raise SystemExit("a rank failed: " + "".join(p.read_text() for p in sorted(directory.glob("errors-*"))))
-    return any(statuses)
+    said = "".join(path.read_text() for path in sorted(directory.glob("errors-*")))
+    if (not victims and any(statuses)) or WRONG in said or HUNG.search(said):
+        raise SystemExit(f"a rank failed, or waited in vain: {said}")
+    return whom if any(statuses) else ""
+
+
+def are_apart(directory: Path) -> bool:
+    """Return True if the ranks' last commits are of different steps."""
+    records = [read_commit(path) for path in directory.glob("rank-*-of-*")]
+    return len({None if record is None else record.id for record in records}) > 1
 
 
 def train_plain(directory: Path, size: int, engine: str) -> None:
     """Import what each rank needs, and train plain torch's ranks to their end."""
     torch.set_num_threads(1)
-    for module in ("torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor") if engine == "ddp" else ():
-        importlib.import_module(module)  # here and not in every child: DDP does
+    for module in ("torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor"):
+        importlib.import_module(module)  # here and not in every child: DDP does, and FSDP2 the first
     swapper.SwapManager  # noqa: B018  # as well
     assert not any(launch(size, directory / "meeting", lambda: plain(directory, engine)))
 
@@ -226,11 +284,13 @@ def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "d
     train_plain(directory, size, engine)
     chance = random.Random(seed)
     killed = jobs = 0
+    kinds: Counter[str] = Counter()
     while killed < kills:
         place = directory / f"job-{jobs}"
         place.mkdir()
         snapshots = chance.choice(("none", "first", "all"))
-        while run_and_kill(
+        buffer_memory.MIN_BROADCAST_BYTES = chance.choice((0, 1 << 20))  # each rank is a child of this process
+        while whom := run_and_kill(
             place,
             size,
             chance,
@@ -240,11 +300,12 @@ def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "d
             snapshots=snapshots,
         ):
             killed += 1
+            kinds += Counter([whom, *["with ranks at different steps"] * are_apart(place)])
         check(place, size, engine)
         shutil.rmtree(place)
         jobs += 1
-        print(f"{killed} kills", file=sys.stderr, flush=True)
-    print(f"{killed} kills, {jobs} jobs of {size} ranks, all exact")
+        print(f"{killed} kills: {dict(kinds)}", file=sys.stderr, flush=True)
+    print(f"{killed} kills, {jobs} jobs of {size} ranks, all exact: {dict(kinds)}")
 
 
 if __name__ == "__main__":

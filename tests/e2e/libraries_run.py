@@ -247,6 +247,43 @@ def sharded_by_lightning(directory: Path, swapped: bool) -> list[torch.Tensor]:
     return result
 
 
+# --- PEFT ---------------------------------------------------------------------------------------------------------------
+
+
+def lora_by_peft(directory: Path, swapped: bool) -> list[torch.Tensor]:
+    """The base is sharded, and each rank reads its rows of it in place: the run's own files have the adapters alone."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import save_file
+
+    from swapper.integrations.peft import base_names
+
+    base = layers()
+    if dist.get_rank() == 0 and not swapped:
+        save_file(base.state_dict(), directory / "base.safetensors")
+    dist.barrier()
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["1.0", "2.0"]))  # type: ignore[arg-type]
+    external = swapper.ExternalWeights(path=directory / "base.safetensors", rename=base_names(model))
+    for layer in base:
+        fully_shard(layer)
+    fully_shard(model)  # type: ignore[arg-type]
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    manager = manager_of(directory) if swapped else None
+    if manager is not None:
+        _, optimizer = manager.offload(model, optimizer, **NVME, external=external)
+        assert len(manager.current.run.plan.inventory.external) == 8
+    losses = []
+    for number in range(4):
+        losses.append(model(batch(number)).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses += whole(dict(model.named_parameters()))
+    if manager is not None:
+        assert manager.step == 4
+        manager.close()
+    return [loss.detach() for loss in losses]
+
+
 # --- torchtitan ---------------------------------------------------------------------------------------------------------
 
 
@@ -298,12 +335,15 @@ CASES: dict[str, Case] = {
     "accelerate, FSDP2": sharded_by_accelerate,
     "trainer": trainer,
     "trainer, FSDP2": lambda directory, swapped: trainer(directory, swapped, sharded=True),
+    "peft": lora_by_peft,
     "lightning": sharded_by_lightning,
     "torchtitan": sharded_by_torchtitan,
 }
 
 LIBRARIES = {
-    name: name.partition(",")[0] if name.startswith(("accelerate", "trainer", "lightning", "torchtitan")) else "torch"
+    name: name.partition(",")[0]
+    if name.startswith(("accelerate", "trainer", "peft", "lightning", "torchtitan"))
+    else "torch"
     for name in CASES
 }
 """By case, whose it is."""

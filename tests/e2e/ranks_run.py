@@ -8,9 +8,10 @@ update of the first group in its Nth step fails. "plain": without
 DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made; "later": after offload.
 "full=RANK:N": in its Nth update the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With
 "retries" who gets an error says so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
-"uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to swapper, for
-bad input: depth (of the model), lr, optimizer (its class), update, version (of swapper), drive (a directory). "absent=RANK": it
-makes no manager. "network": file systems in memory pass for those of a network.
+"uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to swapper, for bad
+input: depth and dtype (of the model), lr, optimizer (its class), update, codec (of the state), masters (a dtype of master
+weights), version (of swapper), drive (a directory). "absent=RANK": it makes no manager. "gone=RANK": it is killed before its
+first snapshot. "network": file systems in memory pass for those of a network.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
     options["stall_s"] = float(orders.one("stall_s", 60))
     options["commit_every"] = every if every == "free" else int(every)
     torch.manual_seed(0)
-    model = Net(depth=int(orders.one("depth", 1)))
+    model = Net(depth=int(orders.one("depth", 1))).to(getattr(torch, orders.one("dtype", "float32")))
     wrapped = None if is_late else wrapped_by(orders, model)
     optimizer: Any = getattr(torch.optim, orders.one("optimizer", "AdamW"))(
         model.parameters(), lr=float(orders.one("lr", 1e-3))
@@ -222,6 +223,8 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                 "params": orders.one("params", "nvme"),
                 "optimizer_state": "nvme",
                 "update": orders.one("update", "step"),
+                "state_codec": orders.one("codec", "exact"),
+                "master_weights": getattr(torch, orders.one("masters", "")) if orders.one("masters") else None,
             }
             _, optimizer = manager.offload(wrapped or model, optimizer, **places)
             if orders.is_said("later"):
@@ -240,6 +243,9 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                 if orders.one("torn") == number:
                     cut_off_files(directory, rank)
                 take_step(rank, orders, number, manager, wrapped, optimizer)
+            if orders.is_said("gone"):
+                say(rank, "gone")
+                os.kill(os.getpid(), signal.SIGKILL)
             for path in orders.all("snapshot"):
                 take_snapshot(rank, orders, manager, Path(path))
         say(rank, f"began at {begun}, ended at {manager.step}")

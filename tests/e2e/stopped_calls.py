@@ -63,8 +63,8 @@ def why_not() -> str:
     return f"ptrace is not permitted here: {error}" if refused else ""
 
 
-def _install_filter() -> None:
-    """In the child: stop at CALLS from now on."""
+def stop_from_here() -> None:
+    """In the child: stop at CALLS of this thread, and of those that it starts, from now on."""
     instructions = [(0x20, 0, 0, 0)]  # load the call's number
     numbers = sorted(CALLS)
     for index, number in enumerate(numbers):
@@ -77,13 +77,20 @@ def _install_filter() -> None:
 
 
 def run_until(
-    work: Callable[[], Any], fork: Callable[[Callable[[], Any]], int], directory: Path, kill_at: int, torn: bool = False
+    work: Callable[[], Any],
+    fork: Callable[[Callable[[], Any]], int],
+    directory: Path,
+    kill_at: int,
+    torn: bool = False,
+    *,
+    later: bool = False,
 ) -> tuple[int, list[str]]:
     """Run `work` in a child and kill it before its call number `kill_at` (from 0; -1: never) that changes `directory`.
 
     Args:
         fork: makes a child that does what it is given, and returns its number.
         torn: let the call do half of its work, where it can, and kill after it.
+        later: `work` calls `stop_from_here` itself; calls before that do not count.
 
     Returns:
         The child's status as of waitpid(2), and the names of the calls so far.
@@ -93,7 +100,8 @@ def run_until(
     def prepared() -> None:
         os.close(go)
         os.read(ready, 1)
-        _install_filter()
+        if not later:
+            stop_from_here()
         work()
 
     child = fork(prepared)

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from e2e import failed_ranks, fsdp_buffers, fsdp_snapshot, killed_ranks, ranks_run, restarted_run
+from e2e import (
+    failed_ranks,
+    fsdp_buffers,
+    fsdp_snapshot,
+    fsdp_unfrozen_kills,
+    killed_ranks,
+    ranks_run,
+    restarted_run,
+    stopped_calls,
+)
 from e2e.processes import run_python
 from e2e.test_ranks import launch
 from swapper.durability.verify import verify
@@ -23,6 +32,15 @@ def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) 
     done = run_python(Path(killed_ranks.__file__), tmp_path, 3, 1, 2, "fsdp")
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
+
+
+@pytest.mark.slow
+def test_killed_while_they_get_more_to_train_ranks_go_on_with_one_layout(tmp_path: Path) -> None:
+    if why := stopped_calls.why_not():
+        pytest.skip(why)
+    done = run_python(Path(fsdp_unfrozen_kills.__file__), tmp_path, 33, 60)
+    assert done.returncode == 0, done.stderr
+    assert "3 kills" in done.stdout and "all exact" in done.stdout
 
 
 def restarted(directory: Path, killed_at: int) -> dict[str, set[str]]:
@@ -160,6 +178,15 @@ def test_the_plan_names_the_memory_of_fsdps_own_buffers(tmp_path: Path) -> None:
     assert len(found) == 2 * len(fsdp_buffers.CASES)
     for planned, measured in found:
         assert 0.9 * int(measured) <= int(planned) <= 1.1 * int(measured), found
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_before_a_snapshot_is_noticed_there_at_once(tmp_path: Path) -> None:
+    """Not by the timeout of torch.distributed, which would be named."""
+    orders = ["steps=1", "sharded", BUDGET, "gone=1", f"snapshot={tmp_path / 'x'}", "timeout=9"]
+    first, gone = launch(tmp_path, *orders, ok=False)
+    assert "StateError: another rank did not arrive at take a snapshot" in first and "timeout" not in first
+    assert gone == "rank 1: gone"
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["torch", "accelerate", "trainer", "lightning", "torchtitan"])
+@pytest.mark.parametrize("library", ["torch", "accelerate", "trainer", "peft", "lightning", "torchtitan"])
 def test_two_ranks_go_the_way_of_plain_torch(tmp_path: Path, library: str) -> None:
     if library == "lightning":
         pytest.importorskip("lightning", reason="lightning is not installed, and in no extra: pip install lightning")

@@ -68,8 +68,10 @@ def test_directories_of_two_runs_are_named(tmp_path: Path) -> None:
         launch(tmp_path / name, "steps=1")
     shutil.rmtree(tmp_path / "a" / "rank-1-of-2")
     (tmp_path / "b" / "rank-1-of-2").rename(tmp_path / "a" / "rank-1-of-2")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     for said in launch(tmp_path / "a", ok=False):
         assert "DirectoryError" in said and "different runs" in said
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
 
 
 def test_a_directory_of_another_rank_is_named(tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ def test_what_cannot_be_resharded_is_named_on_every_rank(tmp_path: Path) -> None
         left = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if "-of-3" not in str(path))
         assert left == before
         assert not [path for path in tmp_path.glob("rank-*-of-3/*") if path.suffix in (".swap", ".pt")]
+    (node := tmp_path.with_name("node")).mkdir()
+    for said in launch(tmp_path, "resume=reshard", "sharded", f"drive=2:{node}", size=3, ok=False):
+        assert "rank 1: sees all of them" in said and "rank 2: does not see rank-0-of-2, rank-1-of-2" in said
     (tmp_path / "rank-1-of-2").rename(tmp_path / "elsewhere")
     for said in launch(tmp_path, "resume=reshard", "sharded", size=3, ok=False):
         assert "DirectoryError" in said and "the run has 2 ranks, whose directories are not all here" in said

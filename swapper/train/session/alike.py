@@ -74,6 +74,7 @@ def _subjects(request: Request) -> dict[str, list[str]]:
         "options": [
             f"update={options.update!r}",
             f"master_weights={options.master_weights}",
+            f"state_codec={options.state_codec!r}",
             f"accelerator={options.accelerator}",
         ],
     }

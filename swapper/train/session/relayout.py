@@ -7,7 +7,10 @@ once). It is committed, and then the old files are removed. Memory is never that
 
 [Note: before or after] Until the new commit is published the directory holds the old session, then the new one: a
 process that is killed at any instant leaves one of them whole. If the new session cannot be opened or filled, the old
-one is opened again from its files, which are unchanged.
+one is opened again from its files, which are unchanged. Of ranks that run together each keeps the old session beside the
+new one until all have that: its record as that of the previous commit, to which a rank that is ahead returns ([Note: one
+step for all ranks], durability/ranks.py). The new commit counts as a change since the step, so that the two differ.
+If a rank does not arrive there, the others cannot know which of the two it has: they leave both, and end.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from typing import Any
 
 import torch
 
-from swapper.durability.commit import read_commit
+from swapper.durability.commit import publish_commit, read_commit
+from swapper.durability.directory import FALLBACK_NAME
 from swapper.durability.ranks import Ranks
+from swapper.durability.recovery import keep_last
 from swapper.errors import BudgetError, StateError
+from swapper.io import beneath
 from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.grads import GradientStash
@@ -102,7 +108,7 @@ class Relayout:
         return self._directory.ranks if are_together else Ranks()
 
     def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:
-        run = self._current.running(VERB)
+        run, ranks = self._current.running(VERB), self._ranks_of(plan)
         old = DetachedSession.of(run)
         with (
             closing(GradientStash(self._directory.path)) as stash,
@@ -113,41 +119,47 @@ class Relayout:
             detach(self._current, VERB, DETACHED)
             try:
                 open_new = partial(self._open_new, plan, old, content, stash, step)
-                self._ranks_of(plan).settle(VERB, open_new, lambda _: None)
+                ranks.settle(VERB, open_new, lambda _: None)
             except BaseException:
                 undo()
                 if self._current.run is not None:
                     detach(self._current, VERB, DETACHED)
-                self._reopen(old, stash, step)
+                if not ranks.lacks_one:
+                    self._reopen(old, stash)
                 raise
             finally:
-                self._remove_old_files()
+                if not ranks.lacks_one:
+                    self._remove_old_files(ranks)
 
     def _open_new(
         self, plan: Plan, old: DetachedSession, content: CarriedSource, stash: GradientStash, step: int
     ) -> None:
         first = first_free_number(self._directory.path)
-        self._current.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits))
+        self._current.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits + 1))
         new.adopt(content)
         new.model.optimizer_state.entries.unpack(old.entries)
         new.begin(None)
         stash.empty_into(new.model.gradients)
+        if old.origin.last is not None and self._ranks_of(plan).are_together:
+            keep_last(self._directory.path, old.origin.last, plan.request.manager.fsync)
         new.committer.write_all(step)
 
-    def _reopen(self, old: DetachedSession, stash: GradientStash, step: int) -> None:
-        run = old.reopen(self._open_run)
+    def _reopen(self, old: DetachedSession, stash: GradientStash) -> None:
+        run, last = old.reopen(self._open_run), old.origin.last
         try:
             stash.empty_into(run.model.gradients)
-            if self._committed_files() - run.file_names:
-                run.committer.write_all(step)  # the new session was committed, and failed after that
+            if last is not None and self._committed_files() - run.file_names:  # the new session failed after its commit
+                publish_commit(self._directory.path, last.data, old.plan.request.manager.fsync)
         except BaseException:
             run.close()
             raise
         self._current.run = run
 
-    def _remove_old_files(self) -> None:
+    def _remove_old_files(self, ranks: Ranks) -> None:
         """Remove files that neither the session nor the commit names. [Note: before or after]"""
         if self._current.run is not None:
+            if ranks.are_together:
+                beneath.unlink(self._directory.path / FALLBACK_NAME)
             self._directory.remove_strays(self._current.run.file_names | self._committed_files())
 
     def _committed_files(self) -> set[str]:

@@ -109,6 +109,8 @@ class SessionFactory:
             raise ConfigError(
                 "a model that fully_shard has sharded needs ranks that resume from the same step: leave out ranks='alone'"
             )
+        if plan.request.model.is_sharded:
+            ranks.in_background()  # for snapshots
         optimizers = ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]
         if self._earlier is not None:  # not before all ranks have what they need: offload may be tried again
             self._earlier.close()

@@ -58,6 +58,7 @@ class ShardHooks:
         for param_group, members in shards.by_group:
             for shard in members:
                 _bind(shard, targets.place(shard.name))
+                _stay_there(shard.fsdp_param)
                 if shard.local.requires_grad:
                     hook = _take_gradient(shard, updates)
                     self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -120,6 +121,7 @@ class ShardHooks:
                 vars(param_group).pop(name, None)
             vars(param_group)["unshard"] = _refuse
             for shard in members:
+                vars(shard.fsdp_param).pop("reset_sharded_param", None)
                 shard.local.grad = None
                 if isinstance(getattr(shard.parameter.grad, "_local_tensor", None), ColdShard):
                     shard.parameter.grad = None
@@ -242,6 +244,26 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]  # keeps the object
     shard.fsdp_param._sharded_param_data = data
     parameter._local_tensor = local  # type: ignore[attr-defined]
+
+
+def _stay_there(fsdp_param: Any) -> None:
+    """Have FSDP2 leave a shard where it is after `load_state_dict`: torch 2.7 copies one that it pads to memory of its own."""
+    vars(fsdp_param).pop("reset_sharded_param", None)  # of an earlier session
+    reset, of = fsdp_param.reset_sharded_param, fsdp_param._module_info
+
+    def reset_if_moved() -> None:
+        parameter = getattr(of.module, of.param_name)
+        if parameter is not fsdp_param.sharded_param or not _share_memory(
+            local_of(parameter), fsdp_param._sharded_param_data
+        ):
+            reset()
+
+    fsdp_param.reset_sharded_param = reset_if_moved
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _take_gradient(shard: Shard, updates: Updates) -> Callable[[Any], None]:

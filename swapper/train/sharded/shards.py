@@ -19,6 +19,20 @@ from torch.optim import Optimizer
 
 from swapper.errors import UnsupportedError
 
+_PARTS = {
+    "FSDPParamGroup": (
+        "fsdp_params", "mesh_info", "mp_policy", "is_sharded", "unshard", "wait_for_unshard", "pre_forward", "post_backward",
+        "_all_gather_process_group", "_reduce_scatter_process_group", "_all_gather_result", "_reshard_after_forward",
+        "_training_state",
+    ),
+    "FSDPParam": (
+        "sharded_param", "_sharded_param_data", "padded_sharded_param_size", "mesh_info", "fsdp_placement", "offload_to_cpu",
+        "param_dtype", "orig_dtype", "_orig_size", "_module_info", "reset_sharded_param",
+    ),
+    "DTensor": ("_local_tensor", "_spec", "placements", "device_mesh"),
+}  # fmt: skip
+"""What is used of FSDP2, most of it private, by class: other versions of torch may have something else."""
+
 
 @dataclass(frozen=True, eq=False)
 class Shard:
@@ -75,7 +89,7 @@ class Shards(nn.Module):
         of: the shard of each of the model's parameters, by the parameter's id.
 
     Raises:
-        UnsupportedError: a parameter is not sharded by rows, or by FSDP2 at all.
+        UnsupportedError: a parameter is not sharded by rows, or by FSDP2 at all; or this version of torch lacks what is used.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,6 +102,7 @@ class Shards(nn.Module):
         self.by_group: list[tuple[Any, list[Shard]]] = []
         self.of: dict[int, Shard] = {}
         for group in param_groups_of(model):
+            _check_parts(group, "FSDPParamGroup")
             shards = [_shard(names[id(one.sharded_param)], one) for one in group.fsdp_params]
             self.by_group.append((group, shards))
             self.of.update({id(shard.parameter): shard for shard in shards})
@@ -154,7 +169,19 @@ def _begin(model: nn.Module) -> None:
             del vars(group)["_validate_no_meta_params"]
 
 
+def _check_parts(owner: Any, kind: str) -> None:
+    """Raise UnsupportedError unless `owner` has what swapper uses of it."""
+    missing = [name for name in _PARTS[kind] if not hasattr(owner, name)]
+    if missing:
+        raise UnsupportedError(
+            f"fully_shard of torch {torch.__version__} has no {kind}.{missing[0]}, which swapper uses: it pages shards of torch "
+            "2.7 to 2.15. Install one of these, or a newer swapper"
+        )
+
+
 def _shard(name: str, fsdp_param: Any) -> Shard:
+    _check_parts(fsdp_param, "FSDPParam")
+    _check_parts(fsdp_param.sharded_param, "DTensor")
     spec = fsdp_param.sharded_param._spec
     if not hasattr(fsdp_param.mesh_info, "shard_mesh_rank"):
         raise UnsupportedError(
