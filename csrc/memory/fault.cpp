@@ -176,9 +176,8 @@ Answer serve(std::byte* address) {
   const auto at = static_cast<std::uint64_t>(address - begin);
   if (at >= range.nbytes) return Answer::kNotOurs;
   if (range.is_absent()) return serve_absent(begin, range, at);
-  if (!range.watched || range.written_at != nullptr) {
-    return may_try_again(range.change) ? Answer::kServed : Answer::kNotOurs;
-  }
+  if (may_try_again(range.change)) return Answer::kServed;
+  if (!range.watched || range.written_at != nullptr) return Answer::kNotOurs;
   if (::mprotect(begin, range.nbytes, PROT_READ | PROT_WRITE) != 0) return Answer::kRefused;
   note_write(range, address);
   range.change = ++g_changes;

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from swapper.io.alignment import SECTOR_BYTES, round_up
 KINDS = ("read", "write", "both")
 OPERATIONS_AHEAD = 4
 START_S = 0.2  # not counted: programs and caps start
+LEAST_SHARE = 0.1  # of the processors that computing has beside transfers: less is too short a measurement
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,14 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Speed:
-    """Bytes a second, both directions together, and CPU seconds for each GB."""
+    """Bytes a second, both directions together, and CPU seconds for each GB.
+
+    By `slowing_byte_s`, in seconds, each byte made the computing longer that went on meanwhile.
+    """
 
     bytes_per_s: float
     cpu_s_per_gb: float | None = None
+    slowing_byte_s: float = 0.0
 
 
 @contextlib.contextmanager
@@ -126,14 +131,27 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
 
 
 def measure_while_computing(pattern: Pattern, paths: dict[str, Path], backend: str = "auto") -> Speed:
-    """Measure swapper's engine while torch computes on all its threads: products, and operations on more than a cache has."""
-    left, right, large = torch.ones(1024, 1024), torch.ones(1024, 1024), torch.ones(2, 16 << 20)
+    """Measure swapper's engine while torch computes on all its threads, and how much longer that makes the computing."""
+    rounds, began_s = _rounds(), time.perf_counter()
+    alone = [next(rounds) for _ in iter(lambda: time.perf_counter() - began_s < pattern.duration_s, False)]
     with ThreadPoolExecutor(1) as pool:
         measured = pool.submit(measure_engine, pattern, paths, backend)
-        while not measured.done():
+        beside = [next(rounds) for _ in iter(measured.done, True)]
+        speed = measured.result()
+    first_s = time.perf_counter() - pattern.duration_s  # before, the engine started
+    rounds_s = (alone[-1] - began_s) / len(alone) * sum(end_s > first_s for end_s in beside)
+    share = min(max(rounds_s / pattern.duration_s, LEAST_SHARE), 1.0)
+    return replace(speed, slowing_byte_s=(1 - share) / speed.bytes_per_s)
+
+
+def _rounds() -> Iterator[float]:
+    """Compute products, and operations on more than a cache has, as long a part of a step; yield when each round is over."""
+    left, right, large = torch.ones(128, 1024), torch.ones(1024, 1024), torch.ones(16 << 20)
+    while True:
+        for part in torch.split(large, 1 << 20):
             torch.mm(left, right)
-            torch.add(large[0], large[1], out=large[0])
-        return measured.result()
+            torch.add(part, part, alpha=0.5, out=part)
+            yield time.perf_counter()
 
 
 def _moved(engine: _C.Engine) -> int:

@@ -254,7 +254,8 @@ def tune(
     console.print(
         f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}: "
         f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written, "
-        f"{tuning.busy_bytes_per_s / 1e9:.2f} GB/s both ways while torch computes",
+        f"{tuning.busy_bytes_per_s / 1e9:.2f} GB/s both ways while torch computes, "
+        f"{tuning.slowing_byte_s * 1e9:.2f} s longer for each GB",
         highlight=False,
     )
     if where is not None:
@@ -280,7 +281,8 @@ def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuni
 
         found = search(speeds, name)
         both = Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds)
-        return replace(found, busy_bytes_per_s=measure_while_computing(both, paths, name).bytes_per_s)
+        busy = measure_while_computing(both, paths, name)
+        return replace(found, busy_bytes_per_s=busy.bytes_per_s, slowing_byte_s=busy.slowing_byte_s)
 
 
 def search(speeds: Callable[[int, int], tuple[float, float]], backend: str) -> Tuning:

@@ -27,7 +27,8 @@ log = logging.getLogger("swapper")
 class Tuning:
     """The best settings of one drive, and the bytes a second that they reached.
 
-    `busy_bytes_per_s` is of reads and writes together while torch computes on all its threads; infinite: not measured.
+    `busy_bytes_per_s` is of reads and writes together while torch computes on all its threads; infinite: not measured. By
+    `slowing_byte_s`, in seconds, each of those bytes made that computing longer.
     """
 
     piece_bytes: int
@@ -36,6 +37,7 @@ class Tuning:
     read_bytes_per_s: float
     write_bytes_per_s: float
     busy_bytes_per_s: float = math.inf
+    slowing_byte_s: float = 0.0
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """Return the minimum seconds for these bytes, reading and writing at once."""
@@ -56,6 +58,8 @@ class Tuning:
             raise ValueError(f"rates {self.read_bytes_per_s!r}, {self.write_bytes_per_s!r}")
         if not isinstance(self.busy_bytes_per_s, int | float) or not self.busy_bytes_per_s > 0:
             raise ValueError(f"busy_bytes_per_s={self.busy_bytes_per_s!r}")
+        if not isinstance(self.slowing_byte_s, int | float) or not 0 <= self.slowing_byte_s < math.inf:
+            raise ValueError(f"slowing_byte_s={self.slowing_byte_s!r}")
         return self
 
     def engine_options(self) -> dict[str, Any]:
@@ -106,6 +110,7 @@ def find_tuning_of(drives: Drives) -> Tuning | None:
         read_bytes_per_s=min(tuning.read_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),
         write_bytes_per_s=min(tuning.write_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),
         busy_bytes_per_s=max(tuning.busy_bytes_per_s for tuning in known),  # which the processors set
+        slowing_byte_s=min(tuning.slowing_byte_s for tuning in known),
     )
 
 

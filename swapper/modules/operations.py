@@ -331,11 +331,17 @@ def _halved(form: TensorForm, size: int) -> TensorForm:
     return TensorForm(shape, tuple(stride), form.dtype)
 
 
+def median_seconds(act: Callable[[], object], times: int) -> float:
+    """Return the median of the seconds of several calls."""
+    return median(_seconds_of(act) for _ in range(times))
+
+
 def least_seconds(act: Callable[[], object], times: int = 2) -> float:
     """Return the seconds of the fastest of several calls."""
-    best = math.inf
-    for _ in range(times):
-        began_s = time.perf_counter()
-        act()
-        best = min(best, time.perf_counter() - began_s)
-    return best
+    return min(_seconds_of(act) for _ in range(times))
+
+
+def _seconds_of(act: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    act()
+    return time.perf_counter() - began_s

@@ -1,45 +1,112 @@
-"""Measures what paging takes of the processors, for predictions: the pages' windows, and the engine's checksums."""
+"""Measures what paging takes of the processors, for predictions: the pager with its windows, and the engine's checksums."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from statistics import median
 
 import torch
 
 from swapper import _C
+from swapper.errors import IoError
+from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.engines import Engine, Transfer
 from swapper.modules.operations import least_seconds
+from swapper.modules.resources import Resources
+from swapper.paging.planning.budget import PoolSize
+from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.planning.schedule import Access, Schedule
+from swapper.paging.section import Page, Section
 from swapper.paging.virtual_drive import PagingCosts
+from swapper.runtime.counters import Counters
 
-PAGES, MAX_PAGE_BYTES = 8, 8 << 20
-"""Of a trial; they share half as many frames, so that each is mapped each time. Larger pages count by their bytes."""
+PAGES, FRAMES, ROUNDS = 12, 6, 4
+"""Of a trial: each page is read, and written, each time. The first round counts for nothing."""
+MAX_PAGE_BYTES = 8 << 20
+"""Larger pages count by their bytes."""
 CHECKED_BYTES = 16 << 20
 TRIALS = 5
 
 
-def measure_paging_costs(page_bytes: int, has_checksums: bool) -> PagingCosts:
-    """Measure windows of an arena, as the pager uses them, and a checksum: some milliseconds.
+def measure_paging_costs(page_bytes: int, has_checksums: bool, writes: bool = True) -> PagingCosts:
+    """Measure pages as the pager uses them, in memory, and a checksum: some milliseconds.
 
     Args:
         page_bytes: of a page.
         has_checksums: the engine takes checksums of what moves. They are taken from the computing if torch has a thread for each
             processor.
+        writes: pages are changed.
     """
     page_bytes = min(page_bytes, MAX_PAGE_BYTES)
-    arena = _C.Arena(max(page_bytes * PAGES // 2, CHECKED_BYTES))
-    windows = [arena.window(page_bytes) for _ in range(PAGES)]
-
-    def show_all() -> None:
-        for number, window in enumerate(windows):
-            window.map(0, number % (PAGES // 2) * page_bytes, page_bytes)
-            window.unmap(0, page_bytes)
-
-    try:
-        mapped_s = least_seconds(show_all, TRIALS) / (PAGES * page_bytes)
-        shares = torch.get_num_threads() >= len(os.sched_getaffinity(0))
-        checked_s = 0.0
-        if has_checksums and shares:
+    page_s = _page_seconds(SECTOR_BYTES, writes)
+    mapped_s = max(_page_seconds(page_bytes, writes) - page_s, 0.0)
+    shares = torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    checked_s = 0.0
+    if has_checksums and shares:
+        with closing(_C.Arena(CHECKED_BYTES)) as arena:
             checked_s = least_seconds(lambda: _C.crc32_address(arena.address, CHECKED_BYTES), TRIALS) / CHECKED_BYTES
-        return PagingCosts(mapped_s, checked_s)
-    finally:
-        windows.clear()
-        arena.close()
+    return PagingCosts(page_s, mapped_s / page_bytes, checked_s)
+
+
+def _page_seconds(page_bytes: int, writes: bool) -> float:
+    """Return what a page of this size takes of the thread that leases it."""
+    section = Section(SectionPlan(0, "state", torch.uint8, (), PAGES * page_bytes), 0, page_bytes)
+    accesses = [
+        Access(("slice", 0, page.index), (page.index,), writes=frozenset((page.index,) if writes else ()))
+        for page in section.pages
+    ]
+    resources: Resources[_MemoryStore] = Resources(Counters())
+    size, directory = PoolSize(page_bytes, FRAMES), Path(tempfile.gettempdir())
+    with closing(resources):
+        resources.open(
+            [section], size, [directory], "auto", lambda engine: _MemoryStore(engine, page_bytes), Schedule(accesses)
+        )
+        rounds_s = []
+        for _ in range(ROUNDS):
+            began_s = time.thread_time()
+            for access in accesses:
+                resources.pager.acquire(access)
+                resources.pager.release(access, access.writes)
+            resources.pager.end_step()
+            rounds_s.append(time.thread_time() - began_s)
+    return median(rounds_s[1:]) / PAGES
+
+
+class _MemoryStore:
+    """A store in memory: all pages are in the same place of a file, and no one looks at what they have."""
+
+    io_mode = "in memory"
+
+    def __init__(self, engine: Engine, page_bytes: int) -> None:
+        self._engine = engine
+        memory = os.memfd_create("swapper-trial")
+        try:
+            os.truncate(memory, page_bytes)
+            self._file = _C.File(f"/proc/self/fd/{memory}")
+        finally:
+            os.close(memory)
+
+    def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
+        return self._engine.read(self._file, 0, address, page.nbytes, after=after)
+
+    def write(self, page: Page, address: int) -> Transfer:
+        return self._engine.write(self._file, 0, address, page.nbytes)
+
+    def written_to(self, page: Page) -> _C.File:
+        return self._file
+
+    def written(self, page: Page, ticket: Transfer) -> None:
+        page.location = 0
+
+    def explain(self, page: Page, error: IoError) -> IoError:
+        return error
+
+    def file_of(self, page: Page) -> _C.File:
+        return self._file
+
+    def close(self) -> None:
+        self._file.close()

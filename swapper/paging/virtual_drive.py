@@ -17,13 +17,17 @@ from swapper.io.engines import Transfer
 from swapper.paging.section import NoWindow
 from swapper.runtime.counters import Counters
 
+LEAST_S = 1e-9
+"""Less than this is not computed now, but with what follows."""
+
 
 @dataclass(frozen=True, slots=True)
 class DriveRates:
     """Bytes a second that a drive reaches: reading alone, writing alone, and both together.
 
-    `busy` is what reads and writes reach together while the processors compute: the engine and the kernel need them too. `cap` is
-    what a control group allows in each direction. See `swapper.paging.capped_drive`.
+    `busy` is what reads and writes reach together while the processors compute: the engine and the kernel need them too. By
+    `slowing_byte_s`, in seconds, each byte that moves meanwhile makes the computing longer. `cap` is what a control group allows in
+    each direction. See `swapper.paging.capped_drive`.
     """
 
     read: float = math.inf
@@ -31,6 +35,12 @@ class DriveRates:
     both: float = math.inf
     busy: float = math.inf
     cap: float = math.inf
+    slowing_byte_s: float = 0.0
+
+    @property
+    def allowed_read(self) -> float:
+        """What reading alone reaches under the cap."""
+        return min(self.read, self.cap)
 
     def faster(self, times: float) -> DriveRates:
         """Return the rates of a drive that is `times` as fast, with the same processors."""
@@ -39,8 +49,8 @@ class DriveRates:
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """Return the least seconds for these bytes."""
-        read, write = min(self.read, self.cap), min(self.write, self.cap)
-        return max(read_bytes / read, written_bytes / write, (read_bytes + written_bytes) / self.both)
+        together = (read_bytes + written_bytes) / self.both
+        return max(read_bytes / self.allowed_read, written_bytes / min(self.write, self.cap), together)
 
     def of(self, reading: bool, writing: bool, computing: bool = False) -> tuple[float, float]:
         """Return the rates of reads and of writes while the drive, and the processors, do these."""
@@ -52,19 +62,21 @@ class DriveRates:
 
 @dataclass(frozen=True, slots=True)
 class PagingCosts:
-    """Seconds that paging takes of the processors for a byte. See `swapper.modules.paging_costs`, which measures them.
+    """Seconds that paging takes of the processors. See `swapper.modules.paging_costs`, which measures them.
 
     Attributes:
-        mapped_byte_s: of mapping a page into its window; the next use of the page waits for it.
+        page_s: of a page, whatever its size; the next use of the page waits for it.
+        mapped_byte_s: the same for a byte of it, which is mapped into its window.
         checked_byte_s: of the engine's checksum of a byte that moves, in time that the computing needs.
     """
 
+    page_s: float = 0.0
     mapped_byte_s: float = 0.0
     checked_byte_s: float = 0.0
 
     def faster(self, times: float) -> PagingCosts:
         """Return the costs with processors that are `times` as fast."""
-        return PagingCosts(self.mapped_byte_s / times, self.checked_byte_s / times)
+        return PagingCosts(self.page_s / times, self.mapped_byte_s / times, self.checked_byte_s / times)
 
 
 class VirtualTransfer:
@@ -132,7 +144,7 @@ class VirtualDrive:
         """Let this time pass, and what pages and transfers take of the processors, while the drive works."""
         self._added_s += seconds
         end_s, self._is_computing = self.now_s, True
-        while self._added_s:
+        while self._added_s > LEAST_S:
             end_s, self._added_s = end_s + self._added_s, 0.0
             while self.now_s < end_s and self._advance(end_s):
                 pass
@@ -141,7 +153,7 @@ class VirtualDrive:
 
     def map(self, nbytes: int) -> None:
         """Note that a page of this size is shown in its window: the next computing takes longer."""
-        self._added_s += nbytes * self._costs.mapped_byte_s
+        self._added_s += self._costs.page_s + nbytes * self._costs.mapped_byte_s
 
     def wait(self, transfer: VirtualTransfer) -> None:
         """Let time pass until `transfer` is done."""
@@ -169,6 +181,7 @@ class VirtualDrive:
         for queue, one, rate in moving:
             one.left -= seconds * rate
             self._passed(seconds * rate, queue is self._writes)
+            self._added_s += seconds * rate * self.rates.slowing_byte_s * self._is_computing
             if one.left <= 1e-3:  # of a byte: rounding
                 one.left = 0.0
                 self.finished += 1

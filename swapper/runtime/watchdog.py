@@ -5,7 +5,8 @@ which Python prints to stderr by default) once for each wait that is longer than
 nothing.
 
 [Note: whose SIGUSR1] By default the signal ends a process. So if it has no handler, and the manager is made in the main thread,
-swapper installs one, and removes it with the last manager. A handler of the user's, made before or after, stays, and can call
+swapper installs one, and removes it with the last manager; if that is closed in another thread, which Python does not let change a
+handler, it stays and does what the system does. A handler of the user's, made before or after, stays, and can call
 `manager.dump()`. Swapper's only notifies the threads: it may run in the middle of anything.
 """
 

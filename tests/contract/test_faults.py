@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -158,6 +159,33 @@ def test_threads_that_write_while_the_memory_comes_and_goes_lose_nothing(file: _
         thread.join()
     sys.setswitchinterval(interval)
     assert wrong == []
+
+
+def test_a_read_that_faults_as_the_memory_comes_is_no_write(file: _C.File) -> None:
+    """The handler finds the memory mapped read-only by then, as for a write."""
+    arena = _C.Arena(8 << 20, lock=False)
+    window = arena.window(8192)
+    window.unmap(0, 8192, file, 4096)
+    is_over = threading.Event()
+    libc = ctypes.CDLL(None)  # without the GIL
+
+    def read() -> None:
+        into = ctypes.create_string_buffer(64)
+        while not is_over.is_set():
+            libc.memcpy(into, ctypes.c_void_p(window.address + 4096), 64)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    noted = 0
+    for _ in range(500):
+        window.unmap(0, 8192, file, 4096)
+        window.map(0, 0, 8192, True)
+        noted += window.written_at(0) >= 0
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert noted == 0
 
 
 def test_many_threads_may_read_at_one_time(window: _C.Window, file: _C.File, content: bytes) -> None:

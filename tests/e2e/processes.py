@@ -30,6 +30,22 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "PYTHONFAULTHANDLER": "1"}
 
 
+def killed_at_step(step: int, then: str) -> str:
+    """Return a script that runs the code `then`, and kills itself when a Trainer in it has taken this step."""
+    return f"""
+import os, runpy, signal, sys
+from transformers import TrainerState
+
+counted = TrainerState.__setattr__
+def count(self, name, value):
+    counted(self, name, value)
+    if name == "global_step" and value == {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+TrainerState.__setattr__ = count
+{then}
+"""
+
+
 class Warm:
     """Runs Python programs, one at a time, by a process that forks them: see warm.py."""
 

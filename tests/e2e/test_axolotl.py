@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.processes import run_python
+from e2e.processes import killed_at_step, run_python
 from e2e.test_trainer import write_model_with_words
 from e2e.trainer_run import write_model
 
@@ -30,19 +30,7 @@ PLUGIN = {
     "swapper_run": "./run",
     "swapper_options": {"params": "nvme", "optimizer_state": "nvme"},
 }
-KILLED = """
-import os, signal, sys
-from axolotl.cli.train import do_cli
-from transformers import TrainerCallback, TrainerState
-
-counted = TrainerState.__setattr__
-def count(self, name, value):
-    counted(self, name, value)
-    if name == "global_step" and value == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-TrainerState.__setattr__ = count
-do_cli(sys.argv[1])
-"""
+KILLED = killed_at_step(2, "from axolotl.cli.train import do_cli\ndo_cli(sys.argv[1])")
 OFFLINE = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
 

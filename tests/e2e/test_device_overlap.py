@@ -1,4 +1,4 @@
-"""Updates on a device, copies of their slices, and kernels of passes run beside each other: clocks of the streams show it.
+"""Updates on a device, copies of their slices, and kernels of passes overlap: clocks of the streams show it.
 
 A moment is known to a stream if what it runs from then on comes behind it. Two things that do not know each other may
 run at once.
@@ -93,7 +93,7 @@ def test_a_slice_goes_up_while_the_one_before_is_updated_and_passes_wait_for_nei
     for upload, before in zip(seen.uploads[1:], seen.updates, strict=False):
         assert not known(upload, before), "a slice that goes up behind the update of the one before"
     for third, upload in zip(seen.updates, seen.uploads[3:], strict=False):
-        assert known(upload, third), "memory that is filled anew while an update uses it"
+        assert known(upload, third), "memory that is filled again while an update uses it"
     assert len(seen.layers) == 12
     for layer in seen.layers:
         assert not any(known(layer, moment) for moment in seen.updates), "a pass that waits for an update"

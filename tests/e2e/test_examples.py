@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from e2e.processes import run_python
+from e2e.processes import killed_at_step, run_python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.slow
@@ -63,19 +63,7 @@ def test_a_model_is_fine_tuned_and_resumed(model: Path, tmp_path: Path, adapters
     assert list((tmp_path / "run" / "result").glob("*.safetensors"))
 
 
-KILLED = """
-import os, runpy, signal, sys
-from transformers import TrainerState
-
-counted = TrainerState.__setattr__
-def count(self, name, value):
-    counted(self, name, value)
-    if name == "global_step" and value == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-TrainerState.__setattr__ = count
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+KILLED = killed_at_step(3, "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')")
 
 
 def test_a_killed_fine_tuning_gives_the_result_of_one_that_was_not(model: Path, tmp_path: Path) -> None:

@@ -247,6 +247,7 @@ class Fuzzer:
 
     def _be_child(self, work: Callable[[], str | None], answer: Path) -> None:
         try:
+            sys.dont_write_bytecode = True  # of a module that a reader imports first
             faulthandler.enable(self._stacks.open("w"))
             addresses = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (addresses + MAX_ADDRESSES_BYTES, resource.RLIM_INFINITY))
@@ -345,5 +346,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.dont_write_bytecode = True
     sys.exit(main(sys.argv[1:]))

@@ -60,7 +60,7 @@ def test_empty_tensors_lie_in_the_memory_while_it_has_a_place() -> None:
     here = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     with EmptyTensors(memory, 2):
         ours = torch.empty((PAGE // 2,), **here)
-        torchs = torch.empty((PAGE // 2,), **here)  # the output of an all-gather would have no place beside it
+        torchs = torch.empty((PAGE // 2,), **here)  # the output of an all-gather would have no place next to it
     after = torch.empty((1,), **here)
     output = memory.allocate(2 * PAGE)
     assert output is not None and memory.allocate(1) is None

@@ -81,7 +81,7 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
 
 
 def test_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet() -> None:
-    costs = PagingCosts(mapped_byte_s=2e-10, checked_byte_s=1e-10)
+    costs = PagingCosts(page_s=0.05, mapped_byte_s=1.5e-10, checked_byte_s=1e-10)
     drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9), costs)
     drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes
     assert drive.now_s == pytest.approx(1.0)
@@ -122,6 +122,16 @@ def test_while_the_processors_compute_a_drive_is_as_fast_as_they_let_it_be() -> 
     other = alone.read(300, None)
     alone.compute(1.0)
     assert other.done and alone.rates.faster(2).busy == 1000
+
+
+def test_each_byte_that_moves_makes_the_computing_longer() -> None:
+    drive = VirtualDrive(DriveRates(read=100, write=100, both=200, slowing_byte_s=0.005))
+    read = drive.read(100, None)
+    drive.compute(1.0)  # half of each second is left for the computing, as long as bytes move
+    assert read.done and drive.now_s == pytest.approx(1.5)
+    drive.wait(drive.write(100))  # slows nobody
+    drive.compute(1.0)
+    assert drive.now_s == pytest.approx(3.5)
 
 
 def test_the_mean_of_steps_is_of_each_phase() -> None:

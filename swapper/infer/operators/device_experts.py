@@ -1,7 +1,7 @@
 """Keeps the last used experts on a device, and copies others there without a wait.
 
 Their host memory is registered with the device, and a copy has a stream of its own: those of weights that are used next
-run beside the kernels before them. What an expert's value is computed from stays there as it is stored.
+overlap with the kernels before them. What an expert's value is computed from stays there as it is stored.
 """
 
 from __future__ import annotations

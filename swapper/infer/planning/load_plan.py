@@ -7,7 +7,6 @@ pass reads every weight; later ones read what does not stay.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,28 +19,29 @@ from swapper.errors import ConfigError
 from swapper.formats.sources import Rename, Source, open_source
 from swapper.infer.mapping.matching import Match, Weight, match
 from swapper.infer.operators.experts import are_experts
+from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
 from swapper.infer.planning.infer_placement import Fit, fit
 from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.streaming import paged_sections
 from swapper.io.tuning import find_tuning
 from swapper.modules.groups import by_module
-from swapper.modules.operations import OperationTimes, least_seconds, record
+from swapper.modules.operations import OperationTimes, median_seconds, record
 from swapper.modules.paging_costs import measure_paging_costs
 from swapper.options import parse_host_memory
 from swapper.paging.capped_drive import open_drive
 from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
-from swapper.paging.virtual_drive import DriveRates, PagingCosts
+from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
 from swapper.runtime.free_memory import HEAP_TENSOR_BYTES, kept_free_bytes
 from swapper.runtime.sizes import format_bytes, parse_bytes
 from swapper.runtime.stats import StepStats
 
 log = logging.getLogger("swapper")
 
-TRIAL_ROWS = 256
-"""Rows of a quantized matrix in the trial that finds how long it takes to compute the weight."""
-TRIALS = 3
+TRIAL_ELEMENTS = 1 << 22
+"""Of a quantized weight that is computed in a trial; of a larger one some rows are."""
+TRIALS = 5
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,9 @@ class LoadPlan:
             rate: float = tuning.read_bytes_per_s
         else:
             rate = parse_bytes(drive_read, "drive_read")
-        busy = math.inf if tuning is None else tuning.busy_bytes_per_s
-        drive = DriveRates(rate, rate, rate, busy)
+        drive = DriveRates(rate, rate, rate)
+        if tuning is not None:
+            drive = replace(drive, busy=tuning.busy_bytes_per_s, slowing_byte_s=tuning.slowing_byte_s)
         return self.predict_on(drive, tokens, batch=batch, example=example, experts=experts)
 
     def predict_on(
@@ -165,9 +166,10 @@ class LoadPlan:
                 "experts=swapper.ExpertUse(experts=2, hit_rate=0.5)), of a layer and token"
             )
         prompt = (_tokens(batch, tokens),) if example is None else tuple(example)
-        times, made = OperationTimes(), self._making_seconds()
+        times = OperationTimes()
+        made = self._making_seconds(times)
         streamed = self.fitting.placement.streamed
-        paging = measure_paging_costs(self.fitting.placement.page_bytes, False)
+        paging = measure_paging_costs(self.fitting.placement.page_bytes, False, writes=False)
         computing, activation_bytes = self._computing(times, prompt, made, experts)
         first = self._pass(drive, paging, computing, None, self._on_demand(experts, batch * tokens))
         computing, _ = self._computing(times, (_tokens(batch, 1),), made, experts)
@@ -232,17 +234,21 @@ class LoadPlan:
                 seconds = times.product(max(round(share), 1), shape[-2], shape[-1], weight.recipe.dtype)
                 yield group.index, seconds * min(count, used * rows) if id(weight.parameter) in layers else seconds
 
-    def _making_seconds(self) -> dict[int, float]:
-        """Return how long it takes to compute the weights that are stored otherwise, by group."""
-        element_s: dict[Any, float] = {}
+    def _making_seconds(self, times: OperationTimes) -> dict[int, float]:
+        """Return what weights that are stored otherwise, or multiplied by parts, take beside their products, by group."""
+        cuts = {id(linear.module.weight): linear for linear in self.fitting.plan.cuts}
+        known: dict[Any, float] = {}
         found: dict[int, float] = {}
         for group in self.fitting.plan.groups:
             for weight in group.weights:
-                if weight.recipe.make is not None:
-                    kind = tuple((part.dtype, len(part.shape)) for part in weight.recipe.parts), weight.recipe.dtype
-                    if kind not in element_s:
-                        element_s[kind] = _element_seconds(weight)
-                    found[group.index] = found.get(group.index, 0.0) + element_s[kind] * weight.parameter.numel()
+                linear = cuts.get(id(weight.parameter))
+                if linear is None and weight.recipe.make is None:
+                    continue
+                parts = tuple((part.dtype, tuple(part.shape)) for part in weight.recipe.parts)
+                kind = parts, weight.recipe.dtype, linear is None
+                if kind not in known:
+                    known[kind] = _made_seconds(weight) if linear is None else _parts_seconds(linear, times)
+                found[group.index] = found.get(group.index, 0.0) + known[kind]
         return found
 
     @property
@@ -289,8 +295,10 @@ class LoadPlan:
             accesses = [Access(("param", group), tuple(pages[stays:]))] if pages[stays:] else []
             tasks.append(Task("forward", group, accesses))
         seconds = {
-            g: max(s, cut_bytes.get(g, 0) / drive.read) for g, s in computing.items()
-        }  # read while it is multiplied
+            g: max(s + nbytes * drive.slowing_byte_s, nbytes / drive.allowed_read)  # read while it is multiplied
+            for g, s in computing.items()
+            for nbytes in (cut_bytes.get(g, 0),)
+        }
         flat: list[Section] = [section for of_group in sections for section in of_group]
         dry = DryRun(
             flat, placement.frame_count - kept, tasks, None, True, 0, {}, open_drive(drive, paging),
@@ -304,7 +312,7 @@ class LoadPlan:
         used = {index for task in tasks for access in task.accesses for index in access.pages}
         nbytes = sum(page.nbytes for section in flat for page in section.pages if page.index in used)
         nbytes += int(sum(cut_bytes.values()) + demanded_bytes)
-        return _with_reads(step, nbytes, demanded_bytes / drive.read)
+        return _with_reads(step, nbytes, demanded_bytes / drive.allowed_read)
 
 
 def plan_load(
@@ -343,10 +351,27 @@ def _tokens(batch: int, tokens: int) -> torch.Tensor:
     return torch.zeros(batch, tokens, dtype=torch.long, device="meta")
 
 
-def _element_seconds(weight: Weight) -> float:
-    """Return how long it takes to compute one element of a weight from its parts."""
-    rows = weight.recipe.rows(0, min(TRIAL_ROWS, weight.parameter.shape[0])) or weight.recipe
+def _made_seconds(weight: Weight) -> float:
+    """Return how long it takes to compute a weight from its parts."""
+    shape = weight.parameter.shape
+    rows = (
+        weight.recipe.rows(0, min(-(-TRIAL_ELEMENTS * shape[0] // weight.parameter.numel()), shape[0])) or weight.recipe
+    )
     parts = [torch.zeros(part.shape, dtype=part.dtype) for part in rows.parts]
     with torch.no_grad():
-        numel = rows.from_parts(parts).numel()
-        return least_seconds(lambda: rows.from_parts(parts), TRIALS) / max(numel, 1)
+        numel = max(rows.from_parts(parts).numel(), 1)
+        return median_seconds(lambda: rows.from_parts(parts), TRIALS) / numel * weight.parameter.numel()
+
+
+def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float:
+    """Return what it takes to multiply a vector by parts of a matrix that are in memory, beside the product with all of it."""
+    outputs, inputs, dtype = linear.module.out_features, linear.module.in_features, linear.weight.dtype
+    module = nn.Linear(inputs, outputs, bias=False, device="meta")
+    memory = torch.zeros(PARTS_IN_MEMORY * linear.slot_bytes, dtype=torch.uint8)
+    there = VirtualDrive()  # its reads are over at once
+    parts = RowPrefetcher(memory, lambda stored, offset, into: there.read(into.nbytes, None))
+    trial, x = replace(linear, module=module), torch.zeros(1, inputs, dtype=dtype)
+    with torch.no_grad():
+        parts.multiply(trial, x)
+        seconds = median_seconds(lambda: parts.multiply(trial, x), TRIALS)
+    return max(seconds - times.product(1, outputs, inputs, dtype), 0.0)

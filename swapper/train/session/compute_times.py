@@ -22,6 +22,7 @@ from swapper.modules.paging_costs import measure_paging_costs
 from swapper.paging.dry_run import Task
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.virtual_drive import PagingCosts
+from swapper.runtime.free_memory import HEAP_TENSOR_BYTES
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.updates.update_times import find_update_times, update_seconds
@@ -43,7 +44,7 @@ class ComputeTimes:
         group_update_s: the same by group, where it is known.
         slice_s: of a slice of the optimizer's, in addition.
         copied_byte_s: of a byte of a gradient that swapper copies to its slot.
-        touched_byte_s: of a byte of a gradient that stays autograd's own, whose memory is new in each step.
+        touched_byte_s: of a byte of a gradient that stays autograd's own, if its memory is new in each step.
         paging: what windows and checksums add.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
         with_gradients_bytes: the same with all gradients, which stay autograd's own.
@@ -91,11 +92,16 @@ class ComputeTimes:
         return replace(self, forward_s=forward, backward_s=backward)
 
     def with_gradients(self, copied: Sequence[SectionPlan], own: Sequence[SectionPlan]) -> ComputeTimes:
-        """Return the seconds with those in which backward copies gradients to sections, and first touches autograd's own."""
+        """Return the seconds with those in which backward copies gradients to sections, and first touches autograd's own.
+
+        Only what the C library takes from the system is new in each step: the heap's memory stays (runtime/free_memory.py).
+        """
         backward = dict(self.backward_s)
-        for plans, byte_s in ((copied, self.copied_byte_s), (own, self.touched_byte_s)):
-            for plan in plans:
-                backward[plan.group] += plan.nbytes * byte_s
+        for plan in copied:
+            backward[plan.group] += plan.nbytes * self.copied_byte_s
+        for plan in own:
+            new = [slot.spec.nbytes for slot in plan.slots if slot.spec.nbytes > HEAP_TENSOR_BYTES]
+            backward[plan.group] += sum(new) * self.touched_byte_s
         return replace(self, backward_s=backward)
 
 
@@ -168,7 +174,7 @@ def _copying_seconds() -> float:
 
 
 def _touching_seconds() -> float:
-    """Return how long the first touch of a byte takes, beside a later one."""
+    """Return how long the first touch of a byte takes, more than a later one."""
 
     def fill(memory: mmap.mmap) -> float:
         tensor = torch.frombuffer(memory, dtype=torch.uint8)

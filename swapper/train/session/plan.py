@@ -7,7 +7,6 @@ real pager (paging/dry_run.py).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -300,8 +299,9 @@ class Plan:
     def drive_rates(self, drive_read: int | str | None = None, drive_write: int | str | None = None) -> DriveRates:
         """Return the rates of the drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
         rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
-        busy = math.inf if self.tuning is None else self.tuning.busy_bytes_per_s
-        return DriveRates(*rates, sum(rates), busy)
+        if self.tuning is None:
+            return DriveRates(*rates, sum(rates))
+        return DriveRates(*rates, sum(rates), self.tuning.busy_bytes_per_s, slowing_byte_s=self.tuning.slowing_byte_s)
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:
         if given is not None:
@@ -371,13 +371,14 @@ class Plan:
         """The peak of host memory by part, in bytes, beyond the imported libraries.
 
         Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. If all
-        gradients stay autograd's own, they are with them: when they have come, activations have gone. The allocator's part is
-        what swapper lets the heap keep free (runtime/free_memory.py).
+        gradients stay autograd's own, they are with them: when they have come, activations have gone; but not those that wait for
+        a deferred update. The allocator's part is what swapper lets the heap keep free (runtime/free_memory.py).
         """
         budget, compute = self.budget, self.found.compute
         gradients = sum(plan.nbytes for plan in self.grad_plans if is_resident(plan, self.places))
         activations = None if compute is None else compute.activation_bytes
-        is_apart = compute is None or activations is None or bool(self._placed_grad_plans)
+        is_deferred = self.request.options.update == "deferred"
+        is_apart = compute is None or activations is None or is_deferred or bool(self._placed_grad_plans)
         if compute is not None and not is_apart:
             activations = compute.with_gradients_bytes
         parts = {
