@@ -51,8 +51,9 @@ class SwapManager:
     """Pages a model's parameters and its optimizer's state between host memory and NVMe, within one budget.
 
     Args:
-        directory: on the drive of the run; created if its parent exists. The run has a subdirectory `rank-R-of-W`, by
-            the environment's RANK and WORLD_SIZE. Or a list of directories, one for each drive: pages are distributed by
+        directory: on the drive of the run. It and those above it are made, unless the outermost would be a new name in /,
+            /mnt, /media or beside a mounted drive, or in an empty directory there. The run has a subdirectory `rank-R-of-W`, by the
+            environment's RANK and WORLD_SIZE. Or a list of directories, one for each drive: pages are distributed by
             the speeds that `swapper tune` measured, equally if it did not.
         host_memory: maximum host bytes of swapper in this process, in bytes or as "8GiB". "64GiB/node" is for all ranks of a
             machine, which share it equally (torchrun's LOCAL_WORLD_SIZE); so is "auto", half of the free memory.
@@ -463,7 +464,8 @@ class SwapManager:
         reads it, on any number of ranks. All ranks must call this. See docs/reference/snapshots.md.
 
         Args:
-            path: the file, or the directory of a sharded model; must not exist. Its parent directory must.
+            path: the file, or the directory of a sharded model; must not exist. Missing directories above it are made, as
+                the run's are.
             extra: values of the user in addition to `manager.extra`.
             keep: maximum number of snapshots that this run published with `keep` under names that differ from this one
                 in digits only ("step-90.pt", "step-100.pt"): the oldest are deleted. Other files are never touched.

@@ -41,7 +41,7 @@ from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.formats.torch_zip.pickle_reader import Skeleton
 from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.unpickling import Opaque
-from swapper.io import beneath
+from swapper.io.mounts import make_parents
 
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
 WHAT = ("model", "all")
@@ -156,7 +156,7 @@ def export(
     if not chosen.tensors:
         raise CheckpointError(f"{source} has no tensors to export")
     destination = Path(os.path.realpath(target))
-    beneath.make_parents(destination)
+    make_parents(destination, CheckpointError)
     _check_room(destination.parent, chosen.nbytes)
     with Payloads() as payloads:
         if to in ("torch", "safetensors"):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swapper.errors import CheckpointError, IoError, remedy
-from swapper.io import beneath
+from swapper.io.mounts import make_parents
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def check_target(target: Path, overwrite: bool | None) -> None:
     try:
         status = target.lstat()
     except FileNotFoundError:
-        beneath.make_parents(target)
+        make_parents(target, CheckpointError)
         return
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written ({error.strerror}): choose another name") from error
@@ -121,7 +121,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     """
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already: choose another name, or remove it")
-    beneath.make_parents(target)
+    make_parents(target, CheckpointError)
     temporary = _temporary_name(target)
     try:
         temporary.mkdir()

@@ -28,7 +28,7 @@ from swapper.durability.ranks import Ranks
 from swapper.errors import ConfigError, DirectoryError, remedy
 from swapper.io import beneath
 from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
-from swapper.io.engines import OVER_NETWORK, is_on
+from swapper.io.mounts import OVER_NETWORK, is_on, make_parents
 from swapper.runtime.process import after_fork_in_child
 from swapper.runtime.sizes import format_bytes
 
@@ -57,19 +57,19 @@ class LockedDirectory:
     """One directory of a run. Owns its lock from construction until `close`.
 
     Args:
-        directory: the user's directory. It is made if its parent exists.
+        directory: the user's directory. It is made if it is missing, with those above it (io/mounts.py).
         name: of the run's directory in it.
 
     Raises:
-        DirectoryError: its parent is missing; it is not a directory, not writable, or in use; or others than this user
-            may write to it.
+        DirectoryError: it cannot be made, is no directory, not writable, or in use; or others than this user may write to
+            it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         self._lock = -1
         self._is_held = False
         parent = Path(directory).absolute()
-        self._is_made = _make(parent)
+        self._made = _make(parent)
         self.path = parent / name
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -134,13 +134,14 @@ class LockedDirectory:
                 beneath.unlink(file)
 
     def give_up(self) -> None:
-        """Close, and remove the user's directory if it was made for this run, which does not begin."""
-        if self._is_made:
+        """Close, and remove the directories that were made for this run, which does not begin."""
+        if self._made:
             with suppress(OSError):
                 if self._lock >= 0:
                     beneath.unlink(self.path / "lock")
                 self.path.rmdir()
-                self.path.parent.rmdir()
+                for made in reversed(self._made):
+                    made.rmdir()
         self.close()
 
     def close(self) -> None:
@@ -156,29 +157,25 @@ class LockedDirectory:
         self.close()
 
 
-def _make(directory: Path) -> bool:
-    """Make a missing user's directory. Return True if it was made."""
+def _make(directory: Path) -> list[Path]:
+    """Make a missing user's directory, and those above it. Return the made ones, the outermost first."""
+    parents = make_parents(directory, DirectoryError)
     try:
         directory.mkdir()
     except FileExistsError:
         if not directory.is_dir():
             raise DirectoryError(f"{directory} is not a directory: give a directory on the drive for the run") from None
-        return False
-    except FileNotFoundError:
-        raise DirectoryError(
-            f"directory {directory} does not exist, nor does its parent {directory.parent}: correct the path, or "
-            f"make {directory.parent} on the drive for the run (mkdir -p)"
-        ) from None
+        return parents
     except NotADirectoryError:
         raise DirectoryError(
             f"directory {directory} cannot be made: {directory.parent} is not a directory. Correct the path"
         ) from None
     except OSError as error:
         if directory.is_dir():  # a read-only filesystem reports this first
-            return False
+            return parents
         raise _unwritable(directory.parent, error) from error
     log.info("made directory %s", directory)
-    return True
+    return [*parents, directory]
 
 
 def _unwritable(directory: Path, error: OSError) -> DirectoryError:
@@ -216,7 +213,7 @@ class RunDirectory:
     """Owns the locks of the run's directories from construction until `close`.
 
     Args:
-        directories: the user's directory, or several, one a drive; a missing one is made if its parent exists.
+        directories: the user's directory, or several, one a drive; a missing one is made (io/mounts.py).
         resume: "error" refuses a directory that holds a run, "auto" resumes it, "reshard" too or one of another number of
             ranks, "discard" deletes it.
         ranks: this process's place in the job.
@@ -229,8 +226,7 @@ class RunDirectory:
 
     Raises:
         ConfigError: no directory, or one of them twice.
-        DirectoryError: its parent is missing; it is not a directory, not writable, in use, holds a run, or belongs to
-            another run.
+        DirectoryError: one cannot be made, is no directory, not writable, in use, holds a run, or belongs to another run.
     """
 
     def __init__(

@@ -25,6 +25,7 @@ from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, seal_
 from swapper.formats.dcp_items import ContainerItems
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
+from swapper.io.mounts import make_parents
 
 
 class SnapshotDirectory:
@@ -249,7 +250,7 @@ def check_free(path: Path) -> None:
     """Make missing directories above a snapshot's name. Raise CheckpointError unless it can get that name."""
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already: snapshots never overwrite; choose another name or remove it")
-    beneath.make_parents(path)
+    make_parents(path, CheckpointError)
 
 
 def _remove(hidden: Path) -> None:

@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from swapper import _C
-from swapper.errors import CheckpointError, DirectoryError
+from swapper.errors import DirectoryError
 
 _held: dict[Path, int] = {}
 """Descriptors of the directories that runs of this process have open."""
@@ -183,17 +183,3 @@ def read_small(path: Path, most_bytes: int, follow: bool = False) -> bytes:
         if found.st_size > most_bytes:
             raise ValueError(f"it has {found.st_size} bytes, more than the maximum of {most_bytes}")
         return file.read(most_bytes + 1)
-
-
-def make_parents(path: Path) -> None:
-    """Make the directories above a file that the user has named, if they are missing.
-
-    Raises:
-        CheckpointError: they cannot be made.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"the directory {path.parent} cannot be made ({error.strerror}): correct the path, or choose another"
-        ) from error

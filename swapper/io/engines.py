@@ -15,31 +15,17 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
+from swapper.io.mounts import IN_MEMORY, is_on
 from swapper.io.tuning import find_tuning
 
 log = logging.getLogger("swapper")
 
-_IN_MEMORY = {"tmpfs", "ramfs"}
-OVER_NETWORK = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "9p",
-    "afs",
-    "fuse.sshfs",
-    "fuse.glusterfs",
-}
 _MEMORY_SETTINGS = {"backend": "threads", "depth": min(4, os.cpu_count() or 1), "piece_bytes": 2 << 20}
 """More threads or other pieces were not faster: docs/decisions/files-in-memory.md."""
 
@@ -176,26 +162,7 @@ def reserve(file: _C.File, nbytes: int) -> None:
 
 def is_in_memory(path: Path) -> bool:
     """Return True if `path`'s directory is on a filesystem in memory."""
-    return is_on(_IN_MEMORY, path)
-
-
-def is_on(kinds: Collection[str], path: Path) -> bool:
-    """Return True if `path`'s directory is on a filesystem of one of these kinds, none of which is on a drive of this machine."""
-    try:
-        device = path.parent.stat().st_dev
-    except OSError as error:
-        raise IoError("open", str(path), 0, 0, error.errno or 0) from error
-    if os.major(device):
-        return False
-    mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
-    places = [mount[1].encode().decode("unicode_escape") for mount in mounts if mount[2] in kinds]
-    return any(_device_of(place) == device for place in places)
-
-
-def _device_of(directory: str) -> int | None:
-    with contextlib.suppress(OSError):
-        return Path(directory).stat().st_dev
-    return None
+    return is_on(IN_MEMORY, path)
 
 
 class SeveralEngines(ABC):

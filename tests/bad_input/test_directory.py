@@ -18,15 +18,17 @@ from e2e.processes import started_python
 from e2e.twins import Twins, adamw
 
 import swapper
+from swapper.io import mounts
 from swapper.io.drives import Drives, DrivesRecord
 
 BUDGET = "32MiB"
 
 
-def test_a_missing_directory_is_made_where_its_parent_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_directory_is_made_with_those_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
-    for given in (tmp_path / "new", "relative", tmp_path / "link" / "below", [tmp_path / "one", tmp_path / "other"]):
+    several = [tmp_path / "one" / "run", tmp_path / "other" / "run"]
+    for given in (tmp_path / "new", "relative/and/deep", tmp_path / "link" / "below" / "it", several):
         with swapper.SwapManager(given, host_memory=BUDGET) as manager:
             model, optimizer = manager.offload(model := Net(), adamw(model.parameters()), params="nvme")
             assert train_step(model, optimizer).isfinite()
@@ -36,15 +38,38 @@ def test_a_missing_directory_is_made_where_its_parent_exists(tmp_path: Path, mon
             assert manager.step == 1
 
 
-def test_a_directory_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None:
-    match = rf"{tmp_path}/missing/run does not exist, nor does its parent {tmp_path}/missing: .*make {tmp_path}/missing"
-    for given in (tmp_path / "missing" / "run", [tmp_path / "made", tmp_path / "missing" / "run"]):
-        with pytest.raises(swapper.DirectoryError, match=match):
-            swapper.SwapManager(given, host_memory=BUDGET)
-        assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("parent", ["/", "/mnt", "/media", "/dev"])  # /dev/shm is mounted
+def test_what_may_be_a_drive_that_is_not_mounted_is_not_made(parent: str, tmp_path: Path) -> None:
+    missing = Path(parent, "no such drive")
+    match = f"lies beneath {missing if Path(parent).exists() else parent}, which does not exist: perhaps a drive is misspelt"
+    with pytest.raises(swapper.DirectoryError, match=match):
+        swapper.SwapManager([tmp_path / "made" / "too", missing / "below" / "run"], host_memory=BUDGET)
+    with pytest.raises(swapper.CheckpointError, match=match):
+        swapper.checkpoint.save({}, missing / "a.pt")
+    assert not missing.exists() and not list(tmp_path.iterdir())
+
+
+def test_nothing_is_made_in_the_mount_point_of_a_drive_that_is_not_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "MOUNT_PARENTS", {tmp_path})
+    (tmp_path / "nvme").mkdir()
+    with pytest.raises(
+        swapper.DirectoryError, match=rf"lies beneath {tmp_path}/nvme/runs, which does not exist: perhaps"
+    ):
+        swapper.SwapManager(tmp_path / "nvme" / "runs" / "run", host_memory=BUDGET, resume="auto")
+    assert not list((tmp_path / "nvme").iterdir())
+    (tmp_path / "nvme" / "lost+found").mkdir()
+    swapper.SwapManager(tmp_path / "nvme" / "runs" / "run", host_memory=BUDGET, resume="auto").close()
+    assert (tmp_path / "nvme" / "runs" / "run").is_dir()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(swapper.DirectoryError, match=rf"{tmp_path}/file is not a directory"):
         swapper.SwapManager(tmp_path / "file" / "run", host_memory=BUDGET)
+    with pytest.raises(swapper.DirectoryError, match=r"file/too cannot be made \(Not a directory\)"):
+        swapper.SwapManager(tmp_path / "file" / "too" / "run", host_memory=BUDGET)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(swapper.DirectoryError, match=rf"{tmp_path}/dangling is not a directory"):
         swapper.SwapManager(tmp_path / "dangling", host_memory=BUDGET)
@@ -54,7 +79,7 @@ def test_a_directory_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None
 def test_a_new_directory_of_a_run_that_is_refused_is_removed(tmp_path: Path) -> None:
     with swapper.SwapManager(tmp_path / "held", host_memory=BUDGET):
         with pytest.raises(swapper.DirectoryError, match="in use by another run"):
-            swapper.SwapManager([tmp_path / "new", tmp_path / "held"], host_memory=BUDGET)
+            swapper.SwapManager([tmp_path / "new" / "run", tmp_path / "held"], host_memory=BUDGET)
     assert [path.name for path in tmp_path.iterdir()] == ["held"]
 
 

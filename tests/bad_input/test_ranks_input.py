@@ -51,7 +51,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {  # orders, the error on e
     "a rank without a drive": (
         ["sharded", "drive=1:/none/here"],
         "Error",
-        ["directory /none/here does not exist", "mkdir -p"],
+        ["/none/here lies beneath /none, which does not exist", "mkdir -p"],
     ),
     "a file for a drive": (["sharded", "drive=1:/etc/passwd"], "Error", ["/etc/passwd is not a directory"]),
     "budget": (["sharded", "memory=1:64KiB"], "Error", ["host_memory=64.0 KiB is too small"]),
