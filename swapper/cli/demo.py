@@ -34,6 +34,7 @@ from swapper.cli import demo_ranks
 from swapper.cli.command import reported
 from swapper.cli.demo_ranks import Watch, megabytes, print_facts, steady
 from swapper.errors import CheckpointError, ConfigError
+from swapper.io.mounts import make_parents
 from swapper.runtime.sizes import parse_bytes
 
 LEARNING_RATE = 3e-4  # usual for AdamW, not tuned
@@ -77,6 +78,9 @@ def demo(
         budget_bytes = parse_bytes(budget, "--budget") if budget else None
         if json_file is not None and json_file.exists():
             raise ConfigError(f"--json {json_file} exists already: name a new file")
+        for kept in (json_file, snapshot):  # written at the end
+            if kept is not None:
+                make_parents(kept, ConfigError)
         if ranks > 1:
             if snapshot is not None:
                 raise ConfigError("--snapshot does not go with --ranks: that demo compares with plain FSDP2 instead")
