@@ -30,6 +30,7 @@ WAYS = {
     r"register_at_fork\(|pthread_atfork\(": {"swapper/runtime/process.py": "fork", "csrc/memory/owned.cpp": "fork"},
     r"atexit\.register\(|\"atexit\"\)\.attr|std::atexit": {
         "swapper/manager.py": "atexit",
+        "swapper/integrations/trainer.py": "atexit",
         "csrc/bindings/engine.cpp": "atexit",
     },
     r"register_optimizer_step_\w+_hook\(|register_module_\w+_hook\(": {

@@ -161,7 +161,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path) -
         ("empty.pt", "y", "torch", "no tensors"),
         ("x.pt", "mine", "torch", "exists already"),
         ("x.pt", "there", "dcp", "exists already"),
-        ("x.pt", "mine/y", "torch", "cannot be made"),
+        ("x.pt", "mine/y", "torch", "Not a directory"),
         ("x.pt", "y", "gguf", "no format"),
         ("mine", "y", "torch", "neither"),
         ("there", "y", "torch", "no weights"),
