@@ -29,6 +29,7 @@ from swapper.io.alignment import SECTOR_BYTES, round_up
 KINDS = ("read", "write", "both")
 OPERATIONS_AHEAD = 4
 START_S = 0.2  # not counted: programs and caps start
+WARM_ROUNDS = 32
 LEAST_SHARE = 0.1  # of the processors that computing has beside transfers: less is too short a measurement
 
 
@@ -132,7 +133,10 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
 
 def measure_while_computing(pattern: Pattern, paths: dict[str, Path], backend: str = "auto") -> Speed:
     """Measure swapper's engine while torch computes on all its threads, and how much longer that makes the computing."""
-    rounds, began_s = _rounds(), time.perf_counter()
+    rounds = _rounds()
+    for _ in range(WARM_ROUNDS):
+        next(rounds)
+    began_s = time.perf_counter()
     alone = [next(rounds) for _ in iter(lambda: time.perf_counter() - began_s < pattern.duration_s, False)]
     with ThreadPoolExecutor(1) as pool:
         measured = pool.submit(measure_engine, pattern, paths, backend)

@@ -331,6 +331,17 @@ def _halved(form: TensorForm, size: int) -> TensorForm:
     return TensorForm(shape, tuple(stride), form.dtype)
 
 
+class ColdCaches:
+    """Memory larger than a processor's cache, to empty it: in a step, where pages come and go, neither data nor Python's code are
+    there. Python takes twice as long then."""
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8)
+
+    def make(self) -> None:
+        self._memory.bitwise_not_()
+
+
 def median_seconds(act: Callable[[], object], times: int) -> float:
     """Return the median of the seconds of several calls."""
     return median(_seconds_of(act) for _ in range(times))

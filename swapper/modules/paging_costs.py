@@ -7,7 +7,7 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
-from statistics import median
+from statistics import mean
 
 import torch
 
@@ -15,7 +15,7 @@ from swapper import _C
 from swapper.errors import IoError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
-from swapper.modules.operations import least_seconds
+from swapper.modules.operations import ColdCaches, least_seconds
 from swapper.modules.resources import Resources
 from swapper.paging.planning.budget import PoolSize
 from swapper.paging.planning.layout import SectionPlan
@@ -65,15 +65,16 @@ def _page_seconds(page_bytes: int, writes: bool) -> float:
         resources.open(
             [section], size, [directory], "auto", lambda engine: _MemoryStore(engine, page_bytes), Schedule(accesses)
         )
-        rounds_s = []
+        found, caches = [], ColdCaches()
         for _ in range(ROUNDS):
-            began_s = time.thread_time()
             for access in accesses:
+                caches.make()
+                began_s = time.thread_time()
                 resources.pager.acquire(access)
                 resources.pager.release(access, access.writes)
+                found.append(time.thread_time() - began_s)
             resources.pager.end_step()
-            rounds_s.append(time.thread_time() - began_s)
-    return median(rounds_s[1:]) / PAGES
+    return mean(found[PAGES:])
 
 
 class _MemoryStore:

@@ -40,12 +40,14 @@ class Task:
         group: of parameters.
         accesses: see above; of a task without pages there are none.
         updated: how many elements the optimizer updates in it.
+        pieces: of how many parameters these are, whole or in part.
     """
 
     phase: str
     group: int
     accesses: Sequence[Access]
     updated: int = 0
+    pieces: int = 0
 
 
 class CountingStore:

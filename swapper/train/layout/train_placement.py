@@ -338,7 +338,7 @@ def _step_of(updated: Mapping[int, Trainable], groups: range, page_bytes: int) -
 
 def _updates_of(trainable: Trainable, active: tuple[bool, ...], page_bytes: int) -> list[Task]:
     slices = trainable.slices(active, page_bytes)
-    return [Task("step", trainable.group, [part.access], part.numel) for part in slices]
+    return [Task("step", trainable.group, [part.access], part.numel, len(part.pieces)) for part in slices]
 
 
 def _updating_in_forward(forward: ByGroup, backward: ByGroup, updates: ByGroup) -> Iterator[Task]:

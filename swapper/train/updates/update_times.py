@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from swapper.device.device_storage import DeviceStorage
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.registered import Registration, slabs
 from swapper.modules.groups import Group
-from swapper.modules.operations import least_seconds
+from swapper.modules.operations import ColdCaches, least_seconds
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import TensorSpec, plan_group
 from swapper.runtime.counters import Counters
@@ -45,6 +46,7 @@ from swapper.train.updates.sweep import GroupUpdate, Sweep
 
 TRIAL_ELEMENTS = 1 << 22
 """Elements of a trial: with their state more than a processor's cache. A larger parameter that may be cut is cut to that."""
+TRIALS = 5
 SMALL_ELEMENTS = 1 << 10
 """Elements of the trial that finds what an update costs whatever its size."""
 
@@ -55,11 +57,11 @@ class UpdateTimes:
 
     Attributes:
         element_s: for one element, by group.
-        parameter_s: for a parameter, or a part of one in a slice, in addition.
+        piece_s: for a parameter, or a part of one in a slice, in addition.
     """
 
     element_s: Mapping[int, float]
-    parameter_s: float = 0.0
+    piece_s: float = 0.0
 
 
 def find_update_times(inventory: Inventory, optimizers: OptimizerSet, page_bytes: int) -> UpdateTimes:
@@ -74,20 +76,21 @@ def find_update_times(inventory: Inventory, optimizers: OptimizerSet, page_bytes
                 kinds.setdefault(_kind(inventory, name, parameter), []).append((group.index, name, parameter))
     element_s: dict[int, float] = {}
     elements: dict[int, int] = {}
-    parameter_s = 0.0
+    piece_s = 0.0
     for members in kinds.values():
         _, name, parameter = max(members, key=lambda member: member[2].numel())
         shape = _trial_shape(parameter, inventory.forms[name].may_cut)
-        seconds, numel = _measure(inventory, optimizers, name, parameter, shape, page_bytes), torch.Size(shape).numel()
+        seconds, pieces = _measure(inventory, optimizers, name, parameter, shape, page_bytes)
+        numel = torch.Size(shape).numel()
         if inventory.forms[name].may_cut and numel > SMALL_ELEMENTS:
             small = (SMALL_ELEMENTS // shape[-1] or 1, *shape[1:]) if len(shape) > 1 else (SMALL_ELEMENTS,)
-            fixed = _measure(inventory, optimizers, name, parameter, small, page_bytes)
-            parameter_s = max(parameter_s, fixed)
-            seconds = max(seconds - fixed, 0.0)
+            fixed, _ = _measure(inventory, optimizers, name, parameter, small, page_bytes)
+            piece_s = max(piece_s, fixed)
+            seconds = max(seconds - pieces * fixed, 0.0)
         for index, _, other in members:
             element_s[index] = element_s.get(index, 0.0) + seconds / numel * other.numel()
             elements[index] = elements.get(index, 0) + other.numel()
-    return UpdateTimes({index: seconds / elements[index] for index, seconds in element_s.items()}, parameter_s)
+    return UpdateTimes({index: seconds / elements[index] for index, seconds in element_s.items()}, piece_s)
 
 
 def _kind(inventory: Inventory, name: str, parameter: nn.Parameter) -> Any:
@@ -106,8 +109,8 @@ def _trial_shape(parameter: nn.Parameter, may_cut: bool) -> tuple[int, ...]:
 
 def _measure(
     inventory: Inventory, optimizers: OptimizerSet, name: str, like: nn.Parameter, shape: Sequence[int], page_bytes: int
-) -> float:
-    """Return the seconds of an update of a parameter of this shape, like one of the inventory."""
+) -> tuple[float, int]:
+    """Return the seconds of an update of a parameter of this shape, like one of the inventory, and its number of pieces."""
     with torch.no_grad():
         parameter = nn.Parameter(torch.empty(tuple(shape), dtype=like.dtype, device="meta"))
     form, codecs = inventory.forms[name], inventory.codecs.get(name, {})
@@ -122,31 +125,39 @@ def _measure(
         section.attach(torch.zeros(section.plan.nbytes, dtype=torch.uint8), None)
     trainable = find_trainables(trial, find_places(sections))[0]
     proxies = OptimizerProxies(OptimizerSet([copy_for_trial(member) for member in optimizers.members]))
+    counters = Counters()
     sweep = Sweep(
-        [trainable], proxies, StateEntries({name: form}), cast(Pager, _NoPager()), page_bytes, Counters(),
+        [trainable], proxies, StateEntries({name: form}), cast(Pager, _NoPager()), page_bytes, counters,
         lambda _, gradient, begin, end: gradient.view(-1)[begin:end], lambda _: None,
     )  # fmt: skip
     gradients = (torch.full(tuple(shape), 1e-3, dtype=like.dtype),)
     member = optimizers.locate(settings[id(parameter)])[0]
 
-    def update() -> None:
+    def update() -> float:
+        before_s = counters.update_s
         sweep.begin(member)
         with torch.no_grad():
             sweep.update(GroupUpdate(trainable, gradients))
         sweep.end()
+        return counters.update_s - before_s
 
     update()  # makes the state
-    return least_seconds(update, times=3)
+    pieces = sum(len(part.pieces) for part in trainable.slices((True,), page_bytes))
+    return median(update() for _ in range(TRIALS)), pieces
 
 
 class _NoPager:
-    """A pager for sections that are all resident."""
+    """A pager for sections that are all resident, whose slices find the processor's cache empty."""
+
+    def __init__(self) -> None:
+        self._caches = ColdCaches()
 
     def lease(self, access: Any) -> None: ...
 
     def release(self, access: Any, changed: Any = frozenset()) -> None: ...
 
-    def wait(self, access: Any) -> None: ...
+    def wait(self, access: Any) -> None:
+        self._caches.make()
 
 
 log = logging.getLogger("swapper")
