@@ -52,14 +52,14 @@ class SwapManager:
 
     Args:
         directory: on the drive of the run. It and those above it are made, unless the outermost would be a new name in /,
-            /mnt, /media or beside a mounted drive, or in an empty directory there. The run has a subdirectory `rank-R-of-W`, by the
-            environment's RANK and WORLD_SIZE. Or a list of directories, one for each drive: pages are distributed by
-            the speeds that `swapper tune` measured, equally if it did not.
+            /mnt, /media or next to a mounted drive, or in an empty directory there. The run has a subdirectory
+            `rank-R-of-W`, by the environment's RANK and WORLD_SIZE. Or a list of directories, one for each drive: pages are
+            distributed by the speeds that `swapper tune` measured, equally if it did not.
         host_memory: maximum host bytes of swapper in this process, in bytes or as "8GiB". "64GiB/node" is for all ranks of a
             machine, which share it equally (torchrun's LOCAL_WORLD_SIZE); so is "auto", half of the free memory.
         resume: "error" refuses a directory with a run; "auto" resumes from its last commit, or begins if there is none;
-            "reshard" does too, and continues the run of another number of ranks if that is newer (see docs/snapshots.md);
-            "discard" deletes that run.
+            "reshard" does too, and continues the run of another number of ranks if that is newer (see
+            docs/guides/snapshots.md); "discard" deletes that run.
         ranks: "together": if torch.distributed is initialized, each of its ranks makes a manager; all resume from the
             newest step that each has committed, and take the same steps. "alone": each rank is a run of its own.
         commits: a swapper.CommitPolicy(...): the number of steps from commit to commit. By default each step is

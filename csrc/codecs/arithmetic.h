@@ -319,8 +319,12 @@ uint64_t encode_run(const float* __restrict value, size_t groups, typename Rules
   return bad;
 }
 
-// Codes any number of values: `prepare` writes what the rules are for.
-template <typename Rules, void (*prepare)(const float*, size_t, float*)>
+void take_roots(const float* value, size_t count, float* out) {
+  for (size_t i = 0; i < count; ++i) out[i] = __builtin_sqrtf(value[i]);
+}
+
+// Codes any number of values, or their roots.
+template <typename Rules, bool rooted>
 uint64_t encode_groups(const float* value, size_t count, const Parts& parts, const uint16_t*) {
   using Word = typename Rules::Word;
   Word* code = static_cast<Word*>(parts.at[0]);
@@ -331,8 +335,8 @@ uint64_t encode_groups(const float* value, size_t count, const Parts& parts, con
     const size_t size = count - first < kRunGroups * kGroup ? count - first : kRunGroups * kGroup;
     const size_t groups = size / kGroup, whole = groups * kGroup;
     const float* from = value + first;
-    if (prepare != nullptr) {
-      prepare(from, whole, run);
+    if constexpr (rooted) {
+      take_roots(from, whole, run);
       from = run;
     }
     unheld += encode_run<Rules>(from, groups, code + first, scale);
@@ -340,15 +344,11 @@ uint64_t encode_groups(const float* value, size_t count, const Parts& parts, con
     float last[kGroup] = {};
     Word last_code[kGroup];
     memcpy(last, value + first + whole, (size - whole) * sizeof(float));
-    if (prepare != nullptr) prepare(last, kGroup, last);
+    if constexpr (rooted) take_roots(last, kGroup, last);
     unheld += encode_run<Rules>(last, 1, last_code, scale + groups);
     memcpy(code + first + whole, last_code, size - whole);
   }
   return unheld;
-}
-
-void take_roots(const float* value, size_t count, float* out) {
-  for (size_t i = 0; i < count; ++i) out[i] = __builtin_sqrtf(value[i]);
 }
 
 void decode_moment8(const Parts& parts, size_t count, float* __restrict value, const uint16_t*) {
@@ -409,9 +409,9 @@ void update_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* 
 constexpr Kernels kernels_of(const char* isa) {
   constexpr auto given_split = encode_split<GivenParameter, const uint16_t>;
   constexpr auto given_master24 = encode_master24<GivenParameter, const uint16_t>;
-  constexpr auto moments = encode_groups<MomentCode, nullptr>;
-  constexpr auto roots = encode_groups<RootCode, nullptr>;
-  constexpr auto variances = encode_groups<RootCode, take_roots>;
+  constexpr auto moments = encode_groups<MomentCode, false>;
+  constexpr auto roots = encode_groups<RootCode, false>;
+  constexpr auto variances = encode_groups<RootCode, true>;
   return {isa,
           {{"fp32", 1, {4, 0}, {1, 1}, encode_fp32, decode_fp32, nullptr, nullptr},
            {"bf16", 1, {2, 0}, {1, 1}, encode_bf16, decode_bf16, nullptr, nullptr},

@@ -228,12 +228,17 @@ void install() {
   ::sigaction(SIGSEGV, &action, &g_previous);
 }
 
+// No template: each instance would install it again, and the handler be its own predecessor.
+void install_once() {
+  static const bool installed = (install(), true);
+  static_cast<void>(installed);
+}
+
 // Replaces the entry of `range` in the table if `remap` succeeds (returns 0, not an errno). `remap` gets the
 // old entry of the very same range, if any, and `range`. An empty range is only forgotten.
 template <typename Remap>
 int exchange_range(std::byte* begin, std::uint64_t nbytes, bool is_known, Range range, Remap remap) {
-  static const bool installed = (install(), true);
-  static_cast<void>(installed);
+  install_once();
   if (::getpid() != g_owner) {  // a forked process with windows of its own: the parent's do not exist here
     g_owner = ::getpid();
     g_ranges.clear();

@@ -200,7 +200,7 @@ def _drive(directory: Path) -> Iterator[Finding]:
         return "?"
 
     text = (
-        f"{disk.name} {said('device/model').replace('?', '')}, sectors of {said('queue/logical_block_size')}, "
+        f"{' '.join((disk.name, said('device/model').replace('?', ''))).strip()}, sectors of {said('queue/logical_block_size')}, "
         f"scheduler {said('queue/scheduler').split('[')[-1].split(']')[0]}, {said('queue/nr_requests')} requests"
     )
     if said("queue/rotational") == "1":

@@ -1,8 +1,8 @@
 """Copies host memory to new memory on a device, without a wait, on a stream of its own: experts, and parts of matrices.
 
 The copy waits for what was queued when its memory was allocated, and kernels wait for the copy's event. So a copy that is sent
-before the kernels of an earlier one runs beside them. Who drops the memory first lets the stream that it was allocated on wait
-for the event ([Note: stream order of a storage], device_storage.py).
+before the kernels of an earlier one runs concurrently with them. Who drops the memory first lets the stream that it was
+allocated on wait for the event ([Note: stream order of a storage], device_storage.py).
 """
 
 from __future__ import annotations

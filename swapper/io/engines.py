@@ -29,6 +29,10 @@ log = logging.getLogger("swapper")
 _MEMORY_SETTINGS = {"backend": "threads", "depth": min(4, os.cpu_count() or 1), "piece_bytes": 2 << 20}
 """More threads or other pieces were not faster: docs/decisions/files-in-memory.md."""
 
+PAGES_DEPTH = 8
+"""Transfers of 1 MiB in flight, of pages on a drive that was not tuned: a drive divides its speed among them, so that with more
+the next page comes later, and no sooner is all read (docs/benchmarks/tried.md, "Inference, uncapped")."""
+
 _shared: dict[tuple[Any, ...], _C.Engine] = {}
 _lock = threading.Lock()
 
@@ -110,13 +114,14 @@ def tuned_settings(directory: Path, backend: str = "auto") -> dict[str, Any]:
 
 
 def open_engine(directories: Sequence[Path], backend: str = "auto", **options: Any) -> Engine:
-    """Open an engine for files in `directories`, one a drive, with each drive's tuning.
+    """Open an engine for pages in files in `directories`, one a drive, with each drive's tuning.
 
     Args:
         directories: at least one; all exist.
         backend: "auto", "uring", "aio" or "threads".
-        options: others of `swapper._C.Engine`.
+        options: others of `swapper._C.Engine`; `depth` is PAGES_DEPTH by default.
     """
+    options = {"depth": PAGES_DEPTH, **options}
     if len(directories) == 1:
         return _open(directories[0], backend, options)
     return EngineOfDrives(directories, backend, options)
@@ -125,7 +130,7 @@ def open_engine(directories: Sequence[Path], backend: str = "auto", **options: A
 def _open(directory: Path, backend: str, options: Mapping[str, Any]) -> _C.Engine:
     settings = tuned_settings(directory, backend)
     try:
-        return _C.Engine(**settings, **options)
+        return _C.Engine(**{**options, **settings})
     except ConfigError as error:
         if settings["backend"] == backend:
             raise

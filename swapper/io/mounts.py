@@ -1,6 +1,6 @@
 """Finds what is mounted where; makes missing directories, but not where a drive may be missing.
 
-A missing name beside mounted drives may be a drive that is misspelt, and an empty directory there one that is not mounted.
+A missing name next to mounted drives may be a drive that is misspelt, and an empty directory there one that is not mounted.
 Nothing is made there: it would fill the system's drive, and a run would begin from scratch in place of being resumed.
 """
 

@@ -274,7 +274,7 @@ class StepClock:
 
         Args:
             drive_seconds: the least time, in seconds, in which the drive reads and writes that many bytes; None: not known.
-            predicted: a step, to be shown beside those that come.
+            predicted: a step, to be shown with those that come.
         """
         self._drive_seconds, self._predicted = drive_seconds, predicted
         self._phase, self._before = "between", self._tally()

@@ -51,7 +51,7 @@ class Trace:
 
     Args:
         sample: returns bytes of memory by kind; takes no lock.
-        about: what a reader must know beside the spans, in types that JSON knows.
+        about: what a reader must know besides the spans, in types that JSON knows.
     """
 
     def __init__(

@@ -185,7 +185,7 @@ def ddp(directory: Path) -> None:
 
 
 def everything(directory: Path) -> None:
-    """Trains beside plain torch, and goes on with the run."""
+    """Trains next to plain torch, and goes on with the run."""
     from e2e.twins import smallest_budget
 
     import swapper

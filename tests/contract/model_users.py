@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Net(nn.Module):
-    """Looks at a child's weight itself, and returns a view of a parameter beside what it computes."""
+    """Looks at a child's weight itself, and returns a view of a parameter as well as what it computes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -113,7 +114,12 @@ Stream* make_stream(int device) {
 }
 
 Stream* stream_of(cudaStream_t handle) {
-  if (reinterpret_cast<uintptr_t>(handle) > 2) return reinterpret_cast<Stream*>(handle);
+  if (reinterpret_cast<uintptr_t>(handle) > 2) {
+    auto* named = reinterpret_cast<Stream*>(handle);
+    if (std::find(streams.begin(), streams.end(), named) != streams.end()) return named;
+    std::fprintf(stderr, "stand-in for CUDA: %p is no stream\n", static_cast<void*>(named));
+    std::abort();
+  }
   Stream*& stream = default_streams[current];
   if (stream == nullptr) stream = make_stream(current);
   return stream;

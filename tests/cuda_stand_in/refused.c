@@ -8,6 +8,11 @@ extern int stand_in_launch(const void* function, void** arguments, void* stream)
 typedef struct {
   unsigned x, y, z;
 } Extent;
+typedef struct {  // the head of CUDA's cudaLaunchConfig_t
+  Extent grid, block;
+  size_t shared;
+  void* stream;
+} Configuration;
 
 enum { NOT_SUPPORTED = 801 };
 #define REFUSED(name) \
@@ -65,10 +70,16 @@ void __cudaRegisterFunction(void** handle, const char* function, char* stub, con
   stand_in_name_kernel(function, name);
 }
 void __cudaRegisterVar(void) {}
-unsigned __cudaPushCallConfiguration(void) {
+
+// What a launch as `kernel<<<grid, block, shared, stream>>>()` has in its brackets, on its way to
+// cudaLaunchKernel.
+static _Thread_local Configuration pushed;
+unsigned __cudaPushCallConfiguration(Extent grid, Extent block, size_t shared, void* stream) {
+  pushed = (Configuration){grid, block, shared, stream};
   return 0;
 }
-int __cudaPopCallConfiguration(void) {
+int __cudaPopCallConfiguration(Extent* grid, Extent* block, size_t* shared, void** stream) {
+  *grid = pushed.grid, *block = pushed.block, *shared = pushed.shared, *stream = pushed.stream;
   return 0;
 }
 int __cudaGetKernel(const void** kernel, const void* function) {
@@ -83,7 +94,6 @@ int __cudaGetKernel(const void** kernel, const void* function) {
 LAUNCH(__cudaLaunchKernel)
 LAUNCH(cudaLaunchKernel)
 LAUNCH(cudaLaunchCooperativeKernel)
-int cudaLaunchKernelExC(const void* configuration, const void* function, void** arguments) {
-  (void)configuration;
-  return stand_in_launch(function, arguments, NULL);
+int cudaLaunchKernelExC(const Configuration* configuration, const void* function, void** arguments) {
+  return stand_in_launch(function, arguments, configuration->stream);
 }

@@ -1,5 +1,5 @@
-"""Triton kernels equal the plain torch beside them: by Triton's interpreter here, by the device where there is one, and what the
-compiler makes of them for GPUs that are not here.
+"""Triton kernels equal the plain torch of the same module: by Triton's interpreter here, by the device where there is one,
+and what the compiler makes of them for GPUs that are not here.
 
 The interpreter and the compiler exclude each other within a process, so the first and the last have one of their own.
 """

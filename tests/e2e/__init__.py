@@ -1,1 +1,1 @@
-"""Real models, trained for real: the swapped run beside plain torch, bit for bit."""
+"""Real models, trained for real: the swapped run against plain torch, bit for bit."""

@@ -22,7 +22,7 @@ from e2e.twins import Twins, send_away
 __all__ = ["REFUSED", "WORKS", "cold_escapes"]
 
 ALL_PARAMETERS = 3 << 20
-"""So much more than the smallest budget holds all parameters at one time, but not the optimizer's state beside them."""
+"""So much more than the smallest budget holds all parameters at once, but not the optimizer's state as well."""
 
 
 def run(directory: Path, cold: str, names: list[str]) -> None:

@@ -1,11 +1,14 @@
 """One of several ranks under torchrun: FSDP2 over gloo on a plain and on a swapped model; both must go the same way.
 
-Usage: fsdp_run.py DIRECTORY UPDATE [CASE ...], the time of updates, as for `offload`, and some of CASES.
+Usage: fsdp_run.py DIRECTORY UPDATE [CASE ...], the time of updates, as for `offload`, and some of CASES. FSDP_RUN_DEVICE=cuda in
+the environment has each rank compute on a device of its own; the plain model has a CPUOffloadPolicy then.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -19,14 +22,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import swapper
 from e2e.twins import named_budget
 from swapper.train.sharded import buffer_memory
+
+DEVICE = os.environ.get("FSDP_RUN_DEVICE", "cpu")
+
+
+def join() -> None:
+    if DEVICE == "cuda":
+        if "STAND_IN_DEVICES" in os.environ:
+            importlib.import_module("cuda_stand_in.plugin")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:gloo" if DEVICE == "cuda" else "gloo")
 
 
 class Block(nn.Module):
@@ -109,6 +123,19 @@ CASES: dict[str, dict[str, Any]] = {
     "scheduled": {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)},
     "not resharded": {"reshard": False},
     "replicated": {"mesh": "replicated"},
+    "replicas": {"mesh": "replicas"},
+    "replicas, bf16 compute, accumulated without sync": {
+        "mesh": "replicas",
+        "policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "passes": 2,
+        "no_sync": True,
+    },
+    "replicas on meta, frozen, tied, from a file": {
+        "mesh": "replicas",
+        "init": "file",
+        "change": lambda model: (tied(model), frozen(model)),
+    },
+    "host memory by FSDP2": {"host": True},
     "parameters in host memory": {"params": "host"},
     "gradients on NVMe": {"gradients": "nvme"},
     "gradients on NVMe, clipped and accumulated": {"gradients": "nvme", "clip": True, "passes": 2},
@@ -133,7 +160,7 @@ CASES: dict[str, dict[str, Any]] = {
 def mesh_of(case: dict[str, Any]) -> Any:
     size = dist.get_world_size()
     shape = (size // 2, 2) if case.get("mesh") == "replicated" and size % 2 == 0 else (size,)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 @torch.no_grad()
@@ -166,7 +193,7 @@ def source_of_values(case: dict[str, Any], directory: Path) -> Any:
     return initialize if "init" in case else None
 
 
-def make(case: dict[str, Any], is_meta: bool = False) -> tuple[Model, torch.optim.Optimizer]:
+def make(case: dict[str, Any], is_meta: bool = False, is_plain: bool = False) -> tuple[Model, torch.optim.Optimizer]:
     if is_meta:
         with torch.device("meta"):
             model = Model()
@@ -176,16 +203,22 @@ def make(case: dict[str, Any], is_meta: bool = False) -> tuple[Model, torch.opti
     options: dict[str, Any] = {"reshard_after_forward": case.get("reshard", True)}
     if "policy" in case:
         options["mp_policy"] = case["policy"]
+    if case.get("host") or (is_plain and DEVICE == "cuda"):
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     options["mesh"] = mesh_of(case)
+    shard: Any = fully_shard
+    if case.get("mesh") == "replicas":
+        shard = replicate_with_fsdp.replicate
+        del options["reshard_after_forward"]
     for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+        shard(block, **options)
+    shard(model, **options)
     return model, case.get("optimizer", adamw)(model)
 
 
 def loss_of(model: Any, batch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10 * batch + dist.get_rank())
-    tokens = torch.randint(50, (2, 9), generator=generator)
+    tokens = torch.randint(50, (2, 9), generator=generator).to(DEVICE)
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
@@ -228,7 +261,7 @@ def dist_objects(own: Any) -> list[Any]:
 
 def run(directory: Path, name: str, update: str) -> None:
     case = CASES[name]
-    plain, plain_optimizer = make(case)
+    plain, plain_optimizer = make(case, is_plain=True)
     swapped, optimizer = make(case, is_meta="init" in case)
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
     placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
@@ -245,7 +278,10 @@ def run(directory: Path, name: str, update: str) -> None:
     with swapper.SwapManager(directory, host_memory=budget, resume="discard") as manager:
         torch.manual_seed(1)  # as in `make_whole`
         _, optimizer = manager.offload(swapped, optimizer, **placement, init=values)
-        assert not any(parameter.is_meta for parameter in swapped.parameters())
+        assert all(parameter.device.type == "cpu" for parameter in swapped.parameters())
+        if DEVICE == "cuda":
+            gc.collect()
+            assert torch.cuda.memory_allocated() == 0  # the shards have left it
         schedulers = make_scheduler(plain_optimizer), make_scheduler(optimizer)
         for step in range(4):
             if step == case.get("unfrozen_at"):
@@ -256,7 +292,7 @@ def run(directory: Path, name: str, update: str) -> None:
             same(losses, expected, f"{name}: losses of step {step}")
             assert manager.current.run.model.update_is_open == (update == "deferred" and "zeroed" not in case)
         with torch.no_grad():
-            tokens = torch.arange(16).view(2, 8)
+            tokens = torch.arange(16).view(2, 8).to(DEVICE)
             same(swapped(tokens), plain(tokens), f"{name}: evaluation")
         for module in [*swapped.modules(), *plain.modules()]:
             if isinstance(module, FSDPModule):
@@ -324,7 +360,7 @@ def look_and_load(manager: Any, swapped: Any, optimizer: Any, plain: Any, plain_
         return  # clipping is refused
     norms = []
     for model, used in ((swapped, optimizer), (plain, plain_optimizer)):
-        model(torch.arange(16).view(2, 8)).sum().backward()
+        model(torch.arange(16).view(2, 8).to(DEVICE)).sum().backward()
         clip = manager.clip_grad_norm_ if model is swapped else partial(nn.utils.clip_grad_norm_, model.parameters())
         norms.append(clip(0.5).full_tensor())
         used.step()
@@ -360,7 +396,7 @@ def resume(directory: Path, budget: int, placement: Any, case: Any, plain: Any, 
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    join()
     if sys.argv[2] != "step":
         buffer_memory.MIN_BROADCAST_BYTES = 0  # as with a large model
     for name in sys.argv[3:] or CASES:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 import swapper
-from e2e.fsdp_run import frozen, loss_of, make, same, same_state, train, unfreeze
+from e2e.fsdp_run import frozen, join, loss_of, make, same, same_state, train, unfreeze
 from e2e.ranks_run import no_room
 
 CASE = {"change": frozen}
@@ -71,7 +71,7 @@ def refused(trouble: Any, add: Callable[[], None]) -> str:
 
 def main(directory: Path) -> None:
     rank = dist.get_rank()
-    plain, plain_optimizer = make(CASE)
+    plain, plain_optimizer = make(CASE, is_plain=True)
     swapped, optimizer = make(CASE)
     with swapper.SwapManager(directory, host_memory="8MiB") as manager:
         _, optimizer = manager.offload(swapped, optimizer, params="nvme", optimizer_state="nvme")
@@ -101,6 +101,6 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    join()
     main(Path(sys.argv[1]))
     dist.destroy_process_group()

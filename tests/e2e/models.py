@@ -113,7 +113,7 @@ class Net(nn.Module):
 
 
 class Biased(Net):
-    """Its blocks all return, beside their own result, the bias that the first one has made: that is no other's own (as in T5)."""
+    """Its blocks all return, with their own result, the bias that the first one has made: that is no other's own (as in T5)."""
 
     class Block(Block):
         def __init__(self, makes_bias: bool) -> None:

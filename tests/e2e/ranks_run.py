@@ -11,7 +11,8 @@ DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the man
 "uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to swapper, for bad
 input: depth and dtype (of the model), lr, optimizer (its class), update, codec (of the state), masters (a dtype of master
 weights), version (of swapper), drive (a directory). "absent=RANK": it makes no manager. "gone=RANK": it is killed before its
-first snapshot. "network": file systems in memory pass for those of a network.
+first snapshot. "network": file systems in memory pass for those of a network. "held=RANK:N": it waits before its Nth step
+until somebody writes to the named pipe gate.
 """
 
 from __future__ import annotations
@@ -240,6 +241,8 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                         contextlib.suppress(ZeroDivisionError),
                     ):
                         train_step(wrapped, optimizer)
+                if orders.one("held") == number:
+                    Path(orders.one("gate")).read_bytes()
                 if orders.one("torn") == number:
                     cut_off_files(directory, rank)
                 take_step(rank, orders, number, manager, wrapped, optimizer)

@@ -30,7 +30,7 @@ MakeTwins = Callable[..., Twins]
 
 
 class Odd(Net):
-    """With parameters of unusual shapes beside."""
+    """With parameters of unusual shapes too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,17 +23,17 @@ from e2e.twins import named_budget
 from swapper.train.sharded.shards import param_groups_of
 
 
-def torchrun(ranks: int, program: ModuleType, *arguments: object) -> list[str]:
-    """Run `program` in each rank; return what they have said."""
+def torchrun(ranks: int, program: ModuleType, *arguments: object, **variables: str) -> list[str]:
+    """Run `program` in each rank, with `variables` in the environment; return what they have said."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = run_python(*launcher, Path(program.__file__ or ""), *arguments)
+    done = run_python(*launcher, Path(program.__file__ or ""), *arguments, **variables)
     assert done.returncode == 0, done.stderr[-6000:]
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
 
 
-def run(directory: Path, ranks: int, cases: list[str], update: str) -> None:
+def run(directory: Path, ranks: int, cases: list[str], update: str, **variables: str) -> None:
     cases = [case for case in cases if update != "backward" or "clip" not in fsdp_run.CASES[case]]
-    said = torchrun(ranks, fsdp_run, directory, update, *cases)
+    said = torchrun(ranks, fsdp_run, directory, update, *cases, **variables)
     assert said == sorted(f"rank {rank}, {case}: same" for rank in range(ranks) for case in cases)
 
 
@@ -55,6 +55,19 @@ def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
     run(tmp_path, ranks, some_loops(3) if runs_a_sample() else list(fsdp_run.CASES), update)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_shards_of_models_on_accelerators(tmp_path: Path, update: str) -> None:
+    """Each rank computes on a device of its own, with gloo. The plain model's shards are in host memory by CPUOffloadPolicy."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("it needs two devices")
+    run(tmp_path, 2, ["plain", *some_loops(2)], update, FSDP_RUN_DEVICE="cuda")
+    if update == "deferred":
+        looks = ["shown", "changed by to_local", "gradient", "state of all", "loaded"]
+        said = torchrun(2, fsdp_open_step, tmp_path / "looks", *looks, FSDP_RUN_DEVICE="cuda")
+        assert said == [f"rank {rank}: same" for rank in range(2)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_shards_of_tensors_that_are_split_already(tmp_path: Path, update: str) -> None:
@@ -66,7 +79,7 @@ def test_shards_of_tensors_that_are_split_already(tmp_path: Path, update: str) -
 
 
 @pytest.mark.slow
-def test_composable_replicas_are_exact_or_refused(tmp_path: Path) -> None:
+def test_composable_replicas_of_ddp_are_exact_or_refused(tmp_path: Path) -> None:
     assert torchrun(2, replicated_run, tmp_path) == [f"rank {rank}: same" for rank in range(2)]
 
 
@@ -105,6 +118,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     ("options", "named"),
     [
         ({"master_weights": torch.float32}, "master_weights"),
+        ({"accelerator": swapper.Accelerator(update_on="device")}, "accelerator"),
     ],
     ids=str,
 )
@@ -164,7 +178,7 @@ def test_a_matrix_optimizer_is_refused(tmp_path: Path, alone: None, optimizer: t
     model = fully_shard(torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3))))
     with (
         swapper.SwapManager(tmp_path, host_memory="64MiB") as manager,
-        pytest.raises(swapper.UnsupportedError, match="elementwise"),
+        pytest.raises(swapper.UnsupportedError, match=r"elementwise optimizer.*DistributedDataParallel"),
     ):
         manager.offload(model, optimizer(model.parameters()))
 

@@ -17,7 +17,7 @@ from e2e.models import WIDTH, Net, loss_of, tokens, train_step
 from e2e.twins import Twins, assert_same
 
 MakeTwins = Callable[..., Twins]
-ROOM = 3 << 20  # more than the smallest budget: holds all parameters at one time, but not the state beside them
+ROOM = 3 << 20  # more than the smallest budget: holds all parameters at once, but not their state as well
 
 
 def update(_: Any, optimizer: Any) -> None:

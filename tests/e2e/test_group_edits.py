@@ -339,7 +339,7 @@ def test_a_run_that_goes_on_has_the_groups_as_they_were_edited(tmp_path: Path) -
 
 
 class Scaled(torch.optim.SGD):
-    """Has an option of its own, beside its groups."""
+    """Has an option of its own, as well as its groups."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, lr=0.1)

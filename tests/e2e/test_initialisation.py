@@ -17,7 +17,7 @@ WIDTH = 256
 
 
 class Model(nn.Module):
-    """Layers, buffers with and without parameters beside them, and a tied weight."""
+    """Layers, buffers with and without parameters in the same module, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -152,7 +152,7 @@ def test_a_loop_gives_what_it_gives_with_plain_torch(tmp_path: Path, loop: Any) 
     assert len(ours) == len(plain) and all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["model only", "beside an optimizer"])
+@pytest.mark.parametrize("given", [False, True], ids=["model only", "with an optimizer"])
 def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp_path: Path, given: bool) -> None:
     model = llama(lora=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if given else None

@@ -1,4 +1,4 @@
-"""Loops that people write, beside plain torch: several models, compiled ones, two processes, looking at the optimizer's state."""
+"""Loops that people write, against plain torch: several models, compiled ones, two processes, looking at the optimizer's state."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_model_without_an_optimizer_is_used_and_not_trained(tmp_path: Path) ->
 
 
 class Adapted(nn.Module):
-    """LoRA, by hand: a frozen layer and a small product beside it."""
+    """LoRA, by hand: a frozen layer and a small product added to it."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

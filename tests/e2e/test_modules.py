@@ -68,7 +68,7 @@ def test_tied_weights_are_one(twins: MakeTwins) -> None:
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer with a small trainable one beside it."""
+    """A frozen linear layer with a small trainable one added."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

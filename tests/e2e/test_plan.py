@@ -203,7 +203,7 @@ def test_a_plan_for_something_else_is_refused_by_name(tmp_path: Path) -> None:
             {"device_memory": "1GiB"},
             {"accelerator": swapper.Accelerator(update_on="auto")},
         ):
-            with pytest.raises(swapper.ConfigError, match=rf"{next(iter(options))} beside a plan"):
+            with pytest.raises(swapper.ConfigError, match=rf"{next(iter(options))} with a plan"):
                 manager.offload(model, optimizer, plan, **options)
         with pytest.raises(swapper.ConfigError, match=r"plan='nvme' is not known: give what manager\.plan returns"):
             manager.offload(model, optimizer, "nvme")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A prediction measures what a session does, changes nothing, and is shown beside what came."""
+"""A prediction measures what a session does, changes nothing, and is shown with what came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops beside a drive that is late or early, in a short form. The long one: tools/test_crashes."""
+"""Loops on a drive that is late or early, in a short form. The long one: tools/test_crashes."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import swapper
 from e2e import killed_ranks, ranks_run
-from e2e.processes import run_python
+from e2e.processes import run_python, started_python
 from swapper.durability.ranks import CommitId, Held, choose
 
 pytestmark = pytest.mark.slow  # each starts processes that train together
@@ -120,6 +121,19 @@ def test_a_rank_that_ended_is_noticed(tmp_path: Path) -> None:
     said = launch(tmp_path, "steps=1:3", "plain", ok=False)
     assert said[0] == "rank 0: began at 0, ended at 0"
     assert "StateError" in said[1] and "another rank did not arrive at step 1" in said[1]
+
+
+def test_a_rank_that_comes_late_to_a_commit_is_waited_for_and_all_go_on(tmp_path: Path) -> None:
+    """It comes when the watchdog has said that the other waits for it."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    orders = ["steps=3", "plain", "held=1:2", f"gate={gate}", "stall_s=0.2"]
+    with started_python(ranks_run.__file__, tmp_path / "run", 2, *orders) as ranks:
+        assert any("for a rank: to come to step 2" in line for line in ranks.stderr)
+        gate.write_text("go")
+        said = sorted(ranks.stdout)
+        assert ranks.wait() == 0
+    assert said == [f"rank {rank}: began at 0, ended at 3\n" for rank in range(2)]
 
 
 def test_a_rank_that_skips_a_step_is_waited_for_no_longer_than_the_user_says(tmp_path: Path) -> None:

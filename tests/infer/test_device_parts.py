@@ -1,4 +1,4 @@
-"""A matrix larger than the device's budget: a part is copied beside the kernel of the one before, and each wait is needed."""
+"""A matrix larger than the device's budget: a part is copied while the kernel of the one before runs, and each wait is needed."""
 
 from __future__ import annotations
 

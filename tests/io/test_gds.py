@@ -1,5 +1,5 @@
 """GdsHandle and GdsFile over a stand-in for libcufile that takes memory of the host for a device's: which calls are made, what
-goes through host memory instead, and that every byte is right, also beside its neighbours.
+goes through host memory instead, and that every byte is right, its neighbours' too.
 
 What only a GPU can show (device memory, streams, the real driver) is not tested here.
 """

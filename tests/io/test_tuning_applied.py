@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import swapper
 from swapper.cli import app
-from swapper.io.engines import open_engine, shared_engine
+from swapper.io.engines import PAGES_DEPTH, open_engine, shared_engine
 from swapper.io.tuning import Tuning, find_tuning, keep_tuning, tuning_path
 from swapper.runtime.sizes import format_bytes
 
@@ -93,5 +93,5 @@ def test_a_tuning_that_says_nonsense_is_not_used_and_said(
         assert find_tuning(tmp_path) is None
     assert str(tuning_path()) in caplog.text
     engine = open_engine([tmp_path])
-    assert settings_of(engine)[:2] != SETTINGS[:2]
+    assert settings_of(engine)[:2] == (1 << 20, PAGES_DEPTH)
     engine.close()

@@ -29,9 +29,9 @@ def test_factors_of_a_device_come_at_once_at_the_first_use_and_as_they_were() ->
     factors = [_Factor(given) for _ in range(20)]
     other = _Factor(torch.tensor(2.0, dtype=torch.float64, device="cuda"))
     given.data.mul_(5)  # they have had their value since they were given
-    assert factors[0].beside(given).device == given.device
+    assert factors[0].on_device_of(given).device == given.device
     with Waits() as waits:
-        found = [torch.ones(2).mul(factor.beside(torch.ones(2))) for factor in (*factors, other)]
+        found = [torch.ones(2).mul(factor.on_device_of(torch.ones(2))) for factor in (*factors, other)]
     assert waits.count == 2
     assert torch.equal(torch.stack(found[:-1]), torch.full((20, 2), 3.0)) and torch.equal(
         found[-1], torch.full((2,), 2.0)
@@ -42,4 +42,4 @@ def test_a_factor_in_host_memory_has_the_value_of_the_call() -> None:
     given = torch.tensor(3.0)
     factor = _Factor(given)
     given.mul_(5)
-    assert factor.beside(torch.ones(2)).item() == 3
+    assert factor.on_device_of(torch.ones(2)).item() == 3

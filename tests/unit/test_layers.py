@@ -1,6 +1,6 @@
 """Which folder may import which. The architecture is one-way; these rules keep it so.
 
-Each line of PYTHON_LAYERS is a layer, from the bottom up. A folder (or a module beside the folders) imports from its own layer and
+Each line of PYTHON_LAYERS is a layer, from the bottom up. A folder (or a module next to the folders) imports from its own layer and
 from those below.
 """
 

@@ -216,7 +216,7 @@ class RowPrefetcher:
     Args:
         memory: of all slots.
         read: submits reads.
-        copies: to the device of the maps; a part is copied beside the kernels of the one before. None: they run on the CPU.
+        copies: to the device of the maps; a part is copied while the kernels of the one before run. None: they run on the CPU.
     """
 
     def __init__(self, memory: torch.Tensor, read: ReadInto, copies: NewCopies | None = None) -> None:

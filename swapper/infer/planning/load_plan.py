@@ -235,7 +235,7 @@ class LoadPlan:
                 yield group.index, seconds * min(count, used * rows) if id(weight.parameter) in layers else seconds
 
     def _making_seconds(self, times: OperationTimes) -> dict[int, float]:
-        """Return what weights that are stored otherwise, or multiplied by parts, take beside their products, by group."""
+        """Return what weights that are stored otherwise, or multiplied by parts, take in addition to their products, by group."""
         cuts = {id(linear.module.weight): linear for linear in self.fitting.plan.cuts}
         known: dict[Any, float] = {}
         found: dict[int, float] = {}
@@ -364,7 +364,7 @@ def _made_seconds(weight: Weight) -> float:
 
 
 def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float:
-    """Return what it takes to multiply a vector by parts of a matrix that are in memory, beside the product with all of it."""
+    """Return what it takes to multiply a vector by parts of a matrix that are in memory, over the product with all of it."""
     outputs, inputs, dtype = linear.module.out_features, linear.module.in_features, linear.weight.dtype
     module = nn.Linear(inputs, outputs, bias=False, device="meta")
     memory = torch.zeros(PARTS_IN_MEMORY * linear.slot_bytes, dtype=torch.uint8)

@@ -124,7 +124,7 @@ class _Factor:
         if self.value.device.type != "cpu":
             self._elsewhere.add(self)
 
-    def beside(self, part: torch.Tensor) -> torch.Tensor:
+    def on_device_of(self, part: torch.Tensor) -> torch.Tensor:
         """Return it where `part` is, or in host memory, where any kernel takes it from."""
         if self.value.device not in (part.device, torch.device("cpu")):
             _bring(self._elsewhere)
@@ -149,7 +149,7 @@ def _mul(tensor: Any, other: Any) -> Any:
     if not isinstance(other, torch.Tensor):
         return _change(tensor, found, lambda part: part.mul(other))
     factor = _Factor(other)
-    return _change(tensor, found, lambda part: part.mul(factor.beside(part)))
+    return _change(tensor, found, lambda part: part.mul(factor.on_device_of(part)))
 
 
 def _clamp(tensor: Any, min: Any = None, max: Any = None) -> Any:

@@ -87,6 +87,7 @@ class GivenModel:
         module: its parameters are paged.
         is_sharded: they are shards.
         buffers: the name of what `buffer_bytes` counts, and its content.
+        device: where parameters may be before they are paged, other than on the CPU.
         padded_numel: elements that are stored of a parameter, by the paged one's id, where these are more than it has.
         whole_shapes: the shape of each whole parameter, by the id of its shard.
         rows: the first row of each shard, and the rows of the whole parameter, by name.
@@ -94,6 +95,7 @@ class GivenModel:
 
     is_sharded: ClassVar[bool] = False
     buffers: ClassVar[tuple[str, str]] = "DDP's buckets", "all gradients once more"
+    device: torch.device | None = None
     padded_numel: Mapping[int, int] = {}
     whole_shapes: Mapping[int, torch.Size] = {}
     rows: Mapping[str, tuple[int, int]] = {}

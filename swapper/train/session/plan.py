@@ -236,7 +236,7 @@ class Plan:
 
         The computing is measured here and now, in some seconds (train/session/compute_times.py): each operation of the model, on
         tensors without its weights, and the update as the sweep does it. Once the plan is carried out, `manager.stats()` shows
-        this beside what was achieved.
+        this with what was achieved.
 
         Args:
             tokens: of a step, of all samples together.

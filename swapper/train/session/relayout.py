@@ -7,7 +7,7 @@ once). It is committed, and then the old files are removed. Memory is never that
 
 [Note: before or after] Until the new commit is published the directory holds the old session, then the new one: a
 process that is killed at any instant leaves one of them whole. If the new session cannot be opened or filled, the old
-one is opened again from its files, which are unchanged. Of ranks that run together each keeps the old session beside the
+one is opened again from its files, which are unchanged. Of ranks that run together each keeps the old session with the
 new one until all have that: its record as that of the previous commit, to which a rank that is ahead returns ([Note: one
 step for all ranks], durability/ranks.py). The new commit counts as a change since the step, so that the two differ.
 If a rank does not arrive there, the others cannot know which of the two it has: they leave both, and end.

@@ -92,7 +92,7 @@ class OffloadOptions:
         given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
         if given:
             raise ConfigError(
-                f"{', '.join(given)} beside a plan: what was planned is what is done. Give the plan alone, or plan again with "
+                f"{', '.join(given)} with a plan: what was planned is what is done. Give the plan alone, or plan again with "
                 f"manager.plan(..., {given[0]}=...)"
             )
 
@@ -186,7 +186,7 @@ class Request:
 
     def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
         """List the contents of the model and the optimizers. See `take_inventory`."""
-        where = None if self.device is None else self.device.device.device
+        where = self.model.device if self.device is None else self.device.device.device
         masters = self.options.master_weights
         codecs = self.options.state_codecs
         found = take_inventory(self.model, self.optimizers, masters, may_be_meta, before, where, self.frozen, codecs)
@@ -216,11 +216,15 @@ def _check_several(options: OffloadOptions, accelerator: Accelerator, is_sharded
 
 def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None:
     """Raise UnsupportedError for options that a model sharded by fully_shard does not support yet."""
-    asked = {"device": device is not None, "master_weights": options.master_weights is not None}
+    asked = {
+        "device": device is not None,
+        "accelerator": options.accelerator is not None,
+        "master_weights": options.master_weights is not None,
+    }
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedError(
-            f"{option} does not go with a model that fully_shard has sharded: leave it out. (With a mixed-precision policy the "
-            "shards are the fp32 masters.)"
+            f"{option} does not go with a model that fully_shard has sharded: leave it out. (It computes where its mesh is, and is "
+            "updated on the CPU; with a mixed-precision policy the shards are the fp32 masters.)"
         )
 
 

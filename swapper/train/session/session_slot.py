@@ -144,7 +144,7 @@ class SessionSlot:
         return {"resident": counters.resident_bytes, **frames, "free": free}
 
     def about_trace(self) -> dict[str, Any]:
-        """Return what a trace says beside its spans: the drive's bytes a second, if it was tuned, and names of groups."""
+        """Return what a trace says besides its spans: the drive's bytes a second, if it was tuned, and names of groups."""
         plan = None if self.run is None else self.run.plan
         tuning = None if plan is None else plan.tuning
         rates = None if tuning is None else {"read": tuning.read_bytes_per_s, "write": tuning.write_bytes_per_s}

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from swapper.paging.section import own_storage
+from swapper.train.sharded.shards import shard_count
 
 
 class BufferMemory:
@@ -234,15 +235,15 @@ def is_gloo(group: Any) -> bool:
 
 
 def has_replicas(param_group: Any) -> bool:
-    """Return whether other ranks have the same shards (HSDP): until it is reduced over them too, an output may stay."""
+    """Return whether others have the same shards (HSDP, `replicate`): until it is reduced over them too, an output may stay."""
     return hasattr(param_group.mesh_info, "replicate_mesh_size")
 
 
 def may_reuse(param_group: Any) -> bool:
-    """Return whether the collectives of an FSDPParamGroup can be given memory: this torch's own, and of several ranks."""
+    """Return whether collectives of an FSDPParamGroup can be given memory: this torch's own, of several ranks on the CPU."""
     found = [(_own(param_group, name), kind) for name, kind in _COLLECTIVES.items()]
     is_torchs = all(type(one).__name__ == kind and hasattr(one, "allocate") for one, kind in found)
-    return is_torchs and param_group._all_gather_process_group.size() > 1
+    return is_torchs and shard_count(param_group) > 1 and param_group.device.type == "cpu"
 
 
 def may_lend() -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swapper.train.sharded.buffer_memory import has_replicas, is_gloo, may_lend, may_reuse
-from swapper.train.sharded.shards import Shards
+from swapper.train.sharded.shards import Shards, shard_count
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,10 @@ def memory_bytes(shards: Shards) -> int | None:
     return max(kept for kept, _ in _instants(shards)) + in_pages
 
 
-def buffer_bytes(shards: Shards) -> int:
-    """Return the peak of FSDP2's buffers in a step on this rank."""
+def buffer_bytes(shards: Shards) -> int | None:
+    """Return the peak of FSDP2's buffers in a step on this rank; None if they lie on an accelerator."""
+    if any(group.device.type != "cpu" for group, _ in shards.by_group):
+        return None
     kept_bytes = memory_bytes(shards)
     if kept_bytes is not None:
         return kept_bytes + max(others for _, others in _instants(shards))
@@ -101,7 +103,7 @@ def buffer_bytes(shards: Shards) -> int:
 def _instants(shards: Shards) -> Iterator[tuple[int, int]]:
     """Yield the bytes of buffers that lie in memory of ours, if any do, and of the others."""
     first = shards.by_group[0][0]
-    copies = is_gloo(first._all_gather_process_group) and not may_reuse(first)
+    copies = shard_count(first) > 1 and is_gloo(first._all_gather_process_group) and not may_reuse(first)
     within = {id(shard.parameter) for _, members in shards.by_group[1:] for shard in members}
     named = [id(parameter) for parameter in shards.model.parameters()]
     first_within = next((index for index, key in enumerate(named) if key in within), len(named))
@@ -111,7 +113,7 @@ def _instants(shards: Shards) -> Iterator[tuple[int, int]]:
 
 
 def _bytes_of(group: Any, late: set[int]) -> GroupBytes:
-    ranks = group._all_gather_process_group.size()
+    ranks = shard_count(group)
     shares_output = may_reuse(group) and is_gloo(group._reduce_scatter_process_group) and not has_replicas(group)
     gathered = cast = gradients = early = converted = reduced = output = cast_output = 0
     for one in group.fsdp_params:

@@ -30,7 +30,7 @@ from swapper.train.sharded.buffer_memory import EmptyTensors, give_memory, has_r
 from swapper.train.sharded.buffers import memory_bytes
 from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.open_shards import OpenShards, local_of
-from swapper.train.sharded.shards import Shard, Shards, sharded_like
+from swapper.train.sharded.shards import Shard, Shards, shard_count, sharded_like
 from swapper.train.updates.at_step import Updates
 
 
@@ -134,11 +134,11 @@ class ShardHooks:
         """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
         vars(param_group).pop("unshard", None)  # of an earlier session
         unshard, wait_for_unshard = param_group.unshard, param_group.wait_for_unshard
-        ranks = param_group._all_gather_process_group.size()
+        ranks = shard_count(param_group)
         alone = ranks == 1
 
         @contextmanager
-        def leased() -> Iterator[None]:
+        def leased(async_op: bool = False) -> Iterator[None]:
             taken = []
             try:
                 if _in_backward():
@@ -151,8 +151,11 @@ class ShardHooks:
                     group.lease()
                     taken.append(group)
                 yield
+                if param_group.device.type != "cpu":  # the copies to the accelerator are queued
+                    state = param_group._training_state
+                    param_group.comm_ctx.get_all_gather_streams(async_op or alone, state)[0].synchronize()
             except BaseException as error:
-                if not alone:
+                if not alone or has_replicas(param_group):
                     self._lose_ranks(error)
                 raise
             finally:
@@ -163,7 +166,7 @@ class ShardHooks:
             if alone or not param_group.is_sharded or param_group._all_gather_result is not None:
                 unshard(async_op)
                 return
-            with leased(), self._casts(ranks):
+            with leased(async_op), self._casts(ranks):
                 unshard(async_op)
 
         def wait_leased() -> None:
@@ -239,7 +242,9 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
     data = whole.view(slot.spec.dtype)
     local = data[: slot.spec.numel].view(slot.spec.shape)
     parameter = shard.parameter
-    if parameter.is_meta:
+    # See [Note: shards of a model on an accelerator]. A gradient comes when it is copied: hooks take it at once.
+    shard.fsdp_param.offload_to_cpu, shard.fsdp_param.pin_memory = shard.fsdp_param.device.type != "cpu", False
+    if parameter.device != local.device:
         real = nn.Parameter(sharded_like(local, parameter), requires_grad=parameter.requires_grad)
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]  # keeps the object
     shard.fsdp_param._sharded_param_data = data

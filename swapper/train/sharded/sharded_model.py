@@ -45,6 +45,7 @@ class ShardedModel(GivenModel):
         super().__init__(given)
         self.module = self.shards = Shards(given)
         shards = self.shards.all
+        self.device = shards[0].fsdp_param.device
         self.padded_numel = {id(shard.local): shard.padded_numel for shard in shards}
         self.whole_shapes = {id(shard.local): shard.parameter.shape for shard in shards}
         self.rows = {
@@ -74,7 +75,7 @@ class ShardedModel(GivenModel):
         if not all(form.may_cut for form in forms):
             raise UnsupportedError(
                 f"{name} does not treat each element by itself, and a rank has only a shard of each parameter: use an elementwise "
-                "optimizer (AdamW, SGD, ...) with a model that fully_shard has sharded"
+                "optimizer (AdamW, SGD, ...) with a model that fully_shard has sharded, or DistributedDataParallel in its place"
             )
 
     def check_rows(self, option: str) -> None:

@@ -4,34 +4,38 @@
 size of the largest rank's, and gathers from that. `FSDPParam.sharded_param`, the model's parameter, is a DTensor whose
 `_local_tensor` is the part without padding, on the same storage. Autograd saves the gathered parameter, never the shard. So the
 shard must be in memory while FSDP2 copies it into the all-gather's input, and at no other time.
+
+[Note: shards of a model on an accelerator] They lie in host memory, as with FSDP2's CPUOffloadPolicy, and by its means: FSDP2
+copies a shard there before it gathers it, and a reduced gradient from there before it shows it. So all else is as on the CPU.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.errors import UnsupportedError
+from swapper.errors import StateError, UnsupportedError
 
 _PARTS = {
     "FSDPParamGroup": (
         "fsdp_params", "mesh_info", "mp_policy", "is_sharded", "unshard", "wait_for_unshard", "pre_forward", "post_backward",
-        "_all_gather_process_group", "_reduce_scatter_process_group", "_all_gather_result", "_reshard_after_forward",
-        "_training_state",
+        "_all_gather_result", "_reshard_after_forward", "_training_state", "comm_ctx", "device",
     ),
     "FSDPParam": (
         "sharded_param", "_sharded_param_data", "padded_sharded_param_size", "mesh_info", "fsdp_placement", "offload_to_cpu",
-        "param_dtype", "orig_dtype", "_orig_size", "_module_info", "reset_sharded_param",
+        "pin_memory", "param_dtype", "orig_dtype", "_orig_size", "_module_info", "reset_sharded_param",
     ),
     "DTensor": ("_local_tensor", "_spec", "placements", "device_mesh"),
 }  # fmt: skip
 """What is used of FSDP2, most of it private, by class: other versions of torch may have something else."""
+_PARTS_OF_SHARDS = "_all_gather_process_group", "_reduce_scatter_process_group"
+"""Of an FSDPParamGroup that several ranks divide."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,12 +64,13 @@ class Shard:
     def is_by_rows(self) -> bool:
         """Whether the rank has whole rows, one after the other: not with tensor parallelism, which splits a parameter once more."""
         placements: Sequence[Any] = self.fsdp_param.sharded_param.placements
-        return sum(not placement.is_replicate() for placement in placements) == 1
+        return sum(not placement.is_replicate() for placement in placements) <= 1
 
     @property
     def rows(self) -> range:
         """The rows of the whole parameter that this rank has."""
-        begin = self.fsdp_param.mesh_info.shard_mesh_rank * (self.fsdp_param.padded_sharded_param_size[0])
+        part = getattr(self.fsdp_param.mesh_info, "shard_mesh_rank", 0)  # `replicate` leaves each rank all of them
+        begin = part * self.fsdp_param.padded_sharded_param_size[0]
         begin = min(begin, self.parameter.shape[0])
         return range(begin, begin + (self.local.shape[0] if self.local.dim() else 0))
 
@@ -102,7 +107,7 @@ class Shards(nn.Module):
         self.by_group: list[tuple[Any, list[Shard]]] = []
         self.of: dict[int, Shard] = {}
         for group in param_groups_of(model):
-            _check_parts(group, "FSDPParamGroup")
+            _check_parts(group, "FSDPParamGroup", () if shard_count(group) == 1 else _PARTS_OF_SHARDS)
             shards = [_shard(names[id(one.sharded_param)], one) for one in group.fsdp_params]
             self.by_group.append((group, shards))
             self.of.update({id(shard.parameter): shard for shard in shards})
@@ -153,6 +158,11 @@ def param_groups_of(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def shard_count(param_group: Any) -> int:
+    """Return among how many ranks an FSDPParamGroup divides its parameters: 1 with `replicate`."""
+    return int(getattr(param_group.mesh_info, "shard_mesh_size", 1))
+
+
 def _begin(model: nn.Module) -> None:
     """Have FSDP2 do what the first forward would do: shards may get other memory there."""
     if not is_sharded(model):
@@ -160,18 +170,20 @@ def _begin(model: nn.Module) -> None:
             "parts of the model are sharded by fully_shard, and the model itself is not: call fully_shard(model) last"
         )
     groups = param_groups_of(model)
+    checks = {"_validate_no_meta_params": lambda: None, "_validate_cpu_offload_params": lambda: None}
     for group in groups:
-        vars(group)["_validate_no_meta_params"] = lambda: None  # shards on meta get memory when they are bound
+        vars(group).update(checks)  # shards on meta get memory when they are bound
     try:
         model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
     finally:
         for group in groups:
-            del vars(group)["_validate_no_meta_params"]
+            for name in checks:
+                del vars(group)[name]
 
 
-def _check_parts(owner: Any, kind: str) -> None:
+def _check_parts(owner: Any, kind: str, more: Sequence[str] = ()) -> None:
     """Raise UnsupportedError unless `owner` has what swapper uses of it."""
-    missing = [name for name in _PARTS[kind] if not hasattr(owner, name)]
+    missing = [name for name in (*_PARTS[kind], *more) if not hasattr(owner, name)]
     if missing:
         raise UnsupportedError(
             f"fully_shard of torch {torch.__version__} has no {kind}.{missing[0]}, which swapper uses: it pages shards of torch "
@@ -183,24 +195,16 @@ def _shard(name: str, fsdp_param: Any) -> Shard:
     _check_parts(fsdp_param, "FSDPParam")
     _check_parts(fsdp_param.sharded_param, "DTensor")
     spec = fsdp_param.sharded_param._spec
-    if not hasattr(fsdp_param.mesh_info, "shard_mesh_rank"):
-        raise UnsupportedError(
-            f"parameter {name} is replicated, not sharded, by FSDP2's replicate: call fully_shard(model) with a mesh of two "
-            "dimensions (HSDP), or use DistributedDataParallel"
-        )
     if fsdp_param.fsdp_placement.dim != 0:
         raise UnsupportedError(
             f"parameter {name} is placed as {spec.placements}: swapper pages what fully_shard has sharded by rows, Shard(0): leave "
             "out shard_placement_fn"
         )
-    if fsdp_param.offload_to_cpu:
-        raise UnsupportedError(
-            f"parameter {name} has a CPUOffloadPolicy, which keeps all shards in host memory: leave it out, swapper decides"
-        )
     part = fsdp_param.sharded_param._local_tensor
-    if part.device.type not in ("cpu", "meta"):
-        raise UnsupportedError(
-            f"parameter {name} is sharded on {part.device}: so far swapper pages the shards of models on the CPU"
+    if part.device.type not in ("cpu", "meta") and fsdp_param.sharded_param.grad is not None:
+        raise StateError(
+            f"parameter {name} has a gradient on {part.device}, and its shard is about to go to host memory: call "
+            "optimizer.zero_grad() before manager.offload"
         )
     local = nn.Parameter(part.detach(), requires_grad=fsdp_param.sharded_param.requires_grad)
     return Shard(name, fsdp_param, local, fsdp_param._sharded_param_data.numel())
@@ -287,12 +291,8 @@ def sharded_like(value: Any, parameter: Any) -> Any:
 
 def sharded_rows(value: torch.Tensor, parameter: Any) -> Any:
     """Return a tensor with the rows of a shard, however long, as a DTensor with those of `parameter`."""
-    shape = (parameter.shape[0], *value.shape[1:])
-    return type(parameter.data).from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    spec, shape = parameter._spec, torch.Size((parameter.shape[0], *value.shape[1:]))
+    meta = type(spec.tensor_meta)(shape, torch.empty(shape, device="meta").stride(), value.dtype)
+    return type(parameter.data)(
+        value, replace(spec, tensor_meta=meta), requires_grad=False
+    )  # from_local moves to the mesh
