@@ -1,7 +1,5 @@
 """Reads for torch.distributed.checkpoint: straight into the targets of a plan, or through a buffer for other parts.
 
-A class that a `.metadata` names is not run unless it belongs to such a file.
-
 [Note: encoded items] Where one process has a dictionary in place of a tensor of encoded optimizer state, the directory of a sharded
 model's snapshot has items: `NAME.codec`, and a tensor for each part, `NAME.code` and `NAME.scale`, cut by rows as the parameter is.
 An item is read by torch.load, which computes nothing, so torch's own reader has the parts. `StorageReader` has NAME too, in fp32.
@@ -26,13 +24,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from swapper import _C
+from swapper.checkpoint.dcp.metadata import read_metadata
 from swapper.checkpoint.encoded_state import MARK
 from swapper.codecs import CODECS, StateCodec
 from swapper.errors import CheckpointError
-from swapper.formats.dcp_directory import MAX_METADATA_BYTES
-from swapper.formats.sources import is_plain_name, opened, read_whole
+from swapper.formats.sources import opened
 from swapper.formats.stored import StoredTensor
-from swapper.formats.torch_zip.pickle_reader import TensorView, read_skeleton
+from swapper.formats.torch_zip.pickle_reader import TensorView
 from swapper.formats.torch_zip.torch_file import read_item
 from swapper.io.engines import drain, open_for, shared_engine
 
@@ -74,19 +72,9 @@ class StorageReader(FileSystemReader):
             IoError: it cannot be read.
         """
         path = Path(self._get_metadata_path(named.get("rank")))
-        data = read_whole(path, MAX_METADATA_BYTES)
-        read_skeleton(data, str(path))  # refuses endless time or memory
-        try:
-            metadata = _MetadataReader(io.BytesIO(data)).load()
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        except Exception as error:  # a damaged pickle can make it raise anything
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} is not the metadata of a checkpoint")
-        stored = getattr(metadata, "storage_meta", None)
-        if stored is not None:
-            stored.load_id = self.load_id
+        metadata = read_metadata(path)
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
         self._encoded, self._metadata = find_encoded(metadata), metadata
         return metadata
 
@@ -108,10 +96,10 @@ class StorageReader(FileSystemReader):
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         per_file: dict[str, list[ReadItem]] = {}
         for request in items:
+            if request.storage_index not in self.storage_data:
+                raise CheckpointError(f"{self.path}: the metadata does not say where {request.storage_index} is")
             per_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
         for name, requests in per_file.items():
-            if not isinstance(name, str) or not is_plain_name(name):
-                raise CheckpointError(f"{self.path}: the metadata names a file that is not in its directory")
             requests.sort(key=lambda request: self.storage_data[request.storage_index].offset)
             with _OpenFile(Path(self.path) / name) as file:
                 for request in requests:
@@ -151,14 +139,15 @@ class _OpenFile:
             raise CheckpointError(
                 f"{self._path}: an item was transformed ({info.transform_descriptors}) when it was saved: use torch's reader"
             )
+        if info.offset + info.length > os.fstat(self._descriptor).st_size:
+            raise CheckpointError(f"{self._path} ends before {request.storage_index.fqn}, at {info.offset}: it was cut")
         if request.type == LoadItemType.BYTE_IO:
             planner.load_bytes(request, io.BytesIO(self._bytes(info)))
             return
         target = planner.resolve_tensor(request).detach()
         stored = self._locate(info)
         if stored is None:
-            whole = torch.load(io.BytesIO(self._bytes(info)), map_location="cpu", weights_only=True)
-            target.copy_(_narrowed(whole, request.storage_offsets, request.lengths))
+            target.copy_(self._narrowed(request, self._unpickled(request, info), request.storage_offsets))
             planner.commit_tensor(request, target)
         else:
             self._begin(request, target, stored)
@@ -173,10 +162,9 @@ class _OpenFile:
         if stored.stride is not None:
             self._begin_part(request, target, stored, stored.offset, stored.nbytes, 0)
             return
+        self._expect_within(request, stored.shape)
         row_bytes = stored.nbytes // stored.shape[0] if stored.shape and stored.shape[0] else stored.nbytes
         first, rows = (request.storage_offsets[0], lengths[0]) if lengths else (0, 1)
-        if stored.shape and first + rows > stored.shape[0]:
-            raise CheckpointError(f"{self._path}: {request.dest_index.fqn} is requested beyond its end")
         offset, nbytes = stored.offset + first * row_bytes, rows * row_bytes
         whole_rows = lengths[1:] == stored.shape[1:]
         direct = target.device.type == "cpu" and target.is_contiguous() and target.dtype == stored.dtype
@@ -198,7 +186,7 @@ class _OpenFile:
             rows = rows.view(-1, *stored.shape[1:]) if stored.shape else rows.view(())
         begins = list(request.storage_offsets)
         begins[:1] = [begin - first for begin in begins[:1]]
-        rows = _narrowed(rows, begins, request.lengths)
+        rows = self._narrowed(request, rows, begins)
         ticket = self._engine.read(self._file, offset, memory.data_ptr(), nbytes, keep=memory)
         self._reads.append(_Read(request, target, ticket, memory, rows))
 
@@ -215,46 +203,37 @@ class _OpenFile:
         is_native = item.byteorder in (None, sys.byteorder)
         return item.stored("", view) if isinstance(view, TensorView) and is_native else None
 
+    def _unpickled(self, request: ReadItem, info: Any) -> torch.Tensor:
+        """Return an item as torch reads it."""
+        try:
+            whole = torch.load(io.BytesIO(self._bytes(info)), map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, ValueError, TypeError, EOFError, KeyError) as error:
+            raise CheckpointError(f"{self._path}: {request.storage_index.fqn} is damaged: {error}") from error
+        if not isinstance(whole, torch.Tensor):
+            raise CheckpointError(f"{self._path}: {request.storage_index.fqn} is no tensor")
+        return whole
+
+    def _narrowed(self, request: ReadItem, tensor: torch.Tensor, begins: Sequence[int]) -> torch.Tensor:
+        self._expect_within(request, tensor.shape, begins)
+        for dim, (begin, length) in enumerate(zip(begins, request.lengths, strict=True)):
+            tensor = tensor.narrow(dim, begin, length)
+        return tensor
+
+    def _expect_within(self, request: ReadItem, shape: Sequence[int], begins: Sequence[int] | None = None) -> None:
+        begins = request.storage_offsets if begins is None else begins
+        if not len(shape) == len(begins) == len(request.lengths) or any(
+            begin < 0 or begin + length > size
+            for begin, length, size in zip(begins, request.lengths, shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{self._path}: {request.dest_index.fqn} is {tuple(shape)} there: {tuple(request.lengths)} from {tuple(begins)} on "
+                "are beyond its end"
+            )
+
     def _bytes(self, info: Any) -> bytes:
         memory = torch.empty(info.length, dtype=torch.uint8)
         self._engine.read(self._file, info.offset, memory.data_ptr(), info.length, keep=memory).wait()
         return memory.numpy().tobytes()
-
-
-def _narrowed(tensor: torch.Tensor, begins: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-        tensor = tensor.narrow(dim, begin, length)
-    return tensor
-
-
-class _MetadataReader(pickle._Unpickler):
-    """Reads a `.metadata`, with the classes of such a file only.
-
-    In Python: the unpickler in C allocates memory for as many memo entries as a pickle claims.
-    """
-
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _OTHERS = frozenset(
-        {
-            *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
-            *(("builtins", name) for name in ("set", "frozenset", "slice", "complex", "bytearray")),
-            *((module, kind) for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath")),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = (
-            super().find_class(module, name)
-            if module in (*self._MODULES, "torch") or (module, name) in self._OTHERS
-            else None
-        )
-        is_record = module in self._MODULES and isinstance(found, type) and found.__module__ == module
-        if is_record or isinstance(found, torch.dtype) or (module, name) in self._OTHERS:
-            return found
-        raise CheckpointError(
-            f"it names {module}.{name}, which does not belong in a checkpoint's metadata: it is hostile, or of a planner of your "
-            "own; if you trust it, load it with torch's FileSystemReader"
-        )
 
 
 @dataclass(frozen=True)
@@ -290,8 +269,8 @@ def find_encoded(metadata: Metadata) -> dict[str, EncodedTensor]:
         if codec is None:
             raise CheckpointError(f"{name} is encoded, in parts that this swapper does not know: {sorted(tensors)}")
         of = [tensors[part.suffix] for part in codec.layout]
-        rows = [[(chunk.offsets[0], chunk.sizes[0]) for chunk in part.chunks] for part in of]
-        if any(each != rows[0] for each in rows) or name in entries:
+        rows = [[(*chunk.offsets[:1], *chunk.sizes[:1]) for chunk in part.chunks] for part in of]
+        if not all(part.size for part in of) or any(each != rows[0] for each in rows) or name in entries:
             raise CheckpointError(f"the parts of {name}, which is encoded, do not fit together")
         if not codec.needs_parameter:
             found[name] = EncodedTensor(codec, tuple(f"{name}.{part.suffix}" for part in codec.layout))
