@@ -17,7 +17,21 @@ from e2e import killed_run
 from e2e.processes import is_refused_in_a_fork, run_python
 from e2e.test_snapshot_sharing import Run
 from swapper import _C
+from swapper.durability.publication import Publication
 from swapper.durability.verify import verify
+
+
+@pytest.fixture
+def may_publish(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, snapshots are captured, and none is published."""
+    event, publish = threading.Event(), Publication._run
+
+    def wait_and_publish(publication: Publication) -> None:
+        event.wait()
+        publish(publication)
+
+    monkeypatch.setattr(Publication, "_run", wait_and_publish)
+    return event
 
 
 def test_training_goes_on_before_it_is_published_and_it_has_the_step_it_was_taken_of(tmp_path: Path) -> None:
@@ -79,14 +93,18 @@ def test_a_ticket_can_be_awaited_and_waited_for_elsewhere(tmp_path: Path) -> Non
     assert "published" in repr(ticket)
 
 
-def test_a_failure_nobody_asked_for_is_raised_by_the_next_snapshot_or_by_close(tmp_path: Path) -> None:
+def test_a_failure_nobody_asked_for_is_raised_by_the_next_snapshot_or_by_close(
+    tmp_path: Path, may_publish: threading.Event
+) -> None:
     run = Run(tmp_path)
     run.train(1)
     for again in (True, False):
         folder = tmp_path / "folder"
         folder.mkdir()
+        may_publish.clear()
         run.manager.snapshot(folder / "a.pt")
         folder.rmdir()
+        may_publish.set()
         run.train(2)
         run.manager.current.run.publisher.finish()
         with pytest.raises(swapper.CheckpointError, match="was removed"):
@@ -95,7 +113,7 @@ def test_a_failure_nobody_asked_for_is_raised_by_the_next_snapshot_or_by_close(t
 
 
 def test_of_two_failures_that_nobody_asked_for_one_is_raised_and_the_other_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, may_publish: threading.Event
 ) -> None:
     run = Run(tmp_path)
     run.train(1)
@@ -103,6 +121,7 @@ def test_of_two_failures_that_nobody_asked_for_one_is_raised_and_the_other_logge
         (tmp_path / name).mkdir()
         run.manager.snapshot(tmp_path / name / "a.pt")
         (tmp_path / name / "a.pt").write_bytes(b"mine")
+    may_publish.set()
     run.train(1)
     run.manager.current.run.publisher.finish()
     with pytest.raises(swapper.CheckpointError, match=r"one/a\.pt appeared while"):
@@ -110,11 +129,12 @@ def test_of_two_failures_that_nobody_asked_for_one_is_raised_and_the_other_logge
     assert "another snapshot failed" in caplog.text and "two/a.pt appeared while" in caplog.text
 
 
-def test_a_failure_that_was_told_is_not_told_again(tmp_path: Path) -> None:
+def test_a_failure_that_was_told_is_not_told_again(tmp_path: Path, may_publish: threading.Event) -> None:
     run = Run(tmp_path)
     run.train(1)
     ticket = run.manager.snapshot(tmp_path / "a.pt")
     (tmp_path / "a.pt").write_bytes(b"mine")
+    may_publish.set()
     with pytest.raises(swapper.CheckpointError, match="appeared while"):
         ticket.wait()
     assert isinstance(ticket.exception(), swapper.CheckpointError)
