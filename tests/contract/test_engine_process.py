@@ -203,6 +203,7 @@ def test_data_loader_workers_may_be_forked_during_reads(tmp_path: Path, run_pyth
     assert (done.returncode, done.stdout) == (0, "".join(f"{backend} ok\n" for backend in BACKENDS)), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del arena", "keep = [arena, keep_cycle]"])
 def test_an_engine_left_open_finishes_its_writes_at_exit(
     backend: str, tmp_path: Path, run_python: RunPython, ending: str

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import durations
+
 from swapper.errors import StateError
 
 LONG_S = 200
@@ -63,19 +65,21 @@ class Warm:
         """Start a process that has `files` for input, output and errors. Returns its number."""
         order = json.dumps({"arguments": arguments, "variables": variables})
         socket.send_fds(self._channel, [order.encode()], files)
-        return self._answer()
+        return int(self._answer())
 
     def has_ended(self) -> bool:
         return bool(select.select([self._channel], [], [], 0)[0])
 
     def wait(self) -> int:
         """Wait for the end of the process. Returns its exit code."""
-        return self._answer()
+        code, cpu_s = self._answer().split()
+        durations.add_cpu_s(float(cpu_s))
+        return int(code)
 
-    def _answer(self) -> int:
+    def _answer(self) -> bytes:
         answer = self._channel.recv(64)
         assert answer, "the process that forks those of tests has ended: what it said is above"
-        return int(answer)
+        return answer
 
 
 _materialize = functools.cache(Warm)

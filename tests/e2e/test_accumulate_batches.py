@@ -72,6 +72,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", NETS)
 def test_steps_are_bit_equal_in_the_smallest_budget(twins: MakeTwins, net: str) -> None:
     pair = twins(NETS[net]())
@@ -79,6 +80,7 @@ def test_steps_are_bit_equal_in_the_smallest_budget(twins: MakeTwins, net: str) 
     pair.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

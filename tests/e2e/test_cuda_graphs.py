@@ -23,6 +23,7 @@ def assert_refused(model: nn.Module) -> None:
         model(BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_recording_compiled_code_with_streamed_groups_is_refused(on_device: MakeTwins, mode: str) -> None:
     pair = on_device()

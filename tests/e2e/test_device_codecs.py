@@ -26,6 +26,7 @@ from e2e.twins import adamw, assert_same
 STATE = ["nvme", "device"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATE)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw fused", "adamw amsgrad", "adamw maximize", "adafactor"])
 def test_any_optimizer_has_the_bits_that_it_has_on_the_cpu(tmp_path: Path, optimizer: str, state: str) -> None:
@@ -40,6 +41,7 @@ def with_maximize(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, maximize=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATE)
 @pytest.mark.parametrize("kernel", [False, True])
 def test_split_masters_are_the_exact_ones(tmp_path: Path, state: str, kernel: bool) -> None:
@@ -51,6 +53,7 @@ def test_split_masters_are_the_exact_ones(tmp_path: Path, state: str, kernel: bo
     assert_same({**split[1], "masters": {}}, {**exact[1], "masters": {}})
 
 
+@pytest.mark.slow
 def test_state_crosses_the_link_encoded(tmp_path: Path) -> None:
     moved = {}
     for codec in ("exact", "8bit"):
@@ -118,6 +121,7 @@ def fail_in(run: Run, gradient: float) -> None:
         run.model(torch.randint(0, 100, (2, 8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATE)
 def test_state_is_edited_and_loaded_and_a_run_goes_on(tmp_path: Path, state: str) -> None:
     contents = []

@@ -66,6 +66,7 @@ def train(
     return losses, directory / "out" / "checkpoint-3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "lora", "options"),
     [

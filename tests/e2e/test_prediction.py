@@ -76,6 +76,7 @@ def test_a_recording_knows_the_most_that_is_in_memory_at_once() -> None:
     assert forward == 2 * nbytes and 3 * nbytes <= both <= 5 * nbytes
 
 
+@pytest.mark.slow
 def test_an_operation_that_is_too_large_is_measured_on_a_part_of_it() -> None:
     float32 = torch.float32
     forms = TensorForm((1 << 14, 1024), (1024, 1), float32), TensorForm((1024, 1 << 15), (1, 1024), float32)
@@ -94,6 +95,7 @@ def test_an_operation_that_cannot_run_alone_is_named(caplog: pytest.LogCaptureFi
     assert "aten.mm.default cannot be measured alone" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["exact", "8bit"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind: str, codec: str) -> None:
@@ -118,6 +120,7 @@ def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind
     )
 
 
+@pytest.mark.slow
 def test_what_was_predicted_is_shown_beside_what_came(tmp_path: Path) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
@@ -148,6 +151,7 @@ def test_an_offloaded_model_and_what_is_not_measured_are_refused(tmp_path: Path)
             plan.predict(4, example=(torch.zeros(4, LAYER_WIDTH),), **RATES)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_recorded_counts_its_products(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
@@ -156,6 +160,7 @@ def test_a_model_that_cannot_be_recorded_counts_its_products(tmp_path: Path, cap
     assert "could not be recorded" in caplog.text and predicted.phases["forward"].computing_s > 0
 
 
+@pytest.mark.slow
 def test_the_fastest_setting_is_the_one_whose_step_is_shortest(tmp_path: Path) -> None:
     model = layers()
     optimizer = adamw(model.parameters())

@@ -60,6 +60,7 @@ def unfreeze(block: int, **settings: Any) -> Callable[[Any, Any], None]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["host", "nvme"])
 @pytest.mark.parametrize("state", ["host", "nvme"])
 @pytest.mark.parametrize("params", ["host", "nvme"])

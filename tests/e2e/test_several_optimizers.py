@@ -57,6 +57,7 @@ def test_several_optimizers_equal_plain_torch(several: MakeTwins, make: Any, gra
     pair.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["exact", "split"])
 @pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

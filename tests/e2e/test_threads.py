@@ -35,6 +35,7 @@ def evaluate(model: Any, batch: torch.Tensor) -> torch.Tensor:
         return loss_of(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "checkpointing"), [*((way, None) for way in WAYS), ({}, False), ({}, True)], ids=name_of
 )

@@ -38,6 +38,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -94,6 +95,7 @@ def test_a_killed_training_continues_at_its_step(tmp_path: Path) -> None:
         assert_equal(values(again), values(plain))
 
 
+@pytest.mark.slow
 def test_the_trainers_own_checkpoint_is_loaded_if_it_is_asked_for(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3}
     model = write_model(tmp_path / "model")

@@ -1,8 +1,8 @@
 """A process that has imported what tests' processes begin with, and forks each: most of them would import longer than they run.
 
 What it is told comes by a socket, whose number is its argument: the arguments of Python, variables for its environment, and open
-files for input, output and errors. It answers with the number of the forked process, and with its exit code when it has ended. The
-forked one runs the program as its `__main__` and ends as any other: by the end of its interpreter.
+files for input, output and errors. It answers with the number of the forked process, and with its exit code and the processor's
+seconds when it has ended. The forked one runs the program as its `__main__` and ends as any other: by the end of its interpreter.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def serve() -> list[str]:
         for file in files:
             os.close(file)
         channel.send(b"%d" % child)
-        _, status = os.waitpid(child, 0)
-        channel.send(b"%d" % os.waitstatus_to_exitcode(status))
+        _, status, used = os.wait4(child, 0)
+        channel.send(b"%d %f" % (os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime))
 
 
 def become(order: dict[str, Any], files: list[int]) -> list[str]:

@@ -20,6 +20,7 @@ def path(tmp_path):
     return tmp_path / "model.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [BUDGET, "12MiB", "64MiB"])
 def test_a_predicted_pass_reads_what_a_pass_reads(path, budget):
     model = on_meta()
@@ -45,6 +46,7 @@ def test_a_predicted_pass_reads_what_a_pass_reads(path, budget):
     loaded.unload()
 
 
+@pytest.mark.slow
 def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
     export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
     plain, coded = (
@@ -55,6 +57,7 @@ def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
     assert coded.token.total.computing_s > 0
 
 
+@pytest.mark.slow
 def test_of_a_mixture_the_hit_rate_says_what_is_waited_for(tmp_path):
     save_file(Model().state_dict(), tmp_path / "model.safetensors")
     plan = swapper.plan_load(Model().to("meta"), tmp_path / "model.safetensors", host_memory="8MiB")

@@ -25,6 +25,7 @@ HOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "whose", "dtype"), HOW)
 def test_a_sharded_checkpoint_runs_in_place_and_is_exported(tmp_path, how, whose, dtype):
     reference = make(dtype)
@@ -72,6 +73,7 @@ def test_a_model_of_transformers_runs_from_what_its_training_saved_sharded(tmp_p
     assert source.kind == "dcp"
 
 
+@pytest.mark.slow
 def test_chunks_are_quantised_as_the_whole_is(tmp_path):
     reference = make()
     save_together("mesh", reference, tmp_path / "dcp", "stock")

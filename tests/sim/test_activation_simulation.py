@@ -154,6 +154,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_class", BROKEN, ids=lambda cache_class: cache_class.__name__)
 def test_a_cache_that_breaks_a_rule_is_noticed(cache_class):
     runs = ((seed, program) for seed in range(200) for program in (train, wander))

@@ -69,6 +69,7 @@ def machine(host_bytes: int, **more: Any) -> Machine:
     return Machine(host_bytes, DRIVE, flops=1e12, updates=1e9, **more)
 
 
+@pytest.mark.slow
 def test_plan_predicts_a_step_from_a_models_function_alone() -> None:
     found = figures(SOURCE, *GIVEN, "--endurance", "1TB")
     assert found["places"]["state"] == "nvme" and found["bytes_are_exact"]
@@ -141,6 +142,7 @@ def test_a_step_of_several_layers_as_one_takes_nearly_as_long(update: str) -> No
     assert computed[1] == pytest.approx(computed[0]) and computed[0] > 0
 
 
+@pytest.mark.slow
 def test_each_pass_reads_parameters_again_and_updates_once() -> None:
     forecaster = Forecaster(meta_gpt(), 64)
     for update in ("step", "deferred", "backward"):
