@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import swapper
 from e2e.leaks import watch_for_leaks
 from e2e.models import Net
 from e2e.twins import Twins
+from swapper.durability.publication import Publication
 
 __all__ = ["watch_for_leaks"]
 
@@ -64,3 +66,16 @@ def second_drive(tmp_path: Path) -> Iterator[Path]:
         memory = tmp_path
     with tempfile.TemporaryDirectory(prefix="swapper-test-", dir=memory) as directory:
         yield Path(directory)
+
+
+@pytest.fixture
+def may_publish(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, snapshots are captured, and none is published."""
+    event, publish = threading.Event(), Publication._run
+
+    def wait_and_publish(publication: Publication) -> None:
+        event.wait()
+        publish(publication)
+
+    monkeypatch.setattr(Publication, "_run", wait_and_publish)
+    return event

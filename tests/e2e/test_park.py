@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -210,7 +211,7 @@ def backward(model: Any, _: Any) -> torch.Tensor:
     return loss.detach()
 
 
-def test_what_is_open_is_named(twins: MakeTwins) -> None:
+def test_what_is_open_is_named(twins: MakeTwins, may_publish: threading.Event) -> None:
     pair = twins(Net(), room_bytes=8 << 20)
     manager = pair.manager
     assert manager is not None
@@ -237,6 +238,7 @@ def test_what_is_open_is_named(twins: MakeTwins) -> None:
     pair.both(lambda _, optimizer: optimizer.zero_grad())
     ticket = manager.snapshot(pair.directory / "step.pt")
     refused("while a snapshot is being written: wait for it before")
+    may_publish.set()
     ticket.wait()
     park(pair)
     pair.train(step_and_clear, steps=1)

@@ -17,21 +17,7 @@ from e2e import killed_run
 from e2e.processes import is_refused_in_a_fork, run_python
 from e2e.test_snapshot_sharing import Run
 from swapper import _C
-from swapper.durability.publication import Publication
 from swapper.durability.verify import verify
-
-
-@pytest.fixture
-def may_publish(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until it is set, snapshots are captured, and none is published."""
-    event, publish = threading.Event(), Publication._run
-
-    def wait_and_publish(publication: Publication) -> None:
-        event.wait()
-        publish(publication)
-
-    monkeypatch.setattr(Publication, "_run", wait_and_publish)
-    return event
 
 
 def test_training_goes_on_before_it_is_published_and_it_has_the_step_it_was_taken_of(tmp_path: Path) -> None:
