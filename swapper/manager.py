@@ -27,7 +27,7 @@ from swapper.durability.ranks import RANKS_CHOICES, Ranks
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.tuning import weigh
-from swapper.options import Accelerator, CommitPolicy, ExternalWeights, parse_choice, parse_host_memory
+from swapper.options import Accelerator, CommitPolicy, ExternalWeights, check_at_once, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import close_all, defer_sigint
 from swapper.runtime.process import is_off
@@ -411,8 +411,7 @@ class SwapManager:
             The first exception of a micro-batch, after all were stopped. In a forward: gradients are unchanged. In a
             backward: all gradients are None.
         """
-        if at_once is not None and (type(at_once) is not int or at_once < 1):
-            raise ConfigError(f"at_once={at_once!r} must be a positive number of micro-batches, or None for all")
+        check_at_once(at_once)
         run = self.current.running("accumulate_batches")
         if run.is_sharded:
             raise UnsupportedError("accumulate_batches does not go with a model that fully_shard has sharded so far")

@@ -118,6 +118,16 @@ def parse_host_memory(value: int | str) -> int:
     return max(parse_bytes(value.removesuffix("/node"), "host_memory") // int(ranks), 1)
 
 
+def check_at_once(at_once: int | None) -> None:
+    """Check a number of micro-batches that run together.
+
+    Raises:
+        ConfigError: it is not a positive number, nor None for all.
+    """
+    if at_once is not None and (type(at_once) is not int or at_once < 1):
+        raise ConfigError(f"at_once={at_once!r} must be a positive number of micro-batches, or None for all")
+
+
 def _is_count(value: str | None) -> TypeGuard[str]:
     return value is not None and value.isdecimal() and int(value) > 0
 

@@ -13,14 +13,18 @@ import atexit
 import dataclasses
 import json
 import os
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.manager import SwapManager
+from swapper.options import check_at_once
 from swapper.runtime.process import is_off
 from swapper.train.session.user_state import rng_states, set_rng_states
 
@@ -28,7 +32,9 @@ STATE_FILE = "trainer_state.json"
 """A Trainer reads its step from this file of a checkpoint (transformers.trainer.TRAINER_STATE_NAME)."""
 
 
-def offloaded(trainer_class: type, manager: SwapManager | str | os.PathLike[str], **options: Any) -> Any:
+def offloaded(
+    trainer_class: type, manager: SwapManager | str | os.PathLike[str], *, at_once: int | None = 1, **options: Any
+) -> Any:
     """Return a class to use in place of `trainer_class`: it trains the model that it is given paged by `manager`.
 
             trainer = offloaded(SFTTrainer, "run", params="nvme", optimizer_state="nvme")(model=model, args=args)
@@ -36,6 +42,8 @@ def offloaded(trainer_class: type, manager: SwapManager | str | os.PathLike[str]
     Args:
         trainer_class: transformers' Trainer, or a class derived from it.
         manager: a SwapManager; or the directory of a run, for SwapManager(directory, resume="auto", rng=True).
+        at_once: micro-batches of a step (`gradient_accumulation_steps`) that pass through each layer for one read of it,
+            as in `manager.accumulate_batches`. 1: one after the other. None: all.
         options: of `manager.offload`, with `init` for a model of `for_training`. The default of `device` is the
             Trainer's.
 
@@ -44,7 +52,12 @@ def offloaded(trainer_class: type, manager: SwapManager | str | os.PathLike[str]
     """
     if not isinstance(trainer_class, type) or not hasattr(trainer_class, "create_optimizer"):
         raise ConfigError(f"offloaded({trainer_class!r}, ...): give transformers' Trainer, or a class derived from it")
-    chosen = {"swapper_run": manager, "swapper_options": options, "__doc__": trainer_class.__doc__}
+    chosen = {
+        "swapper_run": manager,
+        "swapper_at_once": at_once,
+        "swapper_options": options,
+        "__doc__": trainer_class.__doc__,
+    }
     return type(f"Offloaded{trainer_class.__name__}", (OffloadTrainerMixin, trainer_class), chosen)
 
 
@@ -55,24 +68,30 @@ class OffloadTrainerMixin:
                 swapper_run, swapper_options = "run", {"params": "nvme"}
 
     Attributes:
-        swapper_run, swapper_options: as `manager` and `options` of `offloaded`.
+        swapper_run, swapper_at_once, swapper_options: as `manager`, `at_once` and `options` of `offloaded`.
         manager: the SwapManager. Close it after the last use of the model: parameters on NVMe are cold then.
 
     Raises:
         As SwapManager and `manager.offload`.
-        UnsupportedError: `model_init`, DeepSpeed, FSDP or DataParallel by the Trainer, `fp16_full_eval`, `bf16_full_eval`.
+        UnsupportedError: `model_init`, DeepSpeed, FSDP or DataParallel by the Trainer, `fp16_full_eval`, `bf16_full_eval`;
+            with `at_once`: a Trainer that counts its micro-batches (GRPO's), `activation_offloading`.
     """
 
     swapper_run: SwapManager | str | os.PathLike[str]
+    swapper_at_once: int | None = 1
     swapper_options: Mapping[str, Any] = {}
     manager: SwapManager
     _place: _Place
 
     def __init__(self, *arguments: Any, **others: Any) -> None:
         self._is_offloaded = False
+        self._batches: list[Any] = []  # micro-batches of the step that are left
+        self._losses: list[Any] = []  # of its micro-batches that have run, and that the Trainer has not asked for
         super().__init__(*arguments, **others)
         trainer: Any = self  # mypy does not know the class that this is mixed into
         _check(trainer)
+        if self.swapper_at_once != 1:
+            _check_runs_together(trainer)
         options = {"device": trainer.args.device, **self.swapper_options}
         run = self.swapper_run
         self.manager = run if isinstance(run, SwapManager) else SwapManager(run, resume="auto", rng=True)
@@ -102,6 +121,47 @@ class OffloadTrainerMixin:
                 return begin(folder, *arguments, **others)
             finally:
                 place.found = None  # a second train() starts over, as a Trainer's
+
+    def get_batch_samples(self, *arguments: Any, **others: Any) -> Any:
+        collected = super().get_batch_samples(*arguments, **others)  # type: ignore[misc]
+        self._batches, self._losses = list(collected[0]), []
+        return collected
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Run a micro-batch, or the whole step at its first one, and return the loss."""
+        step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
+        if len(self._batches) > 1 and self.swapper_at_once != 1:
+            batches, self._batches = self._batches, []
+            self._losses = self._run_together(step, batches)
+        if self._losses:
+            return self._losses.pop(0)
+        self._batches = self._batches[1:]
+        with self.manager.accumulate() if self._batches else nullcontext():
+            return step(inputs)
+
+    def _run_together(self, step: Callable[[Any], Any], batches: list[Any]) -> list[Any]:
+        """Run the Trainer's own step of all micro-batches, whose backwards wait for each other. Return their losses."""
+        trainer: Any = self
+        accelerator = trainer.accelerator
+        kept = threading.local()  # each micro-batch has a thread
+        losses: dict[int, Any] = {}
+
+        def backward(loss: Any, **_: Any) -> None:
+            scaled = loss / accelerator.gradient_accumulation_steps  # as Accelerator.backward of accelerate
+            kept.loss = scaled if accelerator.scaler is None else accelerator.scaler.scale(scaled)
+
+        def loss_of(numbered: tuple[int, Any]) -> Any:
+            number, batch = numbered
+            losses[number] = step(batch)
+            return kept.loss
+
+        trainer.model.train()  # as each step does: here while no micro-batch is in the middle
+        accelerator.backward = backward  # an instance's attribute, before that of its class
+        try:
+            self.manager.accumulate_batches(loss_of, enumerate(batches), at_once=self.swapper_at_once)
+        finally:
+            del accelerator.backward
+        return [losses[number] for number in range(len(batches))]
 
     # --- what a Trainer does with a model and a checkpoint, if swapper has done it ------------------------------------
 
@@ -167,6 +227,24 @@ def _check(trainer: Any) -> None:
         raise UnsupportedError(
             f"the Trainer would copy the model to {args.n_gpu} GPUs by DataParallel: start the script with torchrun, a process "
             "for each, or show it one by CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_runs_together(trainer: Any) -> None:
+    """Raise UnsupportedError if micro-batches of this Trainer cannot be in the middle together."""
+    from transformers import Trainer
+
+    check_at_once(trainer.swapper_at_once)
+    preparing = next(kind for kind in type(trainer).__mro__ if "_prepare_inputs" in vars(kind))
+    if preparing is not Trainer:
+        raise UnsupportedError(
+            f"at_once={trainer.swapper_at_once} does not go with {preparing.__name__}, which prepares the inputs of its "
+            "micro-batches in its own way, maybe by counting them: leave at_once= out"
+        )
+    if getattr(trainer.args, "activation_offloading", False):
+        raise UnsupportedError(
+            f"at_once={trainer.swapper_at_once} does not go with activation_offloading=True, which is for one micro-batch: leave "
+            "one of them out"
         )
 
 
