@@ -35,6 +35,7 @@ from swapper.cli.command import make_console, reported
 from swapper.cli.demo_ranks import Watch, megabytes, print_facts, steady
 from swapper.errors import CheckpointError, ConfigError
 from swapper.io.mounts import make_parents
+from swapper.paging.planning.budget import OR_PLACE_MORE
 from swapper.runtime.sizes import parse_bytes
 
 LEARNING_RATE = 3e-4  # usual for AdamW, not tuned
@@ -74,7 +75,7 @@ def demo(
     continues training: its losses must equal the swapped run's, bit for bit. With --ranks, plain FSDP2 trains the same.
     """
     console = make_console(stderr=as_json)
-    with reported(console, words={"host_memory=": "--budget ", "host_memory": "--budget"}):
+    with reported(console, words={OR_PLACE_MORE: "", "host_memory=": "--budget ", "host_memory": "--budget"}):
         masters = _has_masters(precision)
         config = GptConfig.for_parameters(_count(parameters), vocabulary=256, context=context)
         budget_bytes = parse_bytes(budget, "--budget") if budget else None

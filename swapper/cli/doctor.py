@@ -189,6 +189,8 @@ def filesystem_of(directory: Path) -> str:
 
 
 def _drive(directory: Path) -> Iterator[Finding]:
+    if not directory.is_dir():
+        return  # which is said of the directory
     device = directory.stat().st_dev
     entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     if not entry.exists():
