@@ -104,7 +104,8 @@ class IoError(SwapperError, OSError):
 
     def __init__(self, op: str, path: str, offset: int, nbytes: int, errno: int, detail: str = "") -> None:
         reason = self._reason or (os.strerror(errno) if errno else "failed")
-        where = f"{path!r} at offset {offset}, {nbytes} bytes" if path else f"{nbytes} bytes"
+        size = f"at offset {offset}, {nbytes} bytes" if path else f"{nbytes} bytes"
+        where = " ".join([*([repr(path)] if path else []), *([size] if nbytes or not path else [])])
         message = f"{op} of {where}: {reason}" + (f" ({detail})" if detail else "")
         super().__init__(errno, message)
         self.op = op

@@ -83,8 +83,8 @@ class SwapManager:
 
     Raises:
         ConfigError: an option is unknown.
-        DirectoryError: the directory's parent is missing; the directory is not writable, in use, or has a run; or the
-            ranks' runs do not fit together.
+        DirectoryError: the directory may be on a drive that is not mounted; it is not writable, in use, or has a run; or
+            the ranks' runs do not fit together.
         CheckpointError: the last commit of the run to resume cannot be read.
         StateError: another rank could not make its manager.
     """

@@ -5,8 +5,12 @@ The models are tiny, the machines of CI are small, and threads that wait for eac
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import functools
 import gc
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -97,7 +101,22 @@ def case_of(item: pytest.Item) -> Case:
     return frozenset(found)
 
 
+@functools.cache
+def why_refused(backend: object) -> str:
+    """Return why the kernel refuses a backend of the engine, "" if it does not. The kernel says so itself, not swapper."""
+    calls = {"uring": 425, "aio": 0 if platform.machine() == "aarch64" else 206}  # io_uring_setup, io_setup
+    if backend not in calls:
+        return ""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(calls[backend], 0, None)  # fails in any case: nothing is made
+    number = ctypes.get_errno()
+    return os.strerror(number) if number in (errno.ENOSYS, errno.EPERM) else ""
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    for _, value in case_of(item):
+        if reason := why_refused(value):
+            pytest.skip(f"needs the backend {value}, which the kernel refuses: {reason}")
     if item.get_closest_marker("gpu") is None:
         return
     import torch

@@ -32,7 +32,7 @@ from swapper.bench.measure import (
     measure_fio,
     measure_while_computing,
 )
-from swapper.cli.command import ARGUMENT, reported
+from swapper.cli.command import ARGUMENT, make_console, reported
 from swapper.errors import ConfigError
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.runtime.sizes import format_bytes, parse_bytes
@@ -72,11 +72,11 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all measurements; medians are shown.")] = 1,
     backend: Annotated[str, typer.Option(help="auto, uring, aio or threads.")] = "auto",
     peers: Annotated[bool, typer.Option(help="Run fio and DeepNVMe too, where installed.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures there; - prints them.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     chart: Annotated[Path | None, typer.Option(help="Draw them: FILE.png (needs matplotlib) or FILE.html.")] = None,
 ) -> None:
     """Measure the drive under a directory with swapper's engine."""
-    console = Console(stderr=str(json_file) == "-")
+    console = make_console(stderr=as_json)
     with reported(console, words=ARGUMENT):
         if chart is not None and chart.suffix not in (".png", ".html"):
             raise ConfigError(f"--chart {chart}: name a .png or .html file")
@@ -89,12 +89,10 @@ def bench(
             for depth in _depths(depths)
         ]
         rows = measure_all(directory, patterns, programs(backend) if peers else programs(backend, ()), rounds, console)
-    if str(json_file) == "-":
-        print(json.dumps(as_json(rows), indent=2))
+    if as_json:
+        print(json.dumps(figures_of(rows), indent=2))
     else:
         console.print(table_of(rows))
-        if json_file is not None:
-            json_file.write_text(json.dumps(as_json(rows), indent=2) + "\n")
     if chart is not None:
         draw(rows, chart)
 
@@ -150,7 +148,7 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def as_json(rows: list[Row]) -> list[dict[str, object]]:
+def figures_of(rows: list[Row]) -> list[dict[str, object]]:
     return [
         {
             **asdict(row.pattern),
@@ -244,7 +242,7 @@ def tune(
     as_json: Annotated[bool, typer.Option("--json", help="Print only the DeepSpeed configuration.")] = False,
 ) -> None:
     """Find and store the settings that suit a drive; print them as a DeepSpeed configuration."""
-    console = Console(stderr=as_json)
+    console = make_console(stderr=as_json)
     with reported(console, words=ARGUMENT):
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 32) << 20
         check_directory(directory, 2 * file_bytes)

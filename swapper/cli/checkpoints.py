@@ -20,7 +20,7 @@ from swapper.checkpoint.exporting import FORMATS, WHAT, select
 from swapper.checkpoint.exporting import export as run
 from swapper.checkpoint.inspecting import inspect as look
 from swapper.checkpoint.quantization import SCHEMES, Loss
-from swapper.cli.command import print_table, reported
+from swapper.cli.command import make_console, print_table, reported
 from swapper.durability.verify import Fault, Report
 from swapper.durability.verify import verify as verify_path
 from swapper.options import parse_choice
@@ -38,7 +38,7 @@ def inspect(
     Reads any file of torch.save (swapper's snapshots too), safetensors, Hugging Face directories, directories of
     torch.distributed.checkpoint, and a run's own directory (its last commit). Runs no code of a file.
     """
-    with reported(Console(stderr=True)):
+    with reported(make_console(stderr=True)):
         found = look(path)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
@@ -80,7 +80,7 @@ def verify(
     Exit code: 0: whole; 1: damaged; 2: it cannot be checked (no such file, in use, without checksums such as a
     safetensors file, or of an unknown kind).
     """
-    console = Console(stderr=as_json)
+    console = make_console(stderr=as_json)
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with reported(console, failure_code=2), Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("verifying", total=None)
@@ -127,7 +127,9 @@ def export(
         str | None, typer.Option(help="int8 or int4: large matrices in 8 or 4 bits a weight, for swapper.load.")
     ] = None,
     keep: Annotated[list[str] | None, typer.Option(help="Names (with * and ?) that are not quantized.")] = None,
-    report: Annotated[Path | None, typer.Option("--json", help="Write each tensor's error there.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was written, and each tensor's error, as JSON.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
 ) -> None:
@@ -138,8 +140,8 @@ def export(
     directories of torch.distributed.checkpoint. From a run's own directory: its parameters as of the last commit. The
     result appears when it is complete, or not at all.
     """
-    console = Console(stderr=True, quiet=quiet)
-    with reported(Console(stderr=True), words={"pass overwrite=True": "say --overwrite"}):
+    console = make_console(stderr=True, quiet=quiet)
+    with reported(make_console(stderr=True), words={"pass overwrite=True": "say --overwrite"}):
         parse_choice(to, "--to", FORMATS)
         parse_choice(what, "--what", WHAT)
         shard_bytes = parse_bytes(shard, "--shard")
@@ -163,11 +165,14 @@ def export(
         console.print(escape(text), highlight=False, soft_wrap=True)
         if quantize is not None:
             _show_losses(console, quantize, found)
-        if report is not None:
-            report.write_text(json.dumps({name: asdict(loss) for name, loss in found.items()}, indent=2) + "\n")
-        if selection.left_out and (to, what) != ("torch", "all"):
-            some = ", ".join(selection.left_out[:3]) + (", ..." if len(selection.left_out) > 3 else "")
-            console.print(escape(f"left out: {len(selection.left_out)} ({some})"), highlight=False, soft_wrap=True)
+        left_out = selection.left_out if (to, what) != ("torch", "all") else []
+        if left_out:
+            some = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+            console.print(escape(f"left out: {len(left_out)} ({some})"), highlight=False, soft_wrap=True)
+    if as_json:
+        errors = {name: asdict(loss) for name, loss in found.items()}
+        written = {"target": str(target), "tensors": len(selection.tensors), "nbytes": _nbytes(target)}
+        typer.echo(json.dumps({**written, "left_out": left_out, "errors": errors}, indent=2))
 
 
 def _nbytes(path: Path) -> int:

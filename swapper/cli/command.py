@@ -13,8 +13,18 @@ from rich.markup import escape
 from swapper.errors import ConfigError, SwapperError
 
 INTERRUPTED = 130  # exit code, 128 + SIGINT
+PIPED_COLUMNS = 4096
+"""Of a table that is piped: no row is wrapped, so that grep finds whole ones."""
 ARGUMENT = {" with --directory": "", "--parameters": "--file-size"}
 """The words of a command that takes the directory as its argument, for `reported`."""
+
+
+def make_console(stderr: bool = False, quiet: bool = False) -> Console:
+    """Return the console of a command. Where its output is piped, lines are as long as their text."""
+    console = Console(stderr=stderr, quiet=quiet)
+    if not console.is_terminal:
+        console.width = PIPED_COLUMNS
+    return console
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> None:

@@ -31,10 +31,11 @@ from swapper.bench.drive import DriveSpeed, StepLimit, check_directory, choose_d
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.bench.memory import PeakMemory, pss_bytes
 from swapper.cli import demo_ranks
-from swapper.cli.command import reported
+from swapper.cli.command import make_console, reported
 from swapper.cli.demo_ranks import Watch, megabytes, print_facts, steady
 from swapper.errors import CheckpointError, ConfigError
 from swapper.io.mounts import make_parents
+from swapper.paging.planning.budget import OR_PLACE_MORE
 from swapper.runtime.sizes import parse_bytes
 
 LEARNING_RATE = 3e-4  # usual for AdamW, not tuned
@@ -64,23 +65,22 @@ def demo(
     ranks: Annotated[
         int, typer.Option(min=1, help="Processes over which FSDP2 shards the model; killed and resumed.")
     ] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file, too.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the measurements as JSON, the rest to stderr.")
+    ] = False,
 ) -> None:
     """Train a GPT whose parameters and optimizer state live on NVMe, within a small memory budget.
 
     It learns the text of Python's own standard library. Afterwards plain torch opens a snapshot in another process and
     continues training: its losses must equal the swapped run's, bit for bit. With --ranks, plain FSDP2 trains the same.
     """
-    console = Console()
-    with reported(console, words={"host_memory=": "--budget ", "host_memory": "--budget"}):
+    console = make_console(stderr=as_json)
+    with reported(console, words={OR_PLACE_MORE: "", "host_memory=": "--budget ", "host_memory": "--budget"}):
         masters = _has_masters(precision)
         config = GptConfig.for_parameters(_count(parameters), vocabulary=256, context=context)
         budget_bytes = parse_bytes(budget, "--budget") if budget else None
-        if json_file is not None and json_file.exists():
-            raise ConfigError(f"--json {json_file} exists already: name a new file")
-        for kept in (json_file, snapshot):  # written at the end
-            if kept is not None:
-                make_parents(kept, ConfigError)
+        if snapshot is not None:  # written at the end
+            make_parents(snapshot, ConfigError)
         if ranks > 1:
             if snapshot is not None:
                 raise ConfigError("--snapshot does not go with --ranks: that demo compares with plain FSDP2 instead")
@@ -93,9 +93,8 @@ def demo(
         else:
             task = DemoTask(config, masters, steps, batch, budget_bytes, drive_seconds)
             record = _run(console, task, directory, snapshot)
-        if json_file is not None:
-            with json_file.open("x") as file:
-                json.dump(asdict(record), file, indent=1)
+    if as_json:
+        print(json.dumps(asdict(record), indent=2))
     if isinstance(record, demo_ranks.RanksRecord):
         demo_ranks.show(console, record)
     else:

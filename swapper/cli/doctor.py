@@ -19,11 +19,11 @@ from typing import Annotated
 import psutil
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from swapper import _C
+from swapper.cli.command import make_console
 from swapper.errors import SwapperError, UnsupportedError
 from swapper.io.drives import read_record
 from swapper.io.engines import is_in_memory, shared_engine
@@ -56,11 +56,14 @@ def doctor(
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        table = Table(show_header=False)
+        console, table = make_console(), Table(show_header=False)
+        new_line = "\n" if console.is_terminal else " "
         for finding in findings:
-            text = escape(finding.found) + (f"\n[bold]→ {escape(finding.remedy)}[/bold]" if finding.remedy else "")
+            text = escape(finding.found) + (
+                f"{new_line}[bold]→ {escape(finding.remedy)}[/bold]" if finding.remedy else ""
+            )
             table.add_row(finding.what, MARKS[finding.state], text)
-        Console().print(table)
+        console.print(table)
     if any(finding.state == BAD for finding in findings):
         raise typer.Exit(1)
 
@@ -186,10 +189,13 @@ def filesystem_of(directory: Path) -> str:
 
 
 def _drive(directory: Path) -> Iterator[Finding]:
+    if not directory.is_dir():
+        return  # which is said of the directory
     device = directory.stat().st_dev
     entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     if not entry.exists():
-        yield Finding("Drive", SLOW, "the filesystem is on no drive of this machine (network, memory, or stacked)")
+        found = "the filesystem is on no drive of this machine (network, memory, or stacked)"
+        yield Finding("Drive", SLOW, found, "name a directory on a drive of this machine")
         return
     entry = entry.resolve()
     disk = entry.parent if (entry / "partition").exists() else entry

@@ -14,10 +14,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from swapper.cli.command import reported
+from swapper.cli.command import make_console, reported
 from swapper.cli.planning.forecast import OPTIMIZERS, Forecast, Forecaster, Machine, Setting
 from swapper.cli.planning.model_source import KINDS, make_model
 from swapper.cli.planning.picture import check_picture, draw
@@ -99,7 +98,7 @@ def plan(
 ) -> None:
     """Predict placement, bytes and seconds of a training step for a machine, and what would make it faster."""
     began_s = time.monotonic()
-    console = Console(stderr=as_json)
+    console = make_console(stderr=as_json)
     with reported(console):
         _check(optimizer, dtype, codec, update, gradients, tokens, accumulate, ranks, nodes, flops, updates)
         if device is None and link is not None:
@@ -281,7 +280,7 @@ def _largest(found: dict[str, Any]) -> str:
 
 
 def _print_tables(upgrades: list[Upgrade], rows: list[Row]) -> None:
-    console = Console()
+    console = make_console()
     better = Table("next upgrade", "s a step", "s saved", "s saved a GiB", title="What would be faster")
     for one in upgrades:
         a_gib = "" if one.saved_s_a_gib is None else f"{one.saved_s_a_gib:.3f}"

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from swapper.cli.command import reported
+from swapper.cli.command import make_console, reported
 from swapper.errors import CheckpointError, ConfigError
 from swapper.runtime.counters import FAMILIES
 from swapper.runtime.trace import ENVIRONMENT, TRACKS
@@ -42,7 +41,7 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print the page's figures instead.")] = False,
 ) -> None:
     """Make one HTML page of a trace: a step's timeline, the drive's use, waits by module, memory by kind."""
-    with reported(Console(stderr=True)):
+    with reported(make_console(stderr=True)):
         found = figures(trace)
         if as_json:
             typer.echo(json.dumps(found))
@@ -178,7 +177,7 @@ def trace(
     Each process and each further manager has its own file: trace.rank-1.json, trace-2.json. Put the script's own
     options after it.
     """
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     with reported(console):
         if output.exists() or not output.absolute().parent.is_dir():
             why = "exists already" if output.exists() else "is in no directory that exists"

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from swapper.cli.command import print_table, reported
+from swapper.cli.command import make_console, print_table, reported
 from swapper.durability.commit import CommitRecord, files_of, read_commit
 from swapper.durability.described_layout import plans_of
 from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, LockedDirectory
@@ -43,7 +42,7 @@ def runs(
 
     One line for each rank's directory. Exit code: 1 if one cannot be read.
     """
-    with reported(Console(stderr=True)):
+    with reported(make_console(stderr=True)):
         found = list(find_runs(directory))
     described = [_describe(run) for run in found]
     if as_json:
@@ -67,7 +66,7 @@ def clean(
     It lists them and asks first. It never removes a commit, what a commit names, a snapshot, a file that swapper did
     not make, or anything of a run that is in use. Exit code: 1 if something could not be removed or read.
     """
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     with reported(console):
         found = list(find_runs(directory))
         left = {file: file.stat().st_blocks * 512 for run in found for file in run.leftovers}

@@ -142,13 +142,25 @@ def _check_same_codecs(theirs: Mapping[tuple[str, str], str], ours: Mapping[tupl
             )
 
 
+def _differences(theirs: Sequence[str], ours: Sequence[str]) -> list[str]:
+    """Return a line for each tensor that differs between the run and the model, parameters first."""
+    run, model = (dict(re.sub(r" at \d+$", "", line).split(": ", 1) for line in lines) for lines in (theirs, ours))
+    found = [
+        f"- {name}: {run[name]} in the run, {model[name]} in the model"
+        for name in run
+        if name in model and run[name] != model[name]
+    ]
+    found += [f"- only in the run: {name}: {value}" for name, value in run.items() if name not in model]
+    found += [f"- only in the model: {name}: {value}" for name, value in model.items() if name not in run]
+    sections = [line for line in found if _SECTION.search(line)]
+    return sorted((line for line in found if line not in sections), key=lambda line: " param: " not in line) or sections
+
+
 def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
     """Raise CheckpointError unless the record is of this model and optimizer; the message lists the differences."""
     ours, theirs = describe_plans(plans), record.plans
     _check_same_codecs(_codecs_in(theirs), _codecs_in(ours))
-    missing = [f"- only in the run:   {line}" for line in theirs if line not in set(ours)]
-    added = [f"- only in the model: {line}" for line in ours if line not in set(theirs)]
-    differences = [*missing, *added]
+    differences = _differences(theirs, ours)
     if optimizer != record.optimizer:
         differences.insert(0, f"- optimizer {optimizer} instead of {record.optimizer}")
     if not differences and ours != theirs:

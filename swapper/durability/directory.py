@@ -28,7 +28,7 @@ from swapper.durability.ranks import Ranks
 from swapper.errors import ConfigError, DirectoryError, remedy
 from swapper.io import beneath
 from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
-from swapper.io.mounts import OVER_NETWORK, is_on, make_parents
+from swapper.io.mounts import IN_MEMORY, OVER_NETWORK, is_on, make_parents
 from swapper.runtime.process import after_fork_in_child
 from swapper.runtime.sizes import format_bytes
 
@@ -253,7 +253,7 @@ class RunDirectory:
                     _refuse_other_sizes(Path(directory), ranks.size)
                 self._locked.append(LockedDirectory(directory, f"rank-{ranks.rank}-of-{ranks.size}"))
             self.drives = self._settle(resume)
-            self._warn_of_network()
+            self._warn_of_place()
         except BaseException:
             for locked in self._locked:
                 locked.give_up()
@@ -270,9 +270,15 @@ class RunDirectory:
         self._clear()
         self.drives = self._begin()
 
-    def _warn_of_network(self) -> None:
-        """Not refused: what is paged over a network is exact, and a machine may have no drive."""
+    def _warn_of_place(self) -> None:
+        """Not refused: what is paged over a network or in memory is exact, and a machine may have no drive."""
         for path in (locked.path for locked in self._locked):
+            if is_on(IN_MEMORY, path / "file"):
+                log.warning(
+                    "%s is on a file system in memory: what is paged there takes memory in addition to host_memory, and is gone "
+                    "when the machine restarts: give a directory on a drive",
+                    path,
+                )
             if is_on(OVER_NETWORK, path / "file"):
                 log.warning(
                     "%s is on a network file system, and every step reads and writes there, at the speed of the network, "

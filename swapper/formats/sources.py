@@ -62,11 +62,11 @@ def opened(path: Path) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise IoError("open", str(path), 0, 0, error.errno or 0) from error
+        raise IoError("open", str(path), 0, 0, error.errno or 0, "correct the path") from error
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
-            raise IoError("open", str(path), 0, 0, errno.EISDIR)
+            raise IoError("open", str(path), 0, 0, errno.EISDIR, "name a file")
         if not stat.S_ISREG(mode):
             raise CheckpointError(f"{path} is a pipe, a socket or a device: name a file")
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -206,7 +206,8 @@ def open_file(path: Path) -> Source:
     if begin[:4] == GGUF_MAGIC:
         raise CheckpointError(f"{path} is a GGUF file, which is not supported: use the safetensors form of the model")
     raise CheckpointError(
-        f"{path} is neither a safetensors file nor a torch checkpoint (it begins with {begin[:8].hex(' ')})"
+        f"{path} is neither a safetensors file nor a torch checkpoint (it begins with {begin[:8].hex(' ')}): name "
+        "such a file, or a directory of them"
     )
 
 

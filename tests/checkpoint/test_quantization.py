@@ -124,11 +124,13 @@ def test_what_cannot_be_quantised_is_refused_and_leaves_nothing(tmp_path: Path) 
 def test_the_command_reports_the_error_by_layer(tmp_path: Path) -> None:
     save_file(state(), tmp_path / "source")
     command = ["export", str(tmp_path / "source"), str(tmp_path / "target"), "--to", "safetensors"]
-    options = ["--quantize", "int4", "--keep", "experts", "--json", str(tmp_path / "report.json")]
+    options = ["--quantize", "int4", "--keep", "experts", "--json"]
     result = CliRunner().invoke(app, [*command, *options])
     assert result.exit_code == 0, result.output
-    assert "embedding.weight" in result.output
-    assert json.loads((tmp_path / "report.json").read_text()).keys() == {"embedding.weight", "head.weight"}
+    assert "embedding.weight" in result.stderr
+    written = json.loads(result.stdout)
+    assert written["errors"].keys() == {"embedding.weight", "head.weight"}
+    assert written["nbytes"] == (tmp_path / "target").stat().st_size
     assert CliRunner().invoke(app, [*command, "--quantize", "int5"]).exit_code != 0
 
 

@@ -212,7 +212,20 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
     assert "holds the runs of 2 ranks: name one" in error("inspect", tmp_path / "run")
 
 
-COMMANDS = ("demo", "doctor", "bench", "tune", "plan", "runs", "clean", "verify", "inspect", "export", "trace")
+COMMANDS = (
+    "demo",
+    "doctor",
+    "bench",
+    "tune",
+    "plan",
+    "runs",
+    "clean",
+    "verify",
+    "inspect",
+    "export",
+    "trace",
+    "report",
+)
 
 
 def test_help_is_readable_at_forty_columns(monkeypatch: pytest.MonkeyPatch) -> None:

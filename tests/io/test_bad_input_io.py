@@ -186,7 +186,8 @@ assert libc.prctl(22, 2, ctypes.byref(wanted)) == 0, ctypes.get_errno()
 """
 
 
-def test_io_uring_forbidden(path: Path, run_python: RunPython) -> None:
+@pytest.mark.parametrize("backend", ["uring"])
+def test_io_uring_forbidden(path: Path, run_python: RunPython, backend: str) -> None:
     done = run_python(
         FORBID_IO_URING
         + textwrap.dedent(
@@ -197,14 +198,15 @@ def test_io_uring_forbidden(path: Path, run_python: RunPython) -> None:
             assert handle.sync_pwrite(tensor, sys.argv[1]) == 1
             assert handle.sync_pread(back, sys.argv[1]) == 1
             assert torch.equal(tensor, back)
-            assert handle.backend != "uring" and "io_uring" in handle.reason, handle.reason
+            assert handle.backend != sys.argv[2] and "io_uring" in handle.reason, handle.reason
             try:
-                swapper.AioHandle(backend="uring")
+                swapper.AioHandle(backend=sys.argv[2])
             except swapper.ConfigError:
                 print("other backend")
             """
         ),
         path,
+        backend,
     )
     assert (done.returncode, done.stdout) == (0, "other backend\n"), done.stderr
 

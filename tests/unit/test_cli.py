@@ -110,20 +110,15 @@ def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision
 @pytest.mark.slow
 def test_the_demo_of_ranks_is_killed_resumes_and_is_plain_fsdp2_bit_for_bit(tmp_path):
     (tmp_path / "place").mkdir()
-    file = tmp_path / "measured.json"
-    order = ["demo", *SMALL, "--precision", "fp32", "--ranks", "2", "--directory", tmp_path / "place", "--json", file]
-    done = run(*order)
+    done = run("demo", *SMALL, "--precision", "fp32", "--ranks", "2", "--directory", tmp_path / "place", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "plain FSDP2, bit for bit" in done.stdout
+    assert "plain FSDP2, bit for bit" in done.stderr
     assert list((tmp_path / "place").iterdir()) == []
-    measured = json.loads(file.read_text())
+    measured = json.loads(done.stdout)
     assert measured["losses"] == measured["plain_losses"]
     assert len(measured["losses"]) == 4
     assert measured["resumed_at"] in (1, 2, 3)
     assert sum(measured["written_bytes"]) > 0  # a write that ends in the next step counts there
-    again = run(*order)
-    assert again.returncode == 2
-    assert "exists already" in again.stdout
 
 
 def processes_with(text):

@@ -210,7 +210,8 @@ def _check_shape(
     found = shape_of(stored, layout)
     if shape != found:
         raise CheckpointError(
-            f"{name} has the shape {list(shape)} in the model and {list(found)} in {stored.path} (as {stored.name!r})"
+            f"{name} has the shape {list(shape)} in the model and {list(found)} in {stored.path} (as {stored.name!r}): build "
+            "the model of this checkpoint, or map names with rename="
         )
 
 

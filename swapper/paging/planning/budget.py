@@ -12,6 +12,8 @@ from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.paging.planning.layout import choose_page_bytes
 from swapper.runtime.sizes import format_bytes
 
+OR_PLACE_MORE = ', or place more on NVMe (params, optimizer_state, gradients="nvme")'
+"""Of errors of a budget that is too small: what else helps."""
 ARENA_ALIGNMENT_BYTES = 2 << 20
 """Frames begin at a huge page, and an arena consists of whole huge pages."""
 
@@ -75,7 +77,7 @@ def divide(
     Raises:
         BudgetError: with the smallest budget that works.
     """
-    rest = f"stay in memory ({explain}); raise host_memory, or place more on NVMe"
+    rest = f"stay in memory ({explain}); raise host_memory{OR_PLACE_MORE}"
     frames_needed = functools.cache(frames_needed)  # which goes through slices; the search asks for few sizes
     least_frames = functools.cache(least_frames)
 

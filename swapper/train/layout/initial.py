@@ -192,14 +192,15 @@ def _find(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, S
         for name, one in stored.items():
             if tuple(one.shape) != tuple(wanted[name].shape):
                 raise UnsupportedError(
-                    f"{source.path} has {name} of shape {list(one.shape)}; the model's is {list(wanted[name].shape)}"
+                    f"{source.path} has {name} of shape {list(one.shape)}; the model's is {list(wanted[name].shape)}: "
+                    "build the model of this checkpoint, or name the model's own"
                 )
         if not stored:
             missing += names
         found.update({name: stored.get(name, next(iter(stored.values()))) for name in names if stored})
     if missing:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        remedy = ""
+        remedy = ": name the checkpoint of this model, or give init= a function that fills them"
         if not any(isinstance(wanted[name], nn.Parameter) for name in missing):
             remedy = (
                 ". Buffers that no checkpoint has get their values when the model is built within swapper.without_weights(), "

@@ -351,7 +351,10 @@ def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | Non
     refuse_scripted(model, "manager.offload")
     for name, parameter in model.named_parameters():
         if is_cold(parameter) or is_guarded(parameter):
-            raise StateError(f"parameter {name} is offloaded already: a model can belong to only one manager")
+            raise StateError(
+                f"parameter {name} is offloaded already: a model can belong to only one manager, so close the other one "
+                "first"
+            )
         if nn.parameter.is_lazy(parameter):
             raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
         if parameter.is_meta and not may_be_meta and (parameter.requires_grad or not frozen_may_be):
