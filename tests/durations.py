@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections import defaultdict
 from pathlib import Path
@@ -49,6 +50,8 @@ class Durations:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         option = session.config.option
         if hasattr(session.config, "workerinput") or option.file_or_dir or option.keyword or option.collectonly:
+            return
+        if "COVERAGE_RUN" in os.environ:  # which takes time itself
             return
         slowest = sorted(self._cpu_s.items(), key=lambda each: -each[1])
         lines = [f"{cpu:.2f}\t{self._wall_s[test]:.2f}\t{test}" for test, cpu in slowest]

@@ -42,6 +42,8 @@ from swapper.formats.torch_zip.pickle_reader import Skeleton
 from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.unpickling import Opaque
 from swapper.io.mounts import make_parents
+from swapper.options import parse_choice
+from swapper.runtime.sizes import parse_bytes
 
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
 WHAT = ("model", "all")
@@ -81,9 +83,11 @@ def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
             everything. "all": everything, by the path in the checkpoint.
 
     Raises:
+        ConfigError: there is no such `what`.
         CheckpointError: it is no checkpoint, or damaged; or a tensor in it is sparse or quantized.
         IoError: it cannot be read.
     """
+    parse_choice(what, "what", WHAT)
     source = Path(path).absolute()
     if (source / METADATA_NAME).exists():
         return _select_from_dcp(source, what)
@@ -110,12 +114,12 @@ def export(
     to: str,
     *,
     what: str = "model",
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | str = SHARD_BYTES,
     overwrite: bool = False,
     selection: Selection | None = None,
     progress: Progress = lambda nbytes: None,
     quantize: str | None = None,
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
 ) -> dict[str, Loss]:
     """Write the checkpoint `source` as `target`, in the format `to`.
 
@@ -127,18 +131,19 @@ def export(
         to: one of FORMATS. The result is one flat state dict, {name: tensor}; only from torch to torch, "all" keeps the
             nesting.
         what: see `select`.
-        shard_bytes: maximum size of a file in a Hugging Face directory, unless one tensor is larger.
+        shard_bytes: maximum size of a file in a Hugging Face directory, unless one tensor is larger: bytes, or "5GB".
         overwrite: replace an existing file. Directories are never replaced.
         selection: the result of `select`, if it was called before.
         progress: called with numbers of bytes as they are written.
         quantize: "int8" or "int4": large matrices in that many bits, for `swapper.load` (checkpoint/quantization.py).
             Only to safetensors and huggingface.
-        keep: patterns (fnmatch) of names that are not quantized.
+        keep: a pattern (fnmatch), or several, of names that are not quantized.
 
     Returns:
         The error of each quantized tensor, by name; empty without `quantize`.
 
     Raises:
+        ConfigError: `what` or `shard_bytes` is none.
         CheckpointError: the source is damaged or changes meanwhile, the format does not support it, or the target
             exists.
         IoError: a transfer failed, or the drive is full. Nothing is left of the target.
@@ -150,9 +155,11 @@ def export(
     if to == "torch" and what == "all" and Path(source).is_file() and open_source(source).kind == "torch":
         save(load(source, mmap=True), target, overwrite=overwrite)  # with its structure, and values that are no tensors
         return {}
+    most = parse_bytes(shard_bytes, "shard_bytes")
     chosen = select(source, what) if selection is None else selection
     if quantize is not None:
-        chosen = replace(chosen, tensors=quantised(chosen.tensors, quantize, keep))
+        patterns = [keep] if isinstance(keep, str) else keep
+        chosen = replace(chosen, tensors=quantised(chosen.tensors, quantize, patterns))
     if not chosen.tensors:
         raise CheckpointError(f"{source} has no tensors to export")
     destination = Path(os.path.realpath(target))
@@ -166,7 +173,7 @@ def export(
         else:
             with new_directory(destination) as folder:
                 if to == "huggingface":
-                    _write_huggingface(folder, chosen.tensors, payloads, shard_bytes, progress)
+                    _write_huggingface(folder, chosen.tensors, payloads, most, progress)
                 else:
                     _write_dcp(folder, chosen.tensors, payloads, progress)
                 _check_unchanged(chosen.stamps)

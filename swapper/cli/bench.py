@@ -9,7 +9,6 @@ import html
 import importlib.util
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from swapper.bench.measure import (
     measure_fio,
     measure_while_computing,
 )
-from swapper.cli.command import ARGUMENT, make_console, reported
+from swapper.cli.command import ARGUMENT, check_output, make_console, reported
 from swapper.errors import ConfigError
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.runtime.sizes import format_bytes, parse_bytes
@@ -80,6 +79,10 @@ def bench(
     with reported(console, words=ARGUMENT):
         if chart is not None and chart.suffix not in (".png", ".html"):
             raise ConfigError(f"--chart {chart}: name a .png or .html file")
+        if chart is not None and chart.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("a .png needs matplotlib (pip install 'torch-swapper[chart]'); a .html does not")
+        check_output("--chart", chart)
+        check_output("--json", None if str(json_file) == "-" else json_file)
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 8) << 20
         check_directory(directory, 2 * file_bytes)
         patterns = [
@@ -167,22 +170,16 @@ def draw(rows: list[Row], path: Path) -> None:
     if path.suffix == ".html":
         path.write_text(_page(labels, values))
         return
-    try:
-        import matplotlib
-    except ImportError:
-        print("a .png needs matplotlib (pip install 'torch-swapper[chart]'); a .html does not", file=sys.stderr)
-        raise typer.Exit(2) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(max(6, len(rows)), 4))
+    figure = Figure(figsize=(max(6, len(rows)), 4), layout="constrained")
+    axes = figure.subplots()
     width = 0.8 / len(names)
     for n, name in enumerate(names):
         axes.bar([at + n * width for at in range(len(rows))], values[name], width, label=name)
     axes.set_xticks([at + 0.4 - width / 2 for at in range(len(rows))], labels, rotation=45, ha="right")
     axes.set_ylabel("GB/s")
     axes.legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from swapper.errors import ConfigError, SwapperError
+from swapper.io.mounts import make_parents
 
 INTERRUPTED = 130  # exit code, 128 + SIGINT
 PIPED_COLUMNS = 4096
@@ -41,6 +44,15 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Seq
             for column, cell, width in zip(columns, row, widths, strict=True)
         ]
         typer.echo("  ".join(cells).rstrip())
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Raise ConfigError unless a new file can be made there; makes missing directories. For before the work that fills it."""
+    if path is None:
+        return
+    if os.path.lexists(path):
+        raise ConfigError(f"{option} {path} exists already: name a new file, or remove it")
+    make_parents(path, ConfigError)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from swapper.cli.command import make_console, reported
+from swapper.cli.command import check_output, make_console, reported
 from swapper.errors import CheckpointError, ConfigError
 from swapper.runtime.counters import FAMILIES
 from swapper.runtime.trace import ENVIRONMENT, TRACKS
@@ -47,11 +47,9 @@ def report(
             typer.echo(json.dumps(found))
             return
         target = trace.with_suffix(".html") if output is None else output
-        try:
-            with target.open("x") as stream:
-                stream.write(page_of(found))
-        except FileExistsError:
-            raise ConfigError(f"{target} exists already: name another with --output") from None
+        check_output("--output", target)
+        with target.open("x") as stream:
+            stream.write(page_of(found))
     typer.echo(f"report: {target}")
 
 
@@ -67,14 +65,17 @@ def figures(path: Path) -> dict[str, Any]:
         CheckpointError: it is no trace of swapper, or has no whole phase.
     """
     try:
-        content = json.loads(path.read_text())
-        events = content["traceEvents"]
-        spans = [_span(event) for event in events if event["ph"] == "X"]
-        memory = [(event["ts"] / 1e6, event["args"]) for event in events if event["ph"] == "C"]
+        return _figures(path, json.loads(path.read_text()))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{path} is no trace of swapper ({error!r}): make one with `swapper trace`") from error
+
+
+def _figures(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    events = content["traceEvents"]
+    spans = [_span(event) for event in events if event["ph"] == "X"]
+    memory = [(event["ts"] / 1e6, event["args"]) for event in events if event["ph"] == "C"]
     about = content.get("otherData") or {}
     stats = {step.get("step"): step for step in about.get("steps", ())}
     bounds: dict[int, tuple[float, float]] = {}
@@ -179,9 +180,7 @@ def trace(
     """
     console = make_console(stderr=True)
     with reported(console):
-        if output.exists() or not output.absolute().parent.is_dir():
-            why = "exists already" if output.exists() else "is in no directory that exists"
-            raise ConfigError(f"{output} {why}: choose another name")
+        check_output("--output", output)
         words = [sys.executable, *command] if command[0].endswith(".py") else command
         try:
             child = subprocess.Popen(words, env={**os.environ, ENVIRONMENT: str(output.absolute())})

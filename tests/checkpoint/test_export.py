@@ -168,6 +168,13 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path) -
     ):
         with pytest.raises(swapper.CheckpointError, match=message):
             export(tmp_path / source, tmp_path / target, to)
+    for options, message in (
+        ({"what": "modle"}, "what='modle' is not known: use one of 'model', 'all'"),
+        ({"shard_bytes": 0}, "shard_bytes=0 must be more than 0"),
+        ({"shard_bytes": "5q"}, "shard_bytes='5q' is not a size"),
+    ):
+        with pytest.raises(swapper.ConfigError, match=message):
+            export(tmp_path / "x.pt", tmp_path / "y", "huggingface", **options)
     assert names_in(tmp_path) == before
     assert (tmp_path / "mine").read_bytes() == b"mine"
     with pytest.raises(swapper.IoError):

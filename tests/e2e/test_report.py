@@ -110,16 +110,22 @@ def test_a_page_is_not_replaced_and_a_wrong_file_is_named(tmp_path: Path) -> Non
         assert done.exit_code == 1, done.output
         return done.output
 
-    for wrong in ("nonsense", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": 3}'):
-        assert "is no trace of swapper" in error(wrong)
+    span = '{"ph": "X", "cat": "phases", "name": "forward", "ts": 0, "dur": 9, "tid": 1000, "args": {"step": 1}}'
+    read = span.replace("phases", "reads").replace('"step": 1', '"nbytes": "9"')
+    wrongs = ["nonsense", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": 3}']
+    for spans in (f"{span}, {read}", span.replace('{"step": 1}', "[1]"), span.replace('"ts": 0', '"ts": "0"')):
+        wrongs.append(f'{{"traceEvents": [{spans}]}}')
+    for other in ("[1]", '{"steps": 3}', '{"steps": [3]}'):
+        wrongs.append(f'{{"traceEvents": [{span}], "otherData": {other}}}')
+    for wrong in wrongs:
+        assert "is no trace of swapper" in error(wrong), wrong
     assert "has no phase of a step" in error('{"traceEvents": []}')
     missing = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["report", str(tmp_path / "absent.json")])
     assert missing.exit_code == 1 and "cannot be read: No such file" in missing.output
-    span = '{"ph": "X", "cat": "phases", "name": "forward", "ts": 0, "dur": 9, "tid": 1000, "args": {"step": 1}}'
     (tmp_path / "x.json").write_text('{"traceEvents": [' + span + "]}")
     (tmp_path / "x.html").write_text("mine")
     done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["report", str(tmp_path / "x.json")])
-    assert done.exit_code == 2 and "exists already: name another with --output" in done.output
+    assert done.exit_code == 2 and "x.html exists already: name a new file" in done.output
     assert (tmp_path / "x.html").read_text() == "mine"
 
 

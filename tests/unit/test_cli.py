@@ -51,6 +51,7 @@ def run_here(*arguments):
         (["--precision", "fp8"], "bf16 or fp32"),
         (["--parameters", "many"], "100M"),
         (["--parameters", "3"], "100M"),
+        (["--parameters", "1e999"], "100M"),
         (["--budget", "5q"], "8GiB"),
         (["--steps", "0"], "--steps"),
         (["--nonsense"], "--nonsense"),
@@ -62,6 +63,28 @@ def test_wrong_arguments_exit_2_and_say_what_is_right(arguments, word):
     assert done.exit_code == 2
     assert isinstance(done.exception, SystemExit)  # no traceback
     assert word in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--json", "FILE"],
+        ["bench", ".", "--json", "FILE"],
+        ["bench", ".", "--chart", "FILE"],
+        ["plan", "nowhere", "--host", "1GiB", "--nvme", "1GB/s,1GB/s", "--picture", "FILE"],
+        ["export", "nowhere", "nothing", "--to", "safetensors", "--json", "FILE"],
+        ["trace", "--output", "FILE", "nothing.py"],
+    ],
+    ids=lambda arguments: " ".join(arguments[::2]),
+)
+def test_what_a_command_writes_at_its_end_is_refused_before_its_work(tmp_path, arguments):
+    mine = tmp_path / "mine.html"
+    mine.write_text("mine")
+    for place, reason in ((mine, "exists already: name a new file"), ("/does/not/exist/x.html", "mkdir -p")):
+        done = run_here(*(place if word == "FILE" else word for word in arguments))
+        assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
+        assert f"{place} " in done.output and reason in done.output
+    assert mine.read_text() == "mine"
 
 
 def test_a_missing_directory_is_named():

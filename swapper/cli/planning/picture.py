@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from swapper.cli.command import check_output
 from swapper.cli.planning.forecast import Forecast, Machine, Setting
 from swapper.cli.planning.search import FAMILIES
 from swapper.errors import ConfigError
@@ -71,10 +72,7 @@ def check_picture(path: Path) -> None:
     """Raise ConfigError unless a picture can be drawn and put there."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--picture {path}: end its name with one of {', '.join(SUFFIXES)}")
-    if path.exists():
-        raise ConfigError(f"--picture {path} exists: name a new file, or remove it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--picture {path}: its directory does not exist")
+    check_output("--picture", path)
     _figure_class()
 
 
