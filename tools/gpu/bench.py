@@ -119,13 +119,18 @@ class Bench:
 Measurement = Callable[[Bench], Iterator[Row]]
 
 
+def is_of(given: str, figure: str) -> bool:
+    """Return whether the row `given` is of `figure`; it may add something in brackets."""
+    return given == figure or given.startswith(f"{figure} (")
+
+
 def each(*attempts: tuple[Sequence[str], Callable[[], Iterable[Row]]]) -> Iterator[Row]:
     """Yield the rows of each attempt, given with the figures that it is to yield; one that fails loses its own rows only."""
     for figures, act in attempts:
         left = list(figures)
         try:
             for row in act():
-                left = [figure for figure in left if not row.figure.startswith(figure)]
+                left = [figure for figure in left if not is_of(row.figure, figure)]
                 yield row
         except Exception as error:
             traceback.print_exc()
@@ -133,11 +138,11 @@ def each(*attempts: tuple[Sequence[str], Callable[[], Iterable[Row]]]) -> Iterat
                 yield Row(figure, reason=f"{type(error).__name__}: {error}"[:300])
 
 
-def ratio(figure: str, nbytes: int, seconds: float, limit: float, of: str, bar: float | None) -> Row:
-    """Make a row of bytes a second relative to a limit in bytes a second."""
+def ratio(figure: str, nbytes: int, seconds: float, limit: float, of: str, bar: float | None, told: str = "") -> Row:
+    """Make a row of bytes a second relative to a limit in bytes a second. `told`: what it depends on."""
     rate = nbytes / seconds
     found = rate / limit
-    text = f"{found:.3f} ({rate / 1e9:.2f} of {limit / 1e9:.2f} GB/s)"
+    text = f"{found:.3f} ({'; '.join(filter(None, (f'{rate / 1e9:.2f} of {limit / 1e9:.2f} GB/s', told)))})"
     return Row(figure, f"{bar} of {of}" if bar else "", text, found >= bar if bar else None)
 
 
