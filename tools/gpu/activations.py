@@ -79,12 +79,12 @@ def activations(bench: Bench) -> Iterator[Row]:
 
 
 def offload(bench: Bench, manager: swapper.SwapManager, **options: int) -> swapper.offload_activations:
-    """Write nothing to the drive. A rehearsal uses the test device of host memory, with late copies."""
-    if not bench.is_rehearsal:
-        return swapper.offload_activations(manager, to="host", **options)
-    sys.path.insert(0, str(ROOT / "tests"))
-    context = swapper.offload_activations(manager, to="host", min_bytes=1, **options)
-    context._devices[bench.device] = importlib.import_module("e2e.late_device").LateDevice()
+    """Write nothing to the drive. A rehearsal on the CPU uses the test device of host memory, with late copies."""
+    options |= {"min_bytes": 1} if bench.is_rehearsal else {}
+    context = swapper.offload_activations(manager, to="host", **options)
+    if bench.on_cpu:
+        sys.path.insert(0, str(ROOT / "tests"))
+        context._devices[bench.device] = importlib.import_module("e2e.late_device").LateDevice()
     return context
 
 
@@ -97,7 +97,7 @@ def peak_bytes_of(bench: Bench, model: nn.Module, value: torch.Tensor, context: 
     """Return the peak of tensors' bytes on the device in a step, after one that prepares it."""
     run(model, value, context)
     bench.synchronize()
-    if bench.is_rehearsal:
+    if bench.on_cpu:
         return 1 << 30
     torch.cuda.reset_peak_memory_stats()
     run(model, value, context)

@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """The device and sizes: a GPU, or in a rehearsal the CPU, with Triton's interpreter and sizes that mean nothing.
+    """The device and sizes: a GPU, or in a rehearsal the CPU or tools/test_cuda's stand-in, with sizes that mean nothing.
 
     Attributes:
         directory: on the measured drive; the measurement leaves nothing in it.
@@ -60,8 +60,12 @@ class Bench:
     is_rehearsal: bool
 
     @property
+    def on_cpu(self) -> bool:
+        return self.is_rehearsal and not torch.cuda.is_available()
+
+    @property
     def device(self) -> torch.device:
-        return torch.device("cpu" if self.is_rehearsal else "cuda")
+        return torch.device("cpu" if self.on_cpu else "cuda")
 
     def size(self, real: int, rehearsed: int) -> int:
         """Return `real`, halved until it suits a device of less than 24 GB; or `rehearsed` in a rehearsal."""
@@ -73,7 +77,7 @@ class Bench:
         return real
 
     def synchronize(self) -> None:
-        if not self.is_rehearsal:
+        if not self.on_cpu:
             torch.cuda.synchronize()
 
     def seconds(self, act: Callable[[], object], rounds: int = 10, warmup: int = 2) -> float:
@@ -101,7 +105,7 @@ class Bench:
 
     def _once(self, act: Callable[[], object]) -> float:
         self.synchronize()
-        if self.is_rehearsal:
+        if self.on_cpu:
             begin = time.perf_counter()
             act()
             return time.perf_counter() - begin

@@ -24,7 +24,7 @@ TENSORS, PITCH = 64, 4096
 
 def pinned(bench: Bench, nbytes: int) -> torch.Tensor:
     """Allocate memory locked by CUDA, which copies fastest."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=not bench.is_rehearsal)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=not bench.on_cpu)
 
 
 def arena_copies(bench: Bench) -> Iterator[Row]:
@@ -32,7 +32,7 @@ def arena_copies(bench: Bench) -> Iterator[Row]:
     arena = _C.Arena(nbytes)
     registration = Registration(CudaRegistrar(), arena, slabs(0, nbytes, nbytes))  # one slab: the copy is one
     registration.wait()
-    if not bench.is_rehearsal and registration.describe() != "registered":
+    if not bench.on_cpu and registration.describe() != "registered":
         reason = registration.describe()
         yield from (Row(figure, f"{BAR} of the best pinned copy", reason=reason) for figure in (UP, DOWN))
         return

@@ -84,7 +84,7 @@ class Loaded:
             empty = Maps(layers, width)
         on_device: dict[str, Any] = {"device": "cuda", "device_memory": device_bytes}
         self._bench = bench
-        self._model = swapper.load(empty, path, host_memory=host_bytes, **({} if bench.is_rehearsal else on_device))
+        self._model = swapper.load(empty, path, host_memory=host_bytes, **({} if bench.on_cpu else on_device))
         self.read_bytes_a_pass = swapper.loaded(self._model).read_bytes_a_pass
         self.copied_bytes_a_pass = 0
         self.told = ""  # whether its memory is registered
