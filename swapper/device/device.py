@@ -133,7 +133,7 @@ class Device:
             self._copying(stream),
         ):
             for target, source in pieces:
-                cuts = {*self._cuts(target), *self._cuts(source)}
+                cuts = self._cuts(target) + self._cuts(source)
                 if not cuts:
                     self._copy(target, source, stream)
                     continue
@@ -150,8 +150,10 @@ class Device:
     def _cuts(self, memory: torch.Tensor) -> list[int]:
         """Return the offsets in `memory`, but for 0, where memory that is registered begins or ends."""
         borders, begin = self._borders, memory.data_ptr()
-        inner = borders[bisect_right(borders, begin) : bisect_left(borders, begin + memory.nbytes)]
-        return [border - begin for border in inner]
+        first = bisect_right(borders, begin)
+        if first == len(borders) or borders[first] >= begin + memory.nbytes:
+            return []
+        return [border - begin for border in borders[first : bisect_left(borders, begin + memory.nbytes)]]
 
     def free_bytes(self) -> int:
         """Return what could still be allocated: free memory, and what torch's allocator caches."""

@@ -155,19 +155,29 @@ def test_a_compiled_model_is_bit_equal_and_its_graphs_hold_no_hooks(twins: MakeT
 # --- two processes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_two_processes_under_torchrun_with_ddp_are_bit_equal(tmp_path: Path) -> None:
-    updates = ["step", "deferred", "device"]
+def run_ddp(directory: Path, updates: list[str], **variables: str) -> None:
     for update in updates:
-        (tmp_path / update).mkdir()
+        (directory / update).mkdir()
     script = Path(__file__).with_name("ddp_run.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run_python(*torchrun, script, tmp_path, *updates)
+    done = run_python(*torchrun, script, directory, *updates, **variables)
     assert done.returncode == 0, done.stderr[-4000:]
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert said == [f"rank {rank}, {update}: same" for rank in (0, 1) for update in sorted(updates)]
     for update in updates:
-        assert sorted(path.name for path in (tmp_path / update).iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+        assert sorted(path.name for path in (directory / update).iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+
+
+@pytest.mark.slow
+def test_two_processes_under_torchrun_with_ddp_are_bit_equal(tmp_path: Path) -> None:
+    run_ddp(tmp_path, ["step", "deferred", "device"])
+
+
+@pytest.mark.gpu
+def test_ddp_on_a_device_for_each_process_is_bit_equal(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("it needs two devices")
+    run_ddp(tmp_path, ["cuda step", "cuda deferred"], FSDP_RUN_DEVICE="cuda")
 
 
 # --- the optimizer's state --------------------------------------------------------------------------------------------

@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 import swapper
-from gpu.bench import Bench, Row
+from gpu.bench import Bench, Row, each
 from gpu.hardware import kilobytes
 from gpu.install import ROOT
 from gpu.transformer import loss_of, transformer
 
 SAVED, COST = "activations: peak device memory saved", "activations: step time"
-FIGURES = (SAVED, COST, "activations: of the link, both ways", "activations: gradients are plain torch's")
+LINK, EQUAL = "activations: of the link, both ways", "activations: gradients are plain torch's"
+FIGURES = (SAVED, COST, LINK, EQUAL)
 SAVED_BAR, COST_BAR, AIM = 0.30, 1.03, 0.34
 STEPS = 7
 H200_BYTES = 139 << 30
@@ -48,37 +49,42 @@ def activations(bench: Bench) -> Iterator[Row]:
         if host > kilobytes("MemAvailable") * 1024 * 0.8:
             raise RuntimeError(f"this machine lacks {host / 1e9:.1f} GB of host memory for the activations")
         context = offload(bench, manager, host_memory=host, device_memory=stays)
-        peak_bytes = peak_bytes_of(bench, model, value, context)
-        if context._locked is not None:
-            context._locked.wait()
-        before = context.counters.down_bytes + context.counters.up_bytes
-        plain_s, taken_s = steps_by_turns(bench, model, value, (contextlib.nullcontext(), context))
-        moved = (context.counters.down_bytes + context.counters.up_bytes - before) / STEPS
-        slow = context.counters.unlocked_bytes
-        wanted = gradients(bench, model, value, contextlib.nullcontext())
-        equal = all(torch.equal(a, b) for a, b in zip(gradients(bench, model, value, context), wanted, strict=True))
-    less, cost = 1 - peak_bytes / plain_bytes, taken_s / plain_s
-    peaks = f"{peak_bytes / 1e9:.1f} of {plain_bytes / 1e9:.1f} GB"
-    number = f"{less:.1%} ({peaks}; of {saved / 1e9:.1f} GB that are saved {stays / 1e9:.1f} may stay)"
-    yield Row(SAVED, f"{SAVED_BAR:.0%} of plain torch's", number, less >= SAVED_BAR)
-    yield Row(
-        COST,
-        f"{COST_BAR} of plain torch's",
-        f"{cost:.3f} ({taken_s * 1e3:.0f} of {plain_s * 1e3:.0f} ms, medians of {STEPS})",
-        cost <= COST_BAR,
-    )
-    told = f", {slow / 1e9:.1f} GB by memory that is not page-locked" if slow else ""
-    yield Row(FIGURES[2], "", f"{moved / taken_s / 1e9:.1f} GB/s together ({moved / 1e9:.1f} GB a step){told}")
-    yield Row(FIGURES[3], "equal", "equal" if equal else "DIFFERENT", equal)
+
+        def memory() -> Iterator[Row]:
+            peak_bytes = peak_bytes_of(bench, model, value, context)
+            less = 1 - peak_bytes / plain_bytes
+            peaks = f"{peak_bytes / 1e9:.1f} of {plain_bytes / 1e9:.1f} GB"
+            number = f"{less:.1%} ({peaks}; of {saved / 1e9:.1f} GB that are saved {stays / 1e9:.1f} may stay)"
+            yield Row(SAVED, f"{SAVED_BAR:.0%} of plain torch's", number, less >= SAVED_BAR)
+
+        def cost() -> Iterator[Row]:
+            if context._locked is not None:
+                context._locked.wait()
+            before = context.counters.down_bytes + context.counters.up_bytes
+            plain_s, taken_s = steps_by_turns(bench, model, value, (contextlib.nullcontext(), context))
+            moved = (context.counters.down_bytes + context.counters.up_bytes - before) / STEPS
+            number = f"{taken_s / plain_s:.3f} ({taken_s * 1e3:.0f} of {plain_s * 1e3:.0f} ms, medians of {STEPS})"
+            yield Row(COST, f"{COST_BAR} of plain torch's", number, taken_s / plain_s <= COST_BAR)
+            slow = context.counters.unlocked_bytes
+            told = f", {slow / 1e9:.1f} GB by memory that is not page-locked" if slow else ""
+            yield Row(LINK, "", f"{moved / taken_s / 1e9:.1f} GB/s together ({moved / 1e9:.1f} GB a step){told}")
+
+        def verdict() -> Iterator[Row]:
+            wanted = gradients(bench, model, value, contextlib.nullcontext())
+            found = gradients(bench, model, value, context)
+            equal = all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+            yield Row(EQUAL, "equal", "equal" if equal else "DIFFERENT", equal)
+
+        yield from each(((SAVED,), memory), ((COST, LINK), cost), ((EQUAL,), verdict))
 
 
 def offload(bench: Bench, manager: swapper.SwapManager, **options: int) -> swapper.offload_activations:
-    """Write nothing to the drive. A rehearsal uses the test device of host memory, with late copies."""
-    if not bench.is_rehearsal:
-        return swapper.offload_activations(manager, to="host", **options)
-    sys.path.insert(0, str(ROOT / "tests"))
-    context = swapper.offload_activations(manager, to="host", min_bytes=1, **options)
-    context._devices[bench.device] = importlib.import_module("e2e.late_device").LateDevice()
+    """Write nothing to the drive. A rehearsal on the CPU uses the test device of host memory, with late copies."""
+    options |= {"min_bytes": 1} if bench.is_rehearsal else {}
+    context = swapper.offload_activations(manager, to="host", **options)
+    if bench.on_cpu:
+        sys.path.insert(0, str(ROOT / "tests"))
+        context._devices[bench.device] = importlib.import_module("e2e.late_device").LateDevice()
     return context
 
 
@@ -91,7 +97,7 @@ def peak_bytes_of(bench: Bench, model: nn.Module, value: torch.Tensor, context: 
     """Return the peak of tensors' bytes on the device in a step, after one that prepares it."""
     run(model, value, context)
     bench.synchronize()
-    if bench.is_rehearsal:
+    if bench.on_cpu:
         return 1 << 30
     torch.cuda.reset_peak_memory_stats()
     run(model, value, context)

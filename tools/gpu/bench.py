@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """The device and sizes: a GPU, or in a rehearsal the CPU, with Triton's interpreter and sizes that mean nothing.
+    """The device and sizes: a GPU, or in a rehearsal the CPU or tools/test_cuda's stand-in, with sizes that mean nothing.
 
     Attributes:
         directory: on the measured drive; the measurement leaves nothing in it.
@@ -60,8 +60,12 @@ class Bench:
     is_rehearsal: bool
 
     @property
+    def on_cpu(self) -> bool:
+        return self.is_rehearsal and not torch.cuda.is_available()
+
+    @property
     def device(self) -> torch.device:
-        return torch.device("cpu" if self.is_rehearsal else "cuda")
+        return torch.device("cpu" if self.on_cpu else "cuda")
 
     def size(self, real: int, rehearsed: int) -> int:
         """Return `real`, halved until it suits a device of less than 24 GB; or `rehearsed` in a rehearsal."""
@@ -73,7 +77,7 @@ class Bench:
         return real
 
     def synchronize(self) -> None:
-        if not self.is_rehearsal:
+        if not self.on_cpu:
             torch.cuda.synchronize()
 
     def seconds(self, act: Callable[[], object], rounds: int = 10, warmup: int = 2) -> float:
@@ -101,7 +105,7 @@ class Bench:
 
     def _once(self, act: Callable[[], object]) -> float:
         self.synchronize()
-        if self.is_rehearsal:
+        if self.on_cpu:
             begin = time.perf_counter()
             act()
             return time.perf_counter() - begin
@@ -119,13 +123,18 @@ class Bench:
 Measurement = Callable[[Bench], Iterator[Row]]
 
 
+def is_of(given: str, figure: str) -> bool:
+    """Return whether the row `given` is of `figure`; it may add something in brackets."""
+    return given == figure or given.startswith(f"{figure} (")
+
+
 def each(*attempts: tuple[Sequence[str], Callable[[], Iterable[Row]]]) -> Iterator[Row]:
     """Yield the rows of each attempt, given with the figures that it is to yield; one that fails loses its own rows only."""
     for figures, act in attempts:
         left = list(figures)
         try:
             for row in act():
-                left = [figure for figure in left if not row.figure.startswith(figure)]
+                left = [figure for figure in left if not is_of(row.figure, figure)]
                 yield row
         except Exception as error:
             traceback.print_exc()
@@ -133,11 +142,11 @@ def each(*attempts: tuple[Sequence[str], Callable[[], Iterable[Row]]]) -> Iterat
                 yield Row(figure, reason=f"{type(error).__name__}: {error}"[:300])
 
 
-def ratio(figure: str, nbytes: int, seconds: float, limit: float, of: str, bar: float | None) -> Row:
-    """Make a row of bytes a second relative to a limit in bytes a second."""
+def ratio(figure: str, nbytes: int, seconds: float, limit: float, of: str, bar: float | None, told: str = "") -> Row:
+    """Make a row of bytes a second relative to a limit in bytes a second. `told`: what it depends on."""
     rate = nbytes / seconds
     found = rate / limit
-    text = f"{found:.3f} ({rate / 1e9:.2f} of {limit / 1e9:.2f} GB/s)"
+    text = f"{found:.3f} ({'; '.join(filter(None, (f'{rate / 1e9:.2f} of {limit / 1e9:.2f} GB/s', told)))})"
     return Row(figure, f"{bar} of {of}" if bar else "", text, found >= bar if bar else None)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils.serialization
 
-from gpu.bench import Bench, Row, check_equal, ratio
+from gpu.bench import Bench, Row, check_equal, each, ratio
 from gpu.copies import link_rates
 from gpu.drive import LIMIT
 from swapper import AioHandle, checkpoint
@@ -24,9 +25,9 @@ LOADS = ("checkpoint.load to CUDA", "torch.load (from the page cache)")
 
 
 def saves_and_loads(bench: Bench) -> Iterator[Row]:
-    count, each = bench.size(32, 2), bench.size(16 << 20, 1 << 16)
-    state = {f"layer.{n}": torch.randn(each, device=bench.device) for n in range(count)}
-    nbytes = count * each * 4
+    count, numel = bench.size(32, 2), bench.size(16 << 20, 1 << 16)
+    state = {f"layer.{n}": torch.randn(numel, device=bench.device) for n in range(count)}
+    nbytes = count * numel * 4
     config: Any = torch.utils.serialization.config
 
     def save_pinned() -> None:
@@ -37,21 +38,26 @@ def saves_and_loads(bench: Bench) -> Iterator[Row]:
         ours, theirs, plain = (Path(place) / name for name in ("ours.pt", "torch.pt", "plain"))
         writes, reads = drive_rates(bench, plain, nbytes)
         up, down = link_rates(bench)
-        for figure, act in (
-            (SAVES[0], lambda: checkpoint.save(state, ours)),
-            (SAVES[1], save_pinned),
-            (SAVES[2], lambda: torch.save(state, theirs)),
-        ):
-            yield ratio(figure, nbytes, bench.seconds(act, rounds=2, warmup=1), min(writes, down), LIMIT, None)
-        loaded = checkpoint.load(ours, map_location=bench.device)
-        for name, tensor in state.items():
-            check_equal(loaded[name], tensor, name)
-        del loaded
-        for figure, act in (
-            (LOADS[0], lambda: checkpoint.load(ours, map_location=bench.device)),
-            (LOADS[1], lambda: torch.load(theirs, map_location=bench.device)),
-        ):
-            yield ratio(figure, nbytes, bench.seconds(act, rounds=2, warmup=1), min(reads, up), LIMIT, None)
+
+        def row(figure: str, act: Callable[[], object], limit: float) -> Iterator[Row]:
+            yield ratio(figure, nbytes, bench.seconds(act, rounds=2, warmup=1), limit, LIMIT, None)
+
+        def load() -> Iterator[Row]:
+            loaded = checkpoint.load(ours, map_location=bench.device)
+            for name, tensor in state.items():
+                check_equal(loaded[name], tensor, name)
+            del loaded
+            yield from row(LOADS[0], lambda: checkpoint.load(ours, map_location=bench.device), min(reads, up))
+
+        def load_by_torch() -> Iterator[Row]:
+            yield from row(LOADS[1], lambda: torch.load(theirs, map_location=bench.device), min(reads, up))
+
+        saves = (lambda: checkpoint.save(state, ours), save_pinned, lambda: torch.save(state, theirs))
+        yield from each(
+            *(((f,), partial(row, f, act, min(writes, down))) for f, act in zip(SAVES, saves, strict=True)),
+            ((LOADS[0],), load),
+            ((LOADS[1],), load_by_torch),
+        )
 
 
 def drive_rates(bench: Bench, path: Path, nbytes: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from gpu.bench import Bench, Row, check_equal, ratio
+from gpu.bench import Bench, Row, check_equal, each, ratio
 from gpu.copies import link_rates
 from swapper import AioHandle, GdsFile, GdsHandle, UnsupportedError
 
@@ -92,18 +92,24 @@ class Trial:
     def rows(self, figures: tuple[str, str], load: Transfer, save: Transfer) -> Iterator[Row]:
         path, host, device = str(self.path), self.in_memory, self.on_device
         wanted = host.clone()
-        times = self.bench.seconds_by_turns(
-            [lambda: self._host.submit_read(host, path).wait(), lambda: load(device)], rounds=4, warmup=1
-        )
-        check_equal(device, wanted, figures[0])
-        yield self._row(figures[0], times, self.link[0])
-        device.bitwise_not_()
-        times = self.bench.seconds_by_turns(
-            [lambda: self._host.submit_write(host, path, 0).wait(), lambda: save(device)], rounds=4, warmup=1
-        )
-        self._host.submit_read(host, path).wait()
-        check_equal(host, wanted.bitwise_not_(), figures[1])
-        yield self._row(figures[1], times, self.link[1])
+
+        def loads() -> Iterator[Row]:
+            times = self.bench.seconds_by_turns(
+                [lambda: self._host.submit_read(host, path).wait(), lambda: load(device)], rounds=4, warmup=1
+            )
+            check_equal(device, wanted, figures[0])
+            yield self._row(figures[0], times, self.link[0])
+
+        def saves() -> Iterator[Row]:
+            device.copy_(wanted.bitwise_not_())
+            times = self.bench.seconds_by_turns(
+                [lambda: self._host.submit_write(host, path, 0).wait(), lambda: save(device)], rounds=4, warmup=1
+            )
+            self._host.submit_read(host, path).wait()
+            check_equal(host, wanted, figures[1])
+            yield self._row(figures[1], times, self.link[1])
+
+        yield from each(((figures[0],), loads), ((figures[1],), saves))
 
     def _row(self, figure: str, times: list[float], link: float) -> Row:
         drive = self.nbytes / times[0]

@@ -18,13 +18,17 @@ REGISTERED = tuple(f"registering {size} GiB of it" for size in SIZES)
 
 
 def facts(bench: Bench) -> Iterator[Row]:
-    yield Row(MEMORY, "", f"{kilobytes('MemAvailable') / 1e6:.0f} of {kilobytes('MemTotal') / 1e6:.0f} GB; {_zones()}")
     yield from each(
+        ((MEMORY,), memory),
         *(
             ((figure,), lambda f=figure, s=size: register(bench, f, s))
             for figure, size in zip(REGISTERED, SIZES, strict=True)
-        )
+        ),
     )
+
+
+def memory() -> Iterator[Row]:
+    yield Row(MEMORY, "", f"{kilobytes('MemAvailable') / 1e6:.0f} of {kilobytes('MemTotal') / 1e6:.0f} GB; {_zones()}")
 
 
 def register(bench: Bench, figure: str, size: int) -> Iterator[Row]:

@@ -19,7 +19,7 @@ class Figures(NamedTuple):
 
 FIGURES: dict[str, Figures] = {
     "facts": Figures(facts.facts, (facts.MEMORY, *facts.REGISTERED), 60),
-    "copies": Figures(copies.measurements, (copies.UP, copies.DOWN, copies.QUEUEING), 40),
+    "copies": Figures(copies.measurements, (copies.UP, copies.DOWN, copies.QUEUEING, copies.NEIGHBORS), 40),
     "adamw": Figures(kernels.adamw_kernel, kernels.ADAMW, 45),
     "activations": Figures(activations.activations, activations.FIGURES, 100),
     "staged": Figures(drive.through_host_memory, drive.STAGED, 45),

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from gpu.bench import Bench, Row, ratio
+from gpu.bench import Bench, Row, each, ratio
 from swapper.device.kernels import adamw, quantized
 
 COPY = "a copy on the device"
@@ -28,26 +28,36 @@ def adamw_kernel(bench: Bench) -> Iterator[Row]:
     gradient = torch.randn(count, device=bench.device, dtype=torch.bfloat16)
     part = adamw.AdamWSlice(*state, gradient, parameter=torch.zeros_like(gradient))
     factor, skip = torch.ones(1, device=bench.device), torch.zeros(1, device=bench.device)
-    for figure, seed, bar in ((ADAMW[0], None, 0.85), (ADAMW[1], 1, None)):
+
+    def by_us(figure: str, seed: int | None, bar: float | None) -> Iterator[Row]:
         step = adamw.AdamWStep(1, seed=seed)
         taken = bench.queued_seconds(partial(adamw.update_, part, step, factor, skip))
         yield ratio(figure, part.bytes_moved, taken, limit, COPY, bar)
-    parameter = torch.nn.Parameter(state[0])
-    parameter.grad = state[1]
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    yield ratio(ADAMW[2], count * 28, bench.queued_seconds(optimizer.step), limit, COPY, None)
+
+    def by_torch() -> Iterator[Row]:
+        parameter = torch.nn.Parameter(state[0])
+        parameter.grad = state[1]
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        yield ratio(ADAMW[2], count * 28, bench.queued_seconds(optimizer.step), limit, COPY, None)
+
+    rows = (partial(by_us, ADAMW[0], None, 0.85), partial(by_us, ADAMW[1], 1, None), by_torch)
+    yield from each(*(((figure,), row) for figure, row in zip(ADAMW, rows, strict=True)))
 
 
 def quantised_kernels(bench: Bench) -> Iterator[Row]:
     limit, columns = copy_bandwidth(bench), bench.size(8192, 256)
     rows = torch.randn(bench.size(1 << 16, 4), columns, device=bench.device, dtype=torch.bfloat16)
     out = torch.empty_like(rows)
-    for bits, block in ((8, 128), (4, 64)):
+
+    def row(figure: str, bits: int, block: int) -> Iterator[Row]:
         stored, overflown = quantized.quantise(rows, bits, block)
         if overflown.item() != 0:
             raise AssertionError("finite values were taken for non-finite ones")
+        act = partial(quantized.quantise, rows, bits, block)
+        if figure.startswith("dequantise"):
+            act = partial(quantized.dequantise_, stored, out, bits, block)
         nbytes = quantized.bytes_moved(bits, block, columns, rows.shape[0], rows.dtype)
-        taken = bench.queued_seconds(partial(quantized.quantise, rows, bits, block))
-        yield ratio(f"quantise {bits} bits", nbytes, taken, limit, COPY, None)
-        taken = bench.queued_seconds(partial(quantized.dequantise_, stored, out, bits, block))
-        yield ratio(f"dequantise {bits} bits", nbytes, taken, limit, COPY, None)
+        yield ratio(figure, nbytes, bench.queued_seconds(act), limit, COPY, None)
+
+    formats = ((8, 128), (8, 128), (4, 64), (4, 64))
+    yield from each(*(((f,), partial(row, f, *of)) for f, of in zip(QUANTISED, formats, strict=True)))

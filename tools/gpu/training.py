@@ -63,8 +63,8 @@ MIB = 1 << 20
 
 
 def device_of(bench: Bench) -> Any:
-    """Return the GPU; in a rehearsal the test device of host memory, with late copies."""
-    if not bench.is_rehearsal:
+    """Return the GPU; in a rehearsal on the CPU the test device of host memory, with late copies."""
+    if not bench.on_cpu:
         return bench.device
     sys.path.insert(0, str(ROOT / "tests"))
     return importlib.import_module("infer.host_device").HostDevice("late")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import NoneType
@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
-from swapper.device.device_storage import DeviceStorage
+from swapper.device.device_storage import DeviceStorage, Span, merge_spans
 from swapper.errors import DeviceError, InvariantError, StateError
 from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Page
 from swapper.train.device.coded_slices import CodedSlices, coded_in, device_scratch_bytes
 from swapper.train.device.resident_state import DeviceResidentState
 from swapper.train.device.slice_parts import Gradient, SlicePart, parts_of, slice_bytes, slot_bytes
@@ -192,7 +193,7 @@ class DeviceSweep(Sweep):
         started = time.monotonic()
         try:
             parts = parts_of(update, part, self.gradient_of)
-            up = [copied for p in parts if p.copied_up for copied in self._pieces(p)]
+            up = list(self._pieces(p for p in parts if p.copied_up))
             self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
             self._views = {(p.place, p.begin): p.view(storage) for p in parts}
@@ -201,7 +202,7 @@ class DeviceSweep(Sweep):
             for one in run:
                 self._store(one)
             error_in = self._send_unheld()
-            found = [copied for p in parts if p.copied_down for copied in self._pieces(p)]
+            found = self._pieces(p for p in parts if p.copied_down)
             down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
             counts, self._counts = self._counts, []
         except BaseException:
@@ -346,7 +347,7 @@ class DeviceSweep(Sweep):
                 if not places.has_master:
                     continue
                 param = SlicePart(places.param, begin, end, 0, True, False)
-                self.on_device.bring_up(slot, list(self._pieces(param)))
+                self.on_device.bring_up(slot, list(self._pieces([param])))
                 new = self._views[places.param, begin] = param.view(slot)
                 if places.has_coded_master:
                     self._coded_there.refresh_master(places, begin, end, before[places.name], end - begin)
@@ -366,13 +367,19 @@ class DeviceSweep(Sweep):
         grad, content = self.gradient_of(update.trainable.parameters[piece.parameter])
         return content.of(self._views[grad, piece.begin])
 
-    def _pieces(self, part: SlicePart) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the offset in the slot and the host memory of each page of `part`."""
-        section, slot = part.place.section, part.place.slot
-        begin = slot.offset + part.begin * slot.spec.dtype.itemsize
-        end = begin + part.nbytes
-        for page in section.pages_of(begin, end) or [section.piece]:
-            first, last = max(begin, page.offset), min(end, page.offset + page.nbytes)
-            if first < last:
-                memory = self.on_device.host.of(page)
-                yield part.offset + first - begin, memory[first - page.offset : last - page.offset]
+    def _pieces(self, parts: Iterable[SlicePart]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the offset in the slot and the host memory of what each page has of `parts`; neighbors are one piece."""
+        spans: dict[Page, list[Span]] = {}
+        for part in parts:
+            section, slot = part.place.section, part.place.slot
+            begin = slot.offset + part.begin * slot.spec.dtype.itemsize
+            end = begin + part.nbytes
+            for page in section.pages_of(begin, end) or [section.piece]:
+                first, last = max(begin, page.offset), min(end, page.offset + page.nbytes)
+                if first < last:
+                    span = Span(first - page.offset, last - first, part.offset + first - begin)
+                    spans.setdefault(page, []).append(span)
+        for page, found in spans.items():
+            memory = self.on_device.host.of(page)
+            for span in merge_spans(found):
+                yield span.target, memory[span.begin : span.begin + span.nbytes]

@@ -45,15 +45,20 @@ class SlicePart:
 
 
 def parts_of(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[SlicePart]:
-    """Return the parts of a slice that are in the slot during its update, one after the other."""
-    found: list[tuple[TensorLocation, int, int, bool, bool]] = []
+    """Return the parts of a slice that are in the slot during its update: state, gradients, parameters.
+
+    Each kind is together, as in its section: neighbors there, if they are of whole DEVICE_ALIGNMENT_BYTES, are neighbors here.
+    """
+    state: list[tuple[TensorLocation, int, int, bool, bool]] = []
+    gradients, params = state.copy(), state.copy()
     for piece in part.pieces:
         places, elements = update.trainable.places[piece.parameter], (piece.begin, piece.end)
         if not places.state_stays:
-            found += [(*stored, True, True) for stored in places.stored(*elements)]
+            state += [(*stored, True, True) for stored in places.stored(*elements)]
         if type(update.gradients[piece.parameter]) is ColdGradient:
-            found.append((gradient_of(update.trainable.parameters[piece.parameter])[0], *elements, True, False))
-        found.append((places.param, *elements, places.has_coded_master or not places.has_master, True))
+            gradients.append((gradient_of(update.trainable.parameters[piece.parameter])[0], *elements, True, False))
+        params.append((places.param, *elements, places.has_coded_master or not places.has_master, True))
+    found = [*state, *gradients, *params]
     offsets, _ = place_in_storage((end - begin) * place.slot.spec.dtype.itemsize for place, begin, end, _, _ in found)
     return [
         SlicePart(place, begin, end, offset, copied_up, copied_down)
