@@ -24,10 +24,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from swapper.durability.ranks import Ranks
+from swapper.durability.ranks import Ranks, boot_id
 from swapper.errors import ConfigError, DirectoryError, remedy
 from swapper.io import beneath
 from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
+from swapper.io.engines import drive_of_device
 from swapper.io.mounts import OVER_NETWORK, is_on, make_parents
 from swapper.runtime.process import after_fork_in_child
 from swapper.runtime.sizes import format_bytes
@@ -223,6 +224,8 @@ class RunDirectory:
         path: the first directory of the run.
         drives: all of them.
         job: the run's, which all its ranks share; "" for a rank alone. Set by the code that opens it.
+        sharers: for each of `drives`, how many ranks of the job have a directory on it; None for a rank alone. Set by that
+            code too.
 
     Raises:
         ConfigError: no directory, or one of them twice.
@@ -238,6 +241,7 @@ class RunDirectory:
     ) -> None:
         self.ranks = ranks
         self.job = ""
+        self.sharers: Sequence[int] | None = None
         self._weigh = weigh
         self._locked: list[LockedDirectory] = []
         given = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
@@ -262,6 +266,19 @@ class RunDirectory:
     @property
     def path(self) -> Path:
         return self._locked[0].path
+
+    def drive_names(self) -> list[str]:
+        """Return the name of each of `drives`: ranks that use a drive, and they alone, have the same name for it."""
+        machine = boot_id()
+        return [f"{machine} {drive_of_device(path.stat().st_dev)}" for path in self.drives.directories]
+
+    def share_drives(self, names: Sequence[Collection[str]]) -> None:
+        """Note how many ranks use each of `drives`, from the `drive_names` of all ranks."""
+        self.sharers = [sum(name in of for of in names) for name in self.drive_names()]
+        if (most := max(self.sharers)) > 1:
+            log.info(
+                "up to %d ranks share a drive of %s, and its queue: each has that part of its requests", most, self.path
+            )
 
     # --- ownership of directories
 
