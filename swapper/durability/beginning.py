@@ -170,9 +170,11 @@ def begin_run(
         held, theirs, starts, drives = zip(*answers, strict=True)
         if ranks.are_together:
             ranks.start = starts[0]
-            opened[0].share_drives(drives)
         with _usable(opened):
-            return _begin(opened[0], commits, held, theirs, starts[0], seen[0])
+            beginning = _begin(opened[0], commits, held, theirs, starts[0], seen[0])
+            if ranks.are_together:
+                opened[0].share_drives(drives)
+            return beginning
     except BaseException:
         close_all([owner.close for owners in (seen, opened, [ranks]) for owner in owners])
         raise

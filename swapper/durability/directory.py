@@ -22,6 +22,7 @@ import stat
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from swapper.durability.ranks import Ranks, boot_id
@@ -224,8 +225,6 @@ class RunDirectory:
         path: the first directory of the run.
         drives: all of them.
         job: the run's, which all its ranks share; "" for a rank alone. Set by the code that opens it.
-        sharers: for each of `drives`, how many ranks of the job have a directory on it; None for a rank alone. Set by that
-            code too.
 
     Raises:
         ConfigError: no directory, or one of them twice.
@@ -241,7 +240,6 @@ class RunDirectory:
     ) -> None:
         self.ranks = ranks
         self.job = ""
-        self.sharers: Sequence[int] | None = None
         self._weigh = weigh
         self._locked: list[LockedDirectory] = []
         given = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
@@ -274,11 +272,7 @@ class RunDirectory:
 
     def share_drives(self, names: Sequence[Collection[str]]) -> None:
         """Note how many ranks use each of `drives`, from the `drive_names` of all ranks."""
-        self.sharers = [sum(name in of for of in names) for name in self.drive_names()]
-        if (most := max(self.sharers)) > 1:
-            log.info(
-                "up to %d ranks share a drive of %s, and its queue: each has that part of its requests", most, self.path
-            )
+        self.drives = replace(self.drives, ranks=tuple(sum(name in of for of in names) for name in self.drive_names()))
 
     # --- ownership of directories
 

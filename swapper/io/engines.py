@@ -113,38 +113,29 @@ def tuned_settings(directory: Path, backend: str = "auto") -> dict[str, Any]:
     return tuning.engine_options()
 
 
-def open_engine(
-    directories: Sequence[Path], backend: str = "auto", sharers: Sequence[int] = (), **options: Any
-) -> Engine:
+def open_engine(directories: Sequence[Path], backend: str = "auto", **options: Any) -> Engine:
     """Open an engine for pages in files in `directories`, one a drive, with each drive's tuning.
 
     Args:
         directories: at least one; all exist.
         backend: "auto", "uring", "aio" or "threads".
-        sharers: for each directory, how many ranks use its drive, which share its depth. Empty: this one alone.
-        options: others of `swapper._C.Engine`; `depth`, of a drive, is PAGES_DEPTH by default.
+        options: others of `swapper._C.Engine`; `depth` is PAGES_DEPTH by default.
     """
     options = {"depth": PAGES_DEPTH, **options}
-    sharers = sharers or [1] * len(directories)
     if len(directories) == 1:
-        return _open(directories[0], backend, sharers[0], options)
-    return EngineOfDrives(directories, backend, sharers, options)
+        return _open(directories[0], backend, options)
+    return EngineOfDrives(directories, backend, options)
 
 
-def _open(directory: Path, backend: str, sharers: int, options: Mapping[str, Any]) -> _C.Engine:
+def _open(directory: Path, backend: str, options: Mapping[str, Any]) -> _C.Engine:
     settings = tuned_settings(directory, backend)
     try:
-        return _C.Engine(**_shared_by(sharers, {**options, **settings}))
+        return _C.Engine(**{**options, **settings})
     except ConfigError as error:
         if settings["backend"] == backend:
             raise
         log.warning("the tuning of the drive of %s is not used, since it does not work here: %s", directory, error)
-        return _C.Engine(**_shared_by(sharers, {**options, "backend": backend}))
-
-
-def _shared_by(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with a rank's part of the depth (docs/decisions/ranks-on-one-drive.md): a read and a write at least."""
-    return options if ranks == 1 else {**options, "depth": max(options["depth"] // ranks, 2)}
+        return _C.Engine(backend=backend, **options)
 
 
 def shared_engine(path: Path) -> _C.Engine:
@@ -157,7 +148,7 @@ def shared_engine(path: Path) -> _C.Engine:
         if engine is None:
             for old in [k for k in _shared if k[0] != key[0]]:  # of the parent process, before a fork
                 del _shared[old]
-            engine = _shared[key] = _C.Engine(**settings) if in_memory else _open(path.parent, "auto", 1, {})
+            engine = _shared[key] = _C.Engine(**settings) if in_memory else _open(path.parent, "auto", {})
         return engine
 
 
@@ -238,20 +229,17 @@ class EngineOfDrives(SeveralEngines):
     Args:
         directories: of the run's files, one a drive. Files elsewhere use the first one's.
         backend: of all of them.
-        sharers: how many ranks use each of these drives.
         options: of `swapper._C.Engine`, for each.
     """
 
-    def __init__(
-        self, directories: Sequence[Path], backend: str, sharers: Sequence[int], options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, directories: Sequence[Path], backend: str, options: Mapping[str, Any]) -> None:
         by_drive: dict[str, _C.Engine] = {}
         self._by_directory: dict[str, _C.Engine] = {}
         try:
-            for directory, ranks in zip(directories, sharers, strict=True):
+            for directory in directories:
                 drive = drive_of_device(directory.stat().st_dev)
                 if drive not in by_drive:
-                    by_drive[drive] = _open(directory, backend, ranks, options)
+                    by_drive[drive] = _open(directory, backend, options)
                 self._by_directory[os.fspath(directory)] = by_drive[drive]
         except BaseException:
             for engine in by_drive.values():

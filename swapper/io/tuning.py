@@ -98,17 +98,16 @@ def find_tuning(directory: Path) -> Tuning | None:
         return None
 
 
-def find_tuning_of(drives: Drives, sharers: Sequence[int] | None = None) -> Tuning | None:
+def find_tuning_of(drives: Drives) -> Tuning | None:
     """Return the joint tuning of a run's drives, by their shares of the bytes; None if one of them was not tuned.
 
-    Args:
-        sharers: how many ranks use each drive, of whose rates each gets that part.
+    Of a drive that several ranks use, each has a part of the rates.
     """
     found = [find_tuning(directory) for directory in drives.directories]
     known = [tuning for tuning in found if tuning is not None]
     if len(known) < len(found):
         return None
-    ranks = sharers or [1] * len(found)
+    ranks = drives.ranks or [1] * len(found)
     shares = [weight * of / sum(drives.weights) for weight, of in zip(drives.weights, ranks, strict=True)]
     return replace(
         known[0],

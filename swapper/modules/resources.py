@@ -78,7 +78,6 @@ class Resources(Generic[StoreT]):
         windows: bool = True,
         filled_once: bool = False,
         staging_bytes: int | None = None,
-        sharers: Sequence[int] | None = None,
         **pager_options: Any,
     ) -> None:
         """Open everything in order.
@@ -91,15 +90,14 @@ class Resources(Generic[StoreT]):
             open_store: given the engine, opens the files.
             device: an accelerator that frames are copied to and from.
             head_bytes, windows, filled_once: see `HostMemory.attach`.
-            staging_bytes, sharers: see `open_engine`; None: its default.
+            staging_bytes: of the engine; None: its default.
             pager_options: see `Pager`.
         """
         self._sections += sections
         self.memory.node = None if device is None else device.node
         arena, frames_offset = self.memory.attach(self._sections, size.pool_bytes, head_bytes, windows, filled_once)
-        more: dict[str, Any] = {"staging_bytes": staging_bytes, "sharers": sharers}
-        given = {name: value for name, value in more.items() if value is not None}
-        self.engine = open_engine(directories, backend=backend, arena=arena, **given)
+        slots = {} if staging_bytes is None else {"staging_bytes": staging_bytes}
+        self.engine = open_engine(directories, backend=backend, arena=arena, **slots)
         self.store = open_store(self.engine)
         growth = None if head_bytes is None else arena
         self.pool = Pool(arena.address, frames_offset, size.page_bytes, size.frame_count, growth)

@@ -13,7 +13,7 @@ input: depth and dtype (of the model), lr, optimizer (its class), update, codec 
 weights), version (of swapper), drive (a directory). "absent=RANK": it makes no manager. "gone=RANK": it is killed before its
 first snapshot. "network": file systems in memory pass for those of a network. "held=RANK:N": it waits before its Nth
 step, or of 0 before offload, until somebody writes to the named pipe gate. "comes": it says to which action it comes with the
-others. "queue": it tells how many requests it may have at its drive, and the rate of reads that its plan counts on.
+others. "rate": it tells the rate of reads that its plan counts on.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from e2e.killed_run import fork
 from e2e.models import Net, loss_of, tokens, train_step
 from swapper.durability import committer
 from swapper.durability.ranks import Ranks
+from swapper.train.session.overview import chosen
 
 
 class Orders:
@@ -237,12 +238,9 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                 "master_weights": getattr(torch, orders.one("masters", "")) if orders.one("masters") else None,
             }
             _, optimizer = manager.offload(wrapped or model, optimizer, **places)
-            if orders.is_said("queue"):
-                run = manager.current.run
-                say(
-                    rank,
-                    f"{run.engine.depth} requests, {run.plan.tuning and run.plan.tuning.read_bytes_per_s} bytes a second",
-                )
+            if orders.is_said("rate"):
+                plan = manager.current.run.plan
+                say(rank, f"{plan.tuning.read_bytes_per_s / 1e9} GB/s; {dict(chosen(plan, ''))['drive']}")
             if orders.is_said("later"):
                 dist.init_process_group("gloo", **join)
                 wrapped = wrapped_by(orders, model)

@@ -17,7 +17,6 @@ import swapper
 from e2e import killed_ranks, ranks_run
 from e2e.processes import run_python, started_python
 from swapper.durability.ranks import CommitId, Held, choose
-from swapper.io.engines import PAGES_DEPTH
 from swapper.io.tuning import Tuning, keep_tuning
 
 pytestmark = pytest.mark.slow  # each starts processes that train together
@@ -212,25 +211,21 @@ def test_a_commit_that_fails_on_one_rank_before_the_update_is_told_to_all(engine
     assert said[3] == "rank 1: began at 0, ended at 4"
 
 
-def test_ranks_that_share_a_drive_share_its_requests_and_its_speed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two here, and one in memory. They agree on where they are, whatever launched them; those that are alone know of none."""
+def test_ranks_that_share_a_drive_share_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two here, and one in memory. They tell each other where they are, whatever launched them; those alone know of none."""
+    config = str(tmp_path / "config")
+    monkeypatch.setenv("XDG_CONFIG_HOME", config)
     (tmp_path / "run").mkdir()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
-        orders = [f"drive={tmp_path / 'run'}", f"drive=2:{other}", "queue"]
-        said = launch(tmp_path, *orders, size=3)
-        assert [line.partition(": ")[2] for line in said if "requests" in line] == [
-            *[f"{PAGES_DEPTH // 2} requests, None bytes a second"] * 2,
-            f"{PAGES_DEPTH} requests, None bytes a second",
-        ]
-        config = str(tmp_path / "config")
-        monkeypatch.setenv("XDG_CONFIG_HOME", config)
-        keep_tuning(tmp_path, Tuning(1 << 20, 64, "threads", 6e9, 3e9))
-        tuned = launch(tmp_path, *orders, size=3, XDG_CONFIG_HOME=config)
-        assert "rank 0: 32 requests, 3000000000.0 bytes a second" in tuned
-        alone = launch(tmp_path, f"drive={tmp_path / 'alone'}", "ranks=alone", "plain", "queue", XDG_CONFIG_HOME=config)
-        assert "rank 1: 64 requests, 6000000000.0 bytes a second" in alone
+        for directory in (tmp_path, Path(other)):
+            keep_tuning(directory, Tuning(1 << 20, 64, "threads", 6e9, 3e9))
+        orders = [f"drive={tmp_path / 'run'}", f"drive=2:{other}", "rate"]
+        said = launch(tmp_path, *orders, size=3, XDG_CONFIG_HOME=config)
+    for rank, rate in enumerate((3.0, 3.0, 6.0)):
+        (line,) = (line for line in said if line.startswith(f"rank {rank}: {rate} GB/s; "))
+        assert ("divided by the 2 ranks that share it" in line) == (rank < 2)
+    alone = launch(tmp_path, f"drive={tmp_path / 'alone'}", "ranks=alone", "plain", "rate", XDG_CONFIG_HOME=config)
+    assert all("6.0 GB/s" in line and "divided" not in line for line in alone if "GB/s" in line)
 
 
 def test_alone_each_rank_goes_its_own_way(tmp_path: Path) -> None:

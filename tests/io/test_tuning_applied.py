@@ -62,19 +62,6 @@ def test_a_kept_tuning_changes_the_settings_of_every_engine(
     assert opened(tmp_path / "again") == SETTINGS
 
 
-@pytest.mark.parametrize(("ranks", "depth"), [(1, 7), (2, 3), (3, 2), (8, 2)])
-def test_ranks_on_one_drive_have_a_part_of_its_depth_and_can_read_and_write(
-    tmp_path: Path, ranks: int, depth: int
-) -> None:
-    keep_tuning(tmp_path, TUNED)
-    (tmp_path / "other").mkdir()
-    for directories in ([tmp_path], [tmp_path, tmp_path / "other"]):
-        engine = open_engine(directories, sharers=[ranks] * len(directories))
-        engines = getattr(engine, "all", [engine])
-        assert [settings_of(each) for each in engines] == [(TUNED.piece_bytes, depth, TUNED.backend)]
-        engine.close()
-
-
 def test_a_backend_that_the_user_chose_is_not_replaced(tmp_path: Path) -> None:
     keep_tuning(tmp_path, Tuning(192 << 10, 7, "aio", 1e9, 1e9))
     assert of_a_training(tmp_path, backend="threads")[2] == "threads"

@@ -70,7 +70,7 @@ class SessionFactory:
         if made is not None:
             _check_same_inventory(made.inventory, inventory)
             return made
-        tuning = find_tuning_of(self._directory.drives, self._directory.sharers)
+        tuning = find_tuning_of(self._directory.drives)
         if record is None:
             if self._earlier is not None:
                 self._check_same_optimizer(self._earlier.first, request, inventory)

@@ -142,7 +142,6 @@ class TrainingSession:
             window_pages=plan.window_pages,
             lazy=plan.lazy,
             max_deferred_writes=plan.max_deferred_writes,
-            sharers=directory.sharers,
         )
         self.pager, self._store = self._resources.pager, self._resources.store.swap_files
         retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
