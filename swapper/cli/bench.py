@@ -82,7 +82,6 @@ def bench(
         if chart is not None and chart.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("a .png needs matplotlib (pip install 'torch-swapper[chart]'); a .html does not")
         check_output("--chart", chart)
-        check_output("--json", None if str(json_file) == "-" else json_file)
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 8) << 20
         check_directory(directory, 2 * file_bytes)
         patterns = [

@@ -20,7 +20,7 @@ from swapper.checkpoint.exporting import FORMATS, WHAT, select
 from swapper.checkpoint.exporting import export as run
 from swapper.checkpoint.inspecting import inspect as look
 from swapper.checkpoint.quantization import SCHEMES, Loss
-from swapper.cli.command import check_output, make_console, print_table, reported
+from swapper.cli.command import make_console, print_table, reported
 from swapper.durability.verify import Fault, Report
 from swapper.durability.verify import verify as verify_path
 from swapper.options import parse_choice
@@ -147,7 +147,6 @@ def export(
         shard_bytes = parse_bytes(shard, "--shard")
         if quantize is not None:
             parse_choice(quantize, "--quantize", tuple(SCHEMES))
-        check_output("--json", report)
         selection = select(source, what)
         with _bar(console, f"{source.name} to {to}", selection.nbytes) as progress:
             found = run(

@@ -31,7 +31,7 @@ from swapper.bench.drive import DriveSpeed, StepLimit, check_directory, choose_d
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.bench.memory import PeakMemory, pss_bytes
 from swapper.cli import demo_ranks
-from swapper.cli.command import check_output, make_console, reported
+from swapper.cli.command import make_console, reported
 from swapper.cli.demo_ranks import Watch, megabytes, print_facts, steady
 from swapper.errors import CheckpointError, ConfigError
 from swapper.io.mounts import make_parents
@@ -79,7 +79,6 @@ def demo(
         masters = _has_masters(precision)
         config = GptConfig.for_parameters(_count(parameters), vocabulary=256, context=context)
         budget_bytes = parse_bytes(budget, "--budget") if budget else None
-        check_output("--json", json_file)
         if snapshot is not None:  # written at the end
             make_parents(snapshot, ConfigError)
         if ranks > 1:

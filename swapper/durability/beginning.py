@@ -161,17 +161,20 @@ def begin_run(
                 refuse_newer(opened[0].path.parent, ranks.size, commits[0])
             return commits
 
-    def tell(commits: list[CommitRecord]) -> tuple[Held, dict[int, dict[int, Held]], str]:
+    def tell(commits: list[CommitRecord]) -> tuple[Held, dict[int, dict[int, Held]], str, list[str]]:
         held = Held.of(f"{host_name()}:{opened[0].path}", resume, commits)
-        return held, seen[0].held, secrets.token_hex(8)
+        return held, seen[0].held, secrets.token_hex(8), opened[0].drive_names()
 
     try:
         commits, answers = ranks.settle("open its directory", open_mine, tell)
-        held, theirs, starts = zip(*answers, strict=True)
+        held, theirs, starts, drives = zip(*answers, strict=True)
         if ranks.are_together:
             ranks.start = starts[0]
         with _usable(opened):
-            return _begin(opened[0], commits, held, theirs, starts[0], seen[0])
+            beginning = _begin(opened[0], commits, held, theirs, starts[0], seen[0])
+            if ranks.are_together:
+                opened[0].share_drives(drives)
+            return beginning
     except BaseException:
         close_all([owner.close for owners in (seen, opened, [ranks]) for owner in owners])
         raise

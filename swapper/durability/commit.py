@@ -166,10 +166,6 @@ def files_of(record: CommitRecord) -> frozenset[int]:
     return frozenset(number for section in record.sections for number in section.files if number != EXTERNAL)
 
 
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def encode_commit(record: CommitRecord) -> bytes:
     """Return the bytes of the record's file.
 

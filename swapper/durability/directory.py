@@ -22,12 +22,14 @@ import stat
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from swapper.durability.ranks import Ranks
+from swapper.durability.ranks import Ranks, boot_id
 from swapper.errors import ConfigError, DirectoryError, remedy
 from swapper.io import beneath
 from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
+from swapper.io.engines import drive_of_device
 from swapper.io.mounts import IN_MEMORY, OVER_NETWORK, is_on, make_parents
 from swapper.runtime.process import after_fork_in_child
 from swapper.runtime.sizes import format_bytes
@@ -262,6 +264,15 @@ class RunDirectory:
     @property
     def path(self) -> Path:
         return self._locked[0].path
+
+    def drive_names(self) -> list[str]:
+        """Return the name of each of `drives`: ranks that use a drive, and they alone, have the same name for it."""
+        machine = boot_id()
+        return [f"{machine} {drive_of_device(path.stat().st_dev)}" for path in self.drives.directories]
+
+    def share_drives(self, names: Sequence[Collection[str]]) -> None:
+        """Note how many ranks use each of `drives`, from the `drive_names` of all ranks."""
+        self.drives = replace(self.drives, ranks=tuple(sum(name in of for of in names) for name in self.drive_names()))
 
     # --- ownership of directories
 

@@ -139,6 +139,8 @@ class Ranks:
         self.start = ""
         self._is_early = is_early
         self._group = group
+        self._name = -1
+        self._arrivals = itertools.count(1)
         self._background: Ranks | None = None
 
     @classmethod
@@ -157,8 +159,11 @@ class Ranks:
         rank, size = dist.get_rank(), dist.get_world_size()
         if how == "alone" or size == 1:
             return cls(rank, size)
-        with _explained("the making of a SwapManager", _sign_in(rank, size)):
-            return cls(rank, size, dist.new_group(backend="gloo", timeout=_users_timeout()))
+        ranks = cls(rank, size)
+        ranks._name = next(_managers)
+        with _explained("the making of a SwapManager", ranks._sign_in()):
+            ranks._group = dist.new_group(backend="gloo", timeout=_users_timeout())
+        return ranks
 
     def begin(self, check: Callable[[], T]) -> T:
         """Call `check` on all ranks, and return its result. If that fails on one, or they run different versions, all fail.
@@ -199,11 +204,12 @@ class Ranks:
                 "resume from: call init_process_group first, or pass ranks='alone'"
             )
 
-    def gather(self, mine: T, what: str) -> list[T]:
+    def gather(self, mine: T, what: str, missing: Callable[[], str] = lambda: "") -> list[T]:
         """Return what all ranks pass, by rank. All ranks must call it.
 
         Args:
             what: the next action, for an error.
+            missing: names the ranks that have not come to it, if it can.
 
         Raises:
             StateError: a rank does not arrive.
@@ -212,7 +218,7 @@ class Ranks:
             return [mine]
         found: list[Any] = [None] * self.size
         try:
-            with _explained(what):
+            with _explained(what, missing):
                 dist.all_gather_object(found, mine, group=self._group)
         except StateError:
             self.lacks_one = True
@@ -239,8 +245,14 @@ class Ranks:
                 self._background = Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=_users_timeout()))
         return self._background
 
-    def settle(self, what: str, find: Callable[[], T], tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
+    def settle(
+        self, what: str, find: Callable[[], T], tell: Callable[[T], Any], *, each_step: bool = False
+    ) -> tuple[T, list[Any]]:
         """Call `find` on all ranks. If it fails on one, it fails on all, and nobody waits for that one.
+
+        Args:
+            what: the action, for an error.
+            each_step: called too often to note who comes: a rank that does not is not named.
 
         Returns:
             Its result here, and the result of `tell` for that on each rank.
@@ -251,17 +263,38 @@ class Ranks:
         if self._group is None:
             found = find()
             return found, [tell(found)]
+
+        def meet(told: tuple[bool, Any]) -> list[tuple[bool, Any]]:
+            return self.gather(told, what, (lambda: "") if each_step else self._sign_in())
+
         try:
             found = find()
             told = True, tell(found)
         except Exception as error:
-            self.gather((False, describe_failure(error)), what)
+            meet((False, describe_failure(error)))
             raise
-        answers = self.gather(told, what)
+        answers = meet(told)
         failed = [f"rank {rank}: {text}" for rank, (is_well, text) in enumerate(answers) if not is_well]
         if failed:
             raise StateError(f"another rank could not {what}, so this one does not either: {'; '.join(failed)}")
         return found, [answer for _, answer in answers]
+
+    def _sign_in(self) -> Callable[[], str]:
+        """Note in the store of torch.distributed that this rank comes to what all come to. Return what names those that do not."""
+        number = next(self._arrivals)
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # torchrun keeps its store
+        keys = [f"swapper/manager {self._name}/start {start}/rank {rank}" for rank in range(self.size)]
+        store = dist.distributed_c10d._get_default_store()
+        with contextlib.suppress(RuntimeError):  # the store's rank has ended
+            store.set(keys[self.rank], str(number))
+
+        def missing() -> str:
+            with contextlib.suppress(RuntimeError):
+                late = [n for n, key in enumerate(keys) if not store.check([key]) or int(store.get(key)) < number]
+                return f"rank {', '.join(map(str, late))} of {self.size}" if late else ""
+            return ""
+
+        return missing
 
     def compare(self, numbers: Sequence[int], what: str) -> list[tuple[int, ...]]:
         """Return the numbers of each rank; as `gather`, and faster."""
@@ -338,6 +371,11 @@ def host_name() -> str:
     return socket.gethostname()
 
 
+def boot_id() -> str:
+    """Return what names this machine until it is started again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -348,21 +386,6 @@ def _users_timeout() -> Any:
         return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
     except (RuntimeError, AttributeError):
         return None
-
-
-def _sign_in(rank: int, size: int) -> Callable[[], str]:
-    """Note in the store of torch.distributed that this rank is about to make a manager. Return what names those that are not."""
-    store, number = dist.distributed_c10d._get_default_store(), next(_managers)
-    keys = [f"swapper/manager {number}/rank {other}" for other in range(size)]
-    store.set(keys[rank], host_name())
-
-    def missing() -> str:
-        with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
-            names = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-            return f"rank {', '.join(names)} of {size}" if names else ""
-        return ""
-
-    return missing
 
 
 @contextlib.contextmanager

@@ -22,14 +22,13 @@ from pathlib import Path
 from swapper.durability.commit import (
     CommitRecord,
     SectionRecord,
-    boot_id,
     encode_commit,
     files_of,
     publish_commit,
     read_commit,
 )
 from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
-from swapper.durability.ranks import CommitId, Ranks, describe
+from swapper.durability.ranks import CommitId, Ranks, boot_id, describe
 from swapper.durability.verify import Fault, find_damage
 from swapper.errors import CheckpointError, ChecksumError, StateError
 from swapper.io import beneath
@@ -185,7 +184,7 @@ class WayBack:
         if any((number, edits) != mine for _, number, edits in found):
             commits = ", ".join(describe((number, edits)) for _, number, edits in found)
             log.info("before step %d ranks have committed %s: the commit of all is kept", step, commits)
-            self._ranks.settle(f"take step {step}", self.before_change, lambda _: None)
+            self._ranks.settle(f"take step {step}", self.before_change, lambda _: None, each_step=True)
             return False
         if self._before is not None:
             beneath.unlink(self.directory / FALLBACK_NAME)

@@ -39,11 +39,13 @@ class Drives:
         directories: the run's directory on each drive.
         weights: share of the bytes of each drive, in proportion.
         id: of the run, which each of its directories has; "" on one drive.
+        ranks: how many ranks of the job use each drive; empty: this one alone.
     """
 
     directories: tuple[Path, ...]
     weights: tuple[float, ...] = (1.0,)
     id: str = ""
+    ranks: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.directories)

@@ -99,12 +99,16 @@ def find_tuning(directory: Path) -> Tuning | None:
 
 
 def find_tuning_of(drives: Drives) -> Tuning | None:
-    """Return the joint tuning of a run's drives, by their shares of the bytes; None if one of them was not tuned."""
+    """Return the joint tuning of a run's drives, by their shares of the bytes; None if one of them was not tuned.
+
+    Of a drive that several ranks use, each has a part of the rates.
+    """
     found = [find_tuning(directory) for directory in drives.directories]
     known = [tuning for tuning in found if tuning is not None]
     if len(known) < len(found):
         return None
-    shares = [weight / sum(drives.weights) for weight in drives.weights]
+    ranks = drives.ranks or [1] * len(found)
+    shares = [weight * of / sum(drives.weights) for weight, of in zip(drives.weights, ranks, strict=True)]
     return replace(
         known[0],
         read_bytes_per_s=min(tuning.read_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),

@@ -94,7 +94,8 @@ class Resources(Generic[StoreT]):
             pager_options: see `Pager`.
         """
         self._sections += sections
-        self.memory.node = None if device is None else device.node
+        if device is not None:
+            self.memory.node = device.node
         arena, frames_offset = self.memory.attach(self._sections, size.pool_bytes, head_bytes, windows, filled_once)
         slots = {} if staging_bytes is None else {"staging_bytes": staging_bytes}
         self.engine = open_engine(directories, backend=backend, arena=arena, **slots)

@@ -360,7 +360,9 @@ class OffloadedModel:
 
     def _agree_to_begin(self, may: Callable[[], bool]) -> bool:
         """Return True if `may` does, on all ranks of a sharded model: those that begin wait for each other."""
-        return all(self._ranks.settle("begin a step in backward", may, bool)[1]) if self.model.is_sharded else may()
+        if not self.model.is_sharded:
+            return may()
+        return all(self._ranks.settle("begin a step in backward", may, bool, each_step=True)[1])
 
     @property
     def update_is_open(self) -> bool:

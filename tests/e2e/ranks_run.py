@@ -11,8 +11,9 @@ DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the man
 "uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to swapper, for bad
 input: depth and dtype (of the model), lr, optimizer (its class), update, codec (of the state), masters (a dtype of master
 weights), version (of swapper), drive (a directory). "absent=RANK": it makes no manager. "gone=RANK": it is killed before its
-first snapshot. "network": file systems in memory pass for those of a network. "held=RANK:N": it waits before its Nth step
-until somebody writes to the named pipe gate.
+first snapshot. "network": file systems in memory pass for those of a network. "held=RANK:N": it waits before its Nth
+step, or of 0 before offload, until somebody writes to the named pipe gate. "comes": it says to which action it comes with the
+others. "rate": it tells the rate of reads that its plan counts on.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from e2e.keywords import for_manager
 from e2e.killed_run import fork
 from e2e.models import Net, loss_of, tokens, train_step
 from swapper.durability import committer
+from swapper.durability.ranks import Ranks
+from swapper.train.session.overview import chosen
 
 
 class Orders:
@@ -202,6 +205,11 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
     optimizer: Any = getattr(torch.optim, orders.one("optimizer", "AdamW"))(
         model.parameters(), lr=float(orders.one("lr", 1e-3))
     )
+    if orders.is_said("comes"):
+        gather = Ranks.gather
+        Ranks.gather = lambda self, mine, what, *more: (say(rank, f"comes to {what}"), gather(self, mine, what, *more))[
+            1
+        ]
     if orders.one("version"):
         importlib.metadata.version = lambda name: orders.one("version")
     if orders.is_said("absent"):
@@ -219,6 +227,8 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
         steps = int(orders.one("steps", 0))
         if orders.is_said("killed"):
             die_before_commit(rank, begun, begun + steps)
+        if orders.one("held") == "0":
+            Path(orders.one("gate")).read_bytes()
         with manager:
             places = {
                 "params": orders.one("params", "nvme"),
@@ -228,6 +238,9 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                 "master_weights": getattr(torch, orders.one("masters", "")) if orders.one("masters") else None,
             }
             _, optimizer = manager.offload(wrapped or model, optimizer, **places)
+            if orders.is_said("rate"):
+                plan = manager.current.run.plan
+                say(rank, f"{plan.tuning.read_bytes_per_s / 1e9} GB/s; {dict(chosen(plan, ''))['drive']}")
             if orders.is_said("later"):
                 dist.init_process_group("gloo", **join)
                 wrapped = wrapped_by(orders, model)

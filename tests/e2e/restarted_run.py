@@ -1,6 +1,6 @@
 """A rank of a job that torchrun starts again when one dies: examples/fsdp.py in small. The last rank kills itself once.
 
-Usage: restarted_run.py DIRECTORY STEPS KILLED_AT        prints each step's loss by rank; 0: nobody dies
+Usage: restarted_run.py DIRECTORY STEPS KILLED_AT [RESUME]        prints each step's loss by rank; 0: nobody dies
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ import swapper
 from e2e.fsdp_run import make, train
 
 
-def main(directory: Path, steps: int, killed_at: int) -> None:
+def main(directory: Path, steps: int, killed_at: int, resume: str = "auto") -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dies = killed_at and rank == dist.get_world_size() - 1 and not restarts
     model, optimizer = make({})
-    with swapper.SwapManager(directory, host_memory="8MiB", resume="auto") as manager:
+    try:
+        manager = swapper.SwapManager(directory, host_memory="8MiB", resume=resume)
+    except swapper.DirectoryError as error:
+        os.write(1, f"rank {rank}, refused: {error}\n".encode())
+        raise
+    with manager:
         _, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
-        if restarts:
+        if restarts or resume == "reshard":
             os.write(1, f"rank {rank}, restart {restarts}: {manager.step}\n".encode())
         for step in range(manager.step, steps):
             if dies and step == killed_at:
@@ -39,4 +44,4 @@ def main(directory: Path, steps: int, killed_at: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]), *sys.argv[4:])

@@ -20,6 +20,7 @@ import swapper
 from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_tensor_parallel, fsdp_unfrozen, replicated_run
 from e2e.processes import run_python
 from e2e.twins import named_budget
+from swapper.device.device import Device
 from swapper.train.sharded.shards import param_groups_of
 
 
@@ -277,6 +278,16 @@ def test_the_plan_counts_ddps_buckets(tmp_path: Path) -> None:
     buckets = model._get_ddp_logging_data()["bucket_sizes"].split(",")
     assert plan.buffer_bytes == sum(map(int, buckets))
     assert plan.memory["DDP's buckets"] == plan.buffer_bytes and "DDP's buckets" in str(plan)
+
+
+@pytest.mark.usefixtures("alone")
+def test_memory_is_taken_near_the_device_of_the_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 copies from it to there. Here the CPU stands for a device that is attached to the first node."""
+    monkeypatch.setattr(Device, "node", property(lambda device: 0 if device.device.type == "cpu" else None))
+    model, optimizer = fsdp_run.make({})
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        assert ", on node 0" in (said := manager.current.run._resources.describe()) or "node 0 was refused" in said
 
 
 @pytest.mark.usefixtures("alone")

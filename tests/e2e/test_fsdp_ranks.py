@@ -43,18 +43,20 @@ def test_killed_while_they_get_more_to_train_ranks_go_on_with_one_layout(tmp_pat
     assert "3 kills" in done.stdout and "all exact" in done.stdout
 
 
-def restarted(directory: Path, killed_at: int) -> dict[str, set[str]]:
+def restarted(
+    directory: Path, killed_at: int, *resume: str, size: int = 2, restarts: int = 1, ok: bool = True
+) -> dict[str, set[str]]:
     """Return what ranks of restarted_run.py said, by its subject.
 
     Restarted ranks must not find the addresses of those before in torchrun's store: pytorch #135712, docs/reference/snapshots.md.
     """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    once = ["--max-restarts", 1, "--monitor-interval", 0.1]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size]
+    often = ["--max-restarts", restarts, "--monitor-interval", 0.1]
     done = run_python(
-        *torchrun, *once, Path(restarted_run.__file__), directory, 5, killed_at,
+        *torchrun, *often, Path(restarted_run.__file__), directory, 5, killed_at, *resume,
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert (done.returncode == 0) == ok, done.stderr[-6000:]
     said: dict[str, set[str]] = {}
     for line in done.stdout.splitlines():
         if line.startswith("rank "):
@@ -72,6 +74,20 @@ def test_torchrun_restarts_ranks_of_which_one_is_killed_and_they_go_on_exactly(t
     assert resumed == killed.pop("rank 1, restart 1") and resumed <= {"2", "3"}
     assert killed == restarted(tmp_path / "well", 0)  # also steps that were taken twice
     assert len(killed) == 2 * (5 + 1)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_with_another_number_of_ranks_that_is_asked_for(tmp_path: Path) -> None:
+    restarted(tmp_path, 3, restarts=0, ok=False)
+    refused = restarted(tmp_path, 0, size=3, restarts=0, ok=False)
+    assert refused.keys() == {f"rank {rank}, refused" for rank in range(3)}
+    for (said,) in refused.values():
+        assert "holds a run of 2 ranks (2 of them here), and this job has 3" in said and "resume='reshard'" in said
+    three = restarted(tmp_path, 0, "reshard", size=3)
+    (begun,) = {step for rank in range(3) for step in three[f"rank {rank}, restart 0"]}
+    assert begun in ("2", "3") and f"rank 2, step {begun}" in three and f"rank 2, step {int(begun) - 1}" not in three
+    two = restarted(tmp_path, 0, "reshard")
+    assert two["rank 1, restart 0"] == {"5"} and two["rank 1, end"] == three["rank 2, end"] == three["rank 0, end"]
 
 
 @pytest.mark.slow

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,13 +17,14 @@ import swapper
 from e2e import killed_ranks, ranks_run
 from e2e.processes import run_python, started_python
 from swapper.durability.ranks import CommitId, Held, choose
+from swapper.io.tuning import Tuning, keep_tuning
 
 pytestmark = pytest.mark.slow  # each starts processes that train together
 
 
-def launch(directory: Path, *orders: str, size: int = 2, ok: bool = True) -> list[str]:
+def launch(directory: Path, *orders: str, size: int = 2, ok: bool = True, **variables: str) -> list[str]:
     """Run `orders` (see ranks_run.py) on all ranks at once. Returns what they said, a line or more of each, sorted."""
-    done = run_python(Path(ranks_run.__file__), directory, size, *orders)
+    done = run_python(Path(ranks_run.__file__), directory, size, *orders, **variables)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
     talkers = {line.partition(":")[0] for line in said}
@@ -136,6 +139,47 @@ def test_a_rank_that_comes_late_to_a_commit_is_waited_for_and_all_go_on(tmp_path
     assert said == [f"rank {rank}: began at 0, ended at 3\n" for rank in range(2)]
 
 
+@pytest.mark.parametrize("engine", ["ddp", "sharded"])
+def test_a_rank_that_comes_late_to_offload_is_waited_for_and_all_go_on(engine: str, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    orders = [*(["sharded"] if engine == "sharded" else []), "steps=2", "memory=16MiB"]
+    held = [f"snapshot={tmp_path / 'late.pt'}", "held=1:0", f"gate={gate}", "comes=0"]
+    with started_python(ranks_run.__file__, tmp_path / "run", 2, *orders, *held) as ranks:
+        assert "rank 0: comes to manager.offload\n" in iter(ranks.stdout)
+        gate.write_text("go")
+        said = sorted(line for line in ranks.stdout if "ended" in line)
+        assert ranks.wait() == 0
+    assert said == [f"rank {rank}: began at 0, ended at 2\n" for rank in range(2)]
+    launch(tmp_path / "other", *orders, f"snapshot={tmp_path / 'in-time.pt'}")
+    pattern = "{}.pt/rank-*.pt" if engine == "sharded" else "{}.*pt"
+    late, in_time = (
+        [torch.load(path)["model"] for path in sorted(tmp_path.glob(pattern.format(name)))]
+        for name in ("late", "in-time")
+    )
+    assert len(late) == len(in_time) == 2
+    for one, other in zip(late, in_time, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_rank_that_never_comes_to_offload_is_named_and_nobody_waits_longer_than_the_user_says(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    orders = ["sharded", "held=2:0", f"gate={gate}", "timeout=2"]
+    with started_python(ranks_run.__file__, tmp_path / "run", 3, *orders) as ranks:
+        ended = sorted(next(ranks.stdout) for _ in range(2))
+        gate.write_text("go")
+        (last,) = ranks.stdout
+        assert ranks.wait() != 0
+    for rank, said in enumerate(ended):
+        assert said.startswith(
+            f"rank {rank}: StateError: rank 2 of 3 did not arrive at manager.offload: it has ended, or"
+        ), said
+        assert "resume='auto'" in said
+    assert last.startswith("rank 2: StateError: ") and "did not arrive at manager.offload" in last
+    assert not list(tmp_path.rglob("*.swap"))
+
+
 def test_a_rank_that_skips_a_step_is_waited_for_no_longer_than_the_user_says(tmp_path: Path) -> None:
     """The one that skipped waits in DDP for the other, which waits for it to come to the step."""
     orders = ["steps=3", "skips=0:2", "timeout=2", "stall_s=0.5"]
@@ -165,6 +209,23 @@ def test_a_commit_that_fails_on_one_rank_before_the_update_is_told_to_all(engine
     assert said[1:2] == ["rank 0: began at 0, ended at 4"]
     assert "rank 1: IoError at 2: " in said[2] and "commit.pt" in said[2]
     assert said[3] == "rank 1: began at 0, ended at 4"
+
+
+def test_ranks_that_share_a_drive_share_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two here, and one in memory. They tell each other where they are, whatever launched them; those alone know of none."""
+    config = str(tmp_path / "config")
+    monkeypatch.setenv("XDG_CONFIG_HOME", config)
+    (tmp_path / "run").mkdir()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        for directory in (tmp_path, Path(other)):
+            keep_tuning(directory, Tuning(1 << 20, 64, "threads", 6e9, 3e9))
+        orders = [f"drive={tmp_path / 'run'}", f"drive=2:{other}", "rate"]
+        said = launch(tmp_path, *orders, size=3, XDG_CONFIG_HOME=config)
+    for rank, rate in enumerate((3.0, 3.0, 6.0)):
+        (line,) = (line for line in said if line.startswith(f"rank {rank}: {rate} GB/s; "))
+        assert ("divided by the 2 ranks that share it" in line) == (rank < 2)
+    alone = launch(tmp_path, f"drive={tmp_path / 'alone'}", "ranks=alone", "plain", "rate", XDG_CONFIG_HOME=config)
+    assert all("6.0 GB/s" in line and "divided" not in line for line in alone if "GB/s" in line)
 
 
 def test_alone_each_rank_goes_its_own_way(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def _drive(plan: Plan) -> str:
     if plan.tuning is None:
         return "its speed is not known, so no step can be compared with its limit: run `swapper tune DIR` once"
     read, write = plan.tuning.read_bytes_per_s, plan.tuning.write_bytes_per_s
-    return f"reads {format_bytes(read)} and writes {format_bytes(write)} a second, as `swapper tune` measured"
+    most = max(plan.request.manager.drives.ranks, default=1)
+    of = "" if most == 1 else f", divided by the {most} ranks that share it"
+    return f"reads {format_bytes(read)} and writes {format_bytes(write)} a second, as `swapper tune` measured{of}"
 
 
 # --- a plan ---------------------------------------------------------------------------------------------------------

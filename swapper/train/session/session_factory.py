@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from swapper.durability.beginning import Beginning, EarlierRanks
-from swapper.durability.commit import CommitRecord, boot_id
+from swapper.durability.commit import CommitRecord
 from swapper.durability.described_layout import check_group_count, check_same, check_trained, describe_plans
 from swapper.durability.directory import FALLBACK_NAME
+from swapper.durability.ranks import boot_id
 from swapper.durability.recovery import follow_placement, page_bytes_of
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io import beneath

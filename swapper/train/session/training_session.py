@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from swapper.checkpoint.encoded_state import STATE_CODEC
+from swapper.device.device import Device
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
 from swapper.durability.committer import Committer
 from swapper.durability.ranks import describe_failure
@@ -131,6 +132,8 @@ class TrainingSession:
         trainables = find_trainables(plan.inventory, find_places(everything))
         directory, device = self._directory, plan.request.device
         directory.require_space(plan.space_by_drive(plan.turns - len(origin.files)))
+        if device is None and plan.request.model.device is not None:  # FSDP2 copies from this memory to its mesh
+            self._resources.memory.node = Device(plan.request.model.device).node
         self._resources.open(
             [*self.sections, *(section for section in self._grad_sections if section.pages)],
             plan.budget,
