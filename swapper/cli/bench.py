@@ -34,12 +34,13 @@ from swapper.bench.measure import (
 )
 from swapper.cli.command import ARGUMENT, reported
 from swapper.errors import ConfigError
+from swapper.io.mounts import make_parents
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
 
 @dataclass
-class Row:
+class PatternRates:
     """One pattern, and the rates of each program in each round."""
 
     pattern: Pattern
@@ -80,6 +81,9 @@ def bench(
     with reported(console, words=ARGUMENT):
         if chart is not None and chart.suffix not in (".png", ".html"):
             raise ConfigError(f"--chart {chart}: name a .png or .html file")
+        for written in (json_file, chart):  # at the end
+            if written is not None and str(written) != "-":
+                make_parents(written, ConfigError)
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 8) << 20
         check_directory(directory, 2 * file_bytes)
         patterns = [
@@ -113,8 +117,8 @@ def programs(backend: str, wanted: tuple[str, ...] = ("fio", "DeepNVMe")) -> dic
 
 def measure_all(
     directory: Path, patterns: list[Pattern], measures: dict[str, Measure], rounds: int, console: Console
-) -> list[Row]:
-    rows = [Row(pattern) for pattern in patterns]
+) -> list[PatternRates]:
+    rows = [PatternRates(pattern) for pattern in patterns]
     refused: set[str] = set()
     with files_for(directory, patterns[0].file_bytes) as paths, console.status("measuring"):
         for _ in range(rounds):
@@ -132,7 +136,7 @@ def measure_all(
     return rows
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[PatternRates]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.speeds))
     table = Table(title="GB/s (processor seconds for each GB)", title_justify="left")
     for heading in ("", "size", "depth", *names, *(["swapper / fio"] if "fio" in names else [])):
@@ -150,7 +154,7 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def as_json(rows: list[Row]) -> list[dict[str, object]]:
+def as_json(rows: list[PatternRates]) -> list[dict[str, object]]:
     return [
         {
             **asdict(row.pattern),
@@ -161,7 +165,7 @@ def as_json(rows: list[Row]) -> list[dict[str, object]]:
     ]
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[PatternRates], path: Path) -> None:
     """Draw bars of GB/s by pattern and program."""
     names = list(dict.fromkeys(name for row in rows for name in row.speeds))
     labels = [f"{row.pattern.kind} {format_bytes(row.pattern.piece_bytes)} x{row.pattern.depth}" for row in rows]

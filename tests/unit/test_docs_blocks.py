@@ -29,7 +29,7 @@ BLOCK = re.compile(
     r"(?:^<!-- (?P<condition>needs: \w+) -->\n+)?(?:^```python\n(?P<shown>.*?)^```|^<!-- python\n(?P<hidden>.*?)^-->)",
     re.MULTILINE | re.DOTALL,
 )
-MOST_WORDS = 1200
+MAX_WORDS = 1200
 
 
 def page_name(page: Path) -> str:
@@ -100,4 +100,4 @@ def test_commands_that_a_page_shows_have_their_options(page: Path) -> None:
 
 @pytest.mark.parametrize("page", RUN, ids=page_name)
 def test_a_guide_can_be_read_in_five_minutes(page: Path) -> None:
-    assert len(page.read_text().split()) <= MOST_WORDS
+    assert len(page.read_text().split()) <= MAX_WORDS

@@ -11,6 +11,7 @@ from typing import Any
 from swapper.cli.planning.forecast import Forecast, Machine, Setting
 from swapper.cli.planning.search import FAMILIES
 from swapper.errors import ConfigError
+from swapper.io.mounts import make_parents
 from swapper.paging.dry_run import Task
 from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.train.session.compute_times import ComputeTimes
@@ -73,8 +74,7 @@ def check_picture(path: Path) -> None:
         raise ConfigError(f"--picture {path}: end its name with one of {', '.join(SUFFIXES)}")
     if path.exists():
         raise ConfigError(f"--picture {path} exists: name a new file, or remove it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--picture {path}: its directory does not exist")
+    make_parents(path, ConfigError)
     _figure_class()
 
 

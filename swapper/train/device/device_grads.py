@@ -174,7 +174,7 @@ class DeviceGradients(PagedGradients):
     def _add(self, gradient: torch.Tensor, memory: torch.Tensor, before: GradientMeta) -> None:
         """Add an earlier gradient, in `memory` on the host, to `gradient` on the device; `before` is its metadata."""
         nbytes = min(
-            max(self._downloads.most_bytes // EARLIER_SHARE, DEVICE_ALIGNMENT_BYTES), MAX_PIECE_BYTES, memory.numel()
+            max(self._downloads.max_bytes // EARLIER_SHARE, DEVICE_ALIGNMENT_BYTES), MAX_PIECE_BYTES, memory.numel()
         )
         nbytes -= nbytes % gradient.element_size()
         storage = self._on_device.new_storage(
@@ -195,7 +195,7 @@ class DeviceGradients(PagedGradients):
         self._release(part)
 
     def _lease(self, slot: GradientSlot, part: GradientPart) -> None:
-        while self._pages_leased >= self._on_device.most_pages:
+        while self._pages_leased >= self._on_device.max_pages:
             self._downloads.wait_for_oldest()
         super()._lease(slot, part)
         self._pages_leased += part.access is not None

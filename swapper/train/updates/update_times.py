@@ -26,7 +26,7 @@ from swapper.device.device_storage import DeviceStorage
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.registered import Registration, slabs
 from swapper.modules.groups import Group
-from swapper.modules.operations import ColdCaches, least_seconds
+from swapper.modules.operations import ColdCaches, min_seconds
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import TensorSpec, plan_group
 from swapper.runtime.counters import Counters
@@ -205,7 +205,7 @@ def copy_seconds(device: Device) -> float:
 
     try:
         copy()
-        return least_seconds(copy) / nbytes
+        return min_seconds(copy) / nbytes
     finally:
         device.wait_for(device.record(down))
         storage.wait_for_copies()
@@ -238,4 +238,4 @@ def _try(optimizer: Optimizer) -> tuple[float, int] | None:
     except Exception:  # it does not take such a tensor (Muon needs matrices); the probe reports unsupported optimizers
         return None
     kept = [v for v in work.state.values() if isinstance(v, torch.Tensor) and v.shape == tensor.shape]
-    return least_seconds(update), tensor.nbytes * len(kept)
+    return min_seconds(update), tensor.nbytes * len(kept)
