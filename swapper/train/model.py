@@ -196,9 +196,14 @@ class OffloadedModel:
         order = AccumulationOrder(self.model.module)  # before all other hooks of the parameters
         regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
-            parameters, self._grad_sections, self._pager, regions, self._on_device, self._kept_gradients()
+            parameters,
+            self._grad_sections,
+            self._pager,
+            regions,
+            self.finish_update,
+            self._on_device,
+            self._kept_gradients(),
         )
-        self._gradients.paged.finish_update = self.finish_update
         self._passes = PassLifecycle(
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
             self._clock, self._on_device, self._gradients, self._masters, order,

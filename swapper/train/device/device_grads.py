@@ -40,7 +40,11 @@ class DeviceGradients(PagedGradients):
     """
 
     def __init__(
-        self, places: list[tuple[str, nn.Parameter, TensorLocation]], pager: Pager, on_device: TrainingDevice
+        self,
+        places: list[tuple[str, nn.Parameter, TensorLocation]],
+        pager: Pager,
+        finish_step: Callable[[], None],
+        on_device: TrainingDevice,
     ) -> None:
         self._on_device = on_device
         self._downloads = on_device.downloads
@@ -52,7 +56,7 @@ class DeviceGradients(PagedGradients):
         self._order = StreamOrder(on_device.device)  # of the streams that add them up
         self._came: Counter[int] = Counter()  # backwards of this step that had a gradient of it
         self._usual: Counter[int] = Counter()  # backwards of the last step
-        super().__init__(places, pager)
+        super().__init__(places, pager, finish_step)
 
     def _hook(self, slot: GradientSlot, act: Callable[[PagedGradients, GradientSlot], None]) -> Hook:
         hook, alone = super()._hook(slot, act), self._on_device.alone

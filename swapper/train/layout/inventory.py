@@ -166,9 +166,9 @@ def take_inventory(
     ranges = optimizers.ranges
     optimizer_of = _optimizer_of(groups, settings, ranges, before)
     external = {} if frozen is None else _find_external(frozen, given, groups, with_gradient, before is not None)
-    trained = [(name, p) for group in groups for name, p in group.parameters if name in with_gradient]
+    updated_ones = [(name, p) for group in groups for name, p in group.parameters if name in with_gradient]
     known = {} if before is None else before.forms
-    forms = _find_forms(trained, settings, optimizers, probe, master_weights, known)
+    forms = _find_forms(updated_ones, settings, optimizers, probe, master_weights, known)
     chosen = state_codecs or StateCodecs({})
     codecs: dict[str, dict[str, StateCodec]] = {}
     param_plans: list[SectionPlan] = []

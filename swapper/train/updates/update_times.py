@@ -11,7 +11,7 @@ there. Those copies limit it, not its kernels.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast
@@ -29,6 +29,7 @@ from swapper.modules.groups import Group
 from swapper.modules.operations import ColdCaches, min_seconds
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import TensorSpec, plan_group
+from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.train.layout.inventory import (
     Inventory,
@@ -152,11 +153,11 @@ class _NoPager:
     def __init__(self) -> None:
         self._caches = ColdCaches()
 
-    def lease(self, access: Any) -> None: ...
+    def lease(self, access: Access) -> None: ...
 
-    def release(self, access: Any, changed: Any = frozenset()) -> None: ...
+    def release(self, access: Access, changed: Collection[int] = frozenset()) -> None: ...
 
-    def wait(self, access: Any) -> None:
+    def wait(self, access: Access) -> None:
         self._caches.make()
 
 
