@@ -40,6 +40,7 @@ from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
+from swapper.io.engines import Engine
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.swap_files import Store
 
@@ -74,7 +75,7 @@ class Publisher:
         self,
         sections: Sequence[Section],
         layout: ContainerLayout,
-        engine: Any,
+        engine: Engine,
         store: Store,
         retention: Retention,
         unchanging: frozenset[int],
