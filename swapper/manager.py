@@ -531,14 +531,14 @@ class SwapManager:
         return self.current.running("dump").describe()
 
     @contextmanager
-    def trace(self, path: str | os.PathLike[str], most_spans: int = MAX_SPANS) -> Iterator[None]:
+    def trace(self, path: str | os.PathLike[str], max_spans: int = MAX_SPANS) -> Iterator[None]:
         """Record what happens in the context, and write it to `path`.
 
         Open it with https://ui.perfetto.dev or chrome://tracing, or make a page of it with `swapper report`.
 
         Args:
             path: the JSON file; must not exist. It is written at the end, even after an exception.
-            most_spans: maximum number of recorded spans, the latest ones; 200,000 take some 50 MB.
+            max_spans: maximum number of recorded spans, the latest ones; 200,000 take some 50 MB.
 
         Raises:
             CheckpointError: `path` exists, or its directory cannot be made.
@@ -549,7 +549,7 @@ class SwapManager:
         target = Path(path).absolute()
         check_target(target, overwrite=None)
         about = self.current.about_trace()
-        recorded = self._counters.trace = Trace(most_spans, self.current.memory_by_kind, about)
+        recorded = self._counters.trace = Trace(max_spans, self.current.memory_by_kind, about)
         end = self.on_step(lambda stats: about["steps"].append(stats.as_dict()))
         try:
             yield

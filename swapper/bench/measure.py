@@ -30,7 +30,7 @@ KINDS = ("read", "write", "both")
 OPERATIONS_AHEAD = 4
 START_S = 0.2  # not counted: programs and caps start
 WARM_ROUNDS = 32
-LEAST_SHARE = 0.1  # of the processors that computing has during transfers: less is too short a measurement
+MIN_SHARE = 0.1  # of the processors that computing has during transfers: less is too short a measurement
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def measure_while_computing(pattern: Pattern, paths: dict[str, Path], backend: s
         speed = measured.result()
     first_s = time.perf_counter() - pattern.duration_s  # before, the engine started
     rounds_s = (alone[-1] - began_s) / len(alone) * sum(end_s > first_s for end_s in during)
-    share = min(max(rounds_s / pattern.duration_s, LEAST_SHARE), 1.0)
+    share = min(max(rounds_s / pattern.duration_s, MIN_SHARE), 1.0)
     return replace(speed, slowing_byte_s=(1 - share) / speed.bytes_per_s)
 
 

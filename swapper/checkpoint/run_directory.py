@@ -16,7 +16,7 @@ from swapper.formats.stored import StoredTensor
 from swapper.paging.planning.layout import Slot, TensorSpec
 from swapper.paging.section import EXTERNAL, Section
 
-Parts = tuple[StoredTensor, ...]
+StoredParts = tuple[StoredTensor, ...]
 
 
 def find_run(path: Path) -> Path | None:
@@ -37,7 +37,7 @@ def find_run(path: Path) -> Path | None:
     return runs[0] if runs else None
 
 
-def read_run(directory: Path) -> tuple[CommitRecord, list[tuple[TensorSpec, Parts | None]]]:
+def read_run(directory: Path) -> tuple[CommitRecord, list[tuple[TensorSpec, StoredParts | None]]]:
     """Return the run's last commit, and its tensors with their runs of bytes; None for those in files of the user.
 
     Raises:
@@ -53,7 +53,7 @@ def read_run(directory: Path) -> tuple[CommitRecord, list[tuple[TensorSpec, Part
         ]
 
 
-def _parts(section: Section, slot: Slot, files: Mapping[int, Sequence[Path]]) -> Parts | None:
+def _parts(section: Section, slot: Slot, files: Mapping[int, Sequence[Path]]) -> StoredParts | None:
     """Return the runs of bytes that have a tensor's elements, in order; None: they are external."""
     spec, found = slot.spec, []
     for page in section.pages_of(slot.offset, slot.end):

@@ -38,7 +38,7 @@ from swapper.runtime.sizes import format_bytes, parse_bytes
 
 
 @dataclass
-class Row:
+class PatternRates:
     """One pattern, and the rates of each program in each round."""
 
     pattern: Pattern
@@ -113,8 +113,8 @@ def programs(backend: str, wanted: tuple[str, ...] = ("fio", "DeepNVMe")) -> dic
 
 def measure_all(
     directory: Path, patterns: list[Pattern], measures: dict[str, Measure], rounds: int, console: Console
-) -> list[Row]:
-    rows = [Row(pattern) for pattern in patterns]
+) -> list[PatternRates]:
+    rows = [PatternRates(pattern) for pattern in patterns]
     refused: set[str] = set()
     with files_for(directory, patterns[0].file_bytes) as paths, console.status("measuring"):
         for _ in range(rounds):
@@ -132,7 +132,7 @@ def measure_all(
     return rows
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[PatternRates]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.speeds))
     table = Table(title="GB/s (processor seconds for each GB)", title_justify="left")
     for heading in ("", "size", "depth", *names, *(["swapper / fio"] if "fio" in names else [])):
@@ -150,7 +150,7 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def figures_of(rows: list[Row]) -> list[dict[str, object]]:
+def figures_of(rows: list[PatternRates]) -> list[dict[str, object]]:
     return [
         {
             **asdict(row.pattern),
@@ -161,7 +161,7 @@ def figures_of(rows: list[Row]) -> list[dict[str, object]]:
     ]
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[PatternRates], path: Path) -> None:
     """Draw bars of GB/s by pattern and program."""
     names = list(dict.fromkeys(name for row in rows for name in row.speeds))
     labels = [f"{row.pattern.kind} {format_bytes(row.pattern.piece_bytes)} x{row.pattern.depth}" for row in rows]

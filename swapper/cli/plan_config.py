@@ -21,7 +21,7 @@ from swapper.cli.planning.forecast import OPTIMIZERS, Forecast, Forecaster, Mach
 from swapper.cli.planning.model_source import KINDS, make_model
 from swapper.cli.planning.picture import check_picture, draw
 from swapper.cli.planning.search import (
-    Row,
+    SettingCosts,
     Upgrade,
     as_dicts,
     find_table,
@@ -279,7 +279,7 @@ def _largest(found: dict[str, Any]) -> str:
     return f"{found['parameters']:,} parameters in {found['layers']} layers, {found['step_s']:.2f} s a step"
 
 
-def _print_tables(upgrades: list[Upgrade], rows: list[Row]) -> None:
+def _print_tables(upgrades: list[Upgrade], rows: list[SettingCosts]) -> None:
     console = make_console()
     better = Table("next upgrade", "s a step", "s saved", "s saved a GiB", title="What would be faster")
     for one in upgrades:

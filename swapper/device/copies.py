@@ -70,7 +70,7 @@ class Uploads:
         source: returns the memory of a leased page's frame, uint8 of shape (page.nbytes,).
 
     Attributes:
-        most_in_flight: frames that may be leased for copies at once.
+        max_in_flight: frames that may be leased for copies at once.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Uploads:
         self._source = source
         self._counters = counters
         self._stream = device.new_stream()
-        self.most_in_flight = COPIES_IN_FLIGHT
+        self.max_in_flight = COPIES_IN_FLIGHT
         self._in_flight: deque[tuple[torch.Event, Access]] = deque()  # oldest first: they end in this order
         pager.end_copies = self.finish
 
@@ -94,7 +94,7 @@ class Uploads:
         """
         self.give_back()
         if not copy.is_held:
-            while len(self._in_flight) >= self.most_in_flight:
+            while len(self._in_flight) >= self.max_in_flight:
                 self._wait_for_oldest()
             self._pager.acquire(copy.access)
             copy.is_held = copy.stays
@@ -117,7 +117,7 @@ class Uploads:
     def is_full(self) -> bool:
         """Whether `send` would wait for an earlier copy."""
         self.give_back()
-        return len(self._in_flight) >= self.most_in_flight
+        return len(self._in_flight) >= self.max_in_flight
 
     def give_back(self) -> None:
         """Release the frames whose copies are over."""
@@ -158,10 +158,10 @@ class _Copy:
 
 
 class Downloads:
-    """Owns the download stream and its copies in flight, which keep at most `most_bytes` of the device's memory."""
+    """Owns the download stream and its copies in flight, which keep at most `max_bytes` of the device's memory."""
 
-    def __init__(self, device: Device, counters: Counters, most_bytes: int = MAX_DOWNLOAD_BYTES) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, device: Device, counters: Counters, max_bytes: int = MAX_DOWNLOAD_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._device = device
         self._counters = counters
         self._stream = device.new_stream()
@@ -191,7 +191,7 @@ class Downloads:
         held_bytes = nbytes if is_held else 0
         try:
             self.collect()
-            while self._in_flight and self._bytes + held_bytes > self.most_bytes:
+            while self._in_flight and self._bytes + held_bytes > self.max_bytes:
                 self.wait_for_oldest()
             self._device.let_wait(self._stream, self._device.record(self._device.current_stream()))
             with self._device.range("download", nbytes):

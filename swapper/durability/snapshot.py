@@ -22,13 +22,14 @@ import bisect
 import copy
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from swapper import _C
 from swapper.durability.described_layout import tensors_of
 from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
@@ -39,6 +40,7 @@ from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
+from swapper.io.engines import Engine
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.swap_files import Store
 
@@ -73,7 +75,7 @@ class Publisher:
         self,
         sections: Sequence[Section],
         layout: ContainerLayout,
-        engine: Any,
+        engine: Engine,
         store: Store,
         retention: Retention,
         unchanging: frozenset[int],
@@ -225,28 +227,15 @@ class Publisher:
         may_link = is_near and not forbids_linking(number)
         base = self._replace(number, is_near)
         try:
-            everything = [
-                CopyRange(
-                    files[_place(p)], p.file_offset, p.stored_bytes, p.crc32, repr(p), p.stored_offset - p.file_offset
-                )
-                for p in pieces
-            ]
             # The run may need the frozen file's content of them: that stays, though nothing names it.
-            kept = [
-                p for s in absent for p in pieces_of(s) if base is not None and is_near and _place(p) == (number, 0)
-            ]
+            kept = {
+                p: CopyRange(base.file, p.file_offset, p.nbytes, p.crc32, repr(p))
+                for s in absent
+                for p in pieces_of(s)
+                if base is not None and is_near and _place(p) == (number, 0)
+            }
             holes = [(p.file_offset, p.nbytes) for s in absent for p in pieces_of(s) if p not in kept]
-            holes += [hole for p in pieces for hole in _behind_the_end(p)]  # [Note: external content]
-            content = SnapshotContents(
-                snapshot.tail,
-                self._layout,
-                {r.key: tensors_of(s) for r, s in zip(self._layout.records, self._sections, strict=True)},
-                everything,
-                frozenset(self._layout.records[index].key for index in snapshot.left_out),
-                holes,
-                [CopyRange(base.file, p.file_offset, p.nbytes, p.crc32, repr(p)) for p in kept if base is not None],
-                check,
-            )
+            content = self._contents(snapshot, pieces, files, holes, list(kept.values()), check)
             previous = self._publications[-1] if self._publications else None
             publication = Publication(
                 snapshot.path, snapshot.ticket, content, base, is_near, may_link, self._engine, previous,
@@ -260,6 +249,32 @@ class Publisher:
         publication.begin()
         if base is None:  # no space for a replacement: the files are written again as soon as this returns
             publication.join()
+
+    def _contents(
+        self,
+        snapshot: Snapshot,
+        pieces: Sequence[Page],
+        files: Mapping[tuple[int, int | Path], _C.File],
+        holes: list[tuple[int, int]],
+        kept: list[CopyRange],
+        check: Callable[[], None],
+    ) -> SnapshotContents:
+        everything = [
+            CopyRange(
+                files[_place(p)], p.file_offset, p.stored_bytes, p.crc32, repr(p), p.stored_offset - p.file_offset
+            )
+            for p in pieces
+        ]
+        return SnapshotContents(
+            snapshot.tail,
+            self._layout,
+            {r.key: tensors_of(s) for r, s in zip(self._layout.records, self._sections, strict=True)},
+            everything,
+            frozenset(self._layout.records[index].key for index in snapshot.left_out),
+            holes + [hole for p in pieces for hole in _behind_the_end(p)],  # [Note: external content]
+            kept,
+            check,
+        )
 
     def _replace(self, number: int, is_near: bool) -> Base | None:
         """Replace file `number` with another one. Return None if there is no space, but the snapshot lies elsewhere."""

@@ -94,7 +94,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CheckedRange:
     """A run of bytes to be checked, and its description."""
 
     chunk: ChecksumChunk
@@ -169,7 +169,7 @@ def _check_readable(path: Path) -> None:
         file.record(storage)
 
 
-def _parts_of(manifest: Manifest) -> list[_Part]:
+def _parts_of(manifest: Manifest) -> list[_CheckedRange]:
     records = sorted(((places[0].offset, key) for key, places in manifest.tensors.items() if places))
     begins = [begin for begin, _ in records]
     parts = []
@@ -177,9 +177,9 @@ def _parts_of(manifest: Manifest) -> list[_Part]:
         number = bisect_right(begins, chunk.offset) - 1
         places = manifest.tensors[records[number][1]] if number >= 0 else ()
         if places and chunk.offset < places[-1].offset + places[-1].nbytes:
-            parts.append(_Part(chunk, f"data/{records[number][1]}", places))
+            parts.append(_CheckedRange(chunk, f"data/{records[number][1]}", places))
         else:
-            parts.append(_Part(chunk, "", ()))
+            parts.append(_CheckedRange(chunk, "", ()))
     return parts
 
 
@@ -309,7 +309,9 @@ def _check_records(descriptor: int, path: Path, report: Report, progress: Progre
         if record.compressed and unpacked_crc32(descriptor, path, record) != record.crc32:
             faults.append(Fault(str(path), record.offset, record.nbytes, "it has another CRC-32", record.name))
     stored = [record for record in records if not record.compressed]
-    parts = [_Part(ChecksumChunk(record.offset, record.nbytes, record.crc32), record.name, ()) for record in stored]
+    parts = [
+        _CheckedRange(ChecksumChunk(record.offset, record.nbytes, record.crc32), record.name, ()) for record in stored
+    ]
     return faults + _check({path: parts}, report, progress)
 
 
@@ -389,10 +391,12 @@ def _changed_external(record: CommitRecord) -> list[Fault]:
     return faults
 
 
-def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
+def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_CheckedRange]]:
     sections, paths = sections_of(directory, record)
     layout = ContainerLayout.plan([section.nbytes for section in record.sections])
-    headers = [_Part(ChecksumChunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
+    headers = [
+        _CheckedRange(ChecksumChunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()
+    ]
     parts = {paths[number][0]: list(headers) for number in files_of(record)}
     for section in sections:
         tensors = tensors_of(section)
@@ -400,7 +404,7 @@ def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Par
             if page.location != EXTERNAL:  # external content has no checksums: see _changed_external
                 chunk = ChecksumChunk(page.file_offset, page.nbytes, -1 if page.crc32 is None else page.crc32)
                 where = paths[page.location or 0][page.drive]
-                parts.setdefault(where, []).append(_Part(chunk, section.plan.name, tensors))
+                parts.setdefault(where, []).append(_CheckedRange(chunk, section.plan.name, tensors))
     return parts
 
 
@@ -416,8 +420,8 @@ def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fa
 
         def part(
             piece: Page, crc32: int, section: Section = section, tensors: Sequence[TensorPlace] = tensors
-        ) -> _Part:
-            return _Part(ChecksumChunk(piece.file_offset, piece.nbytes, crc32), section.plan.name, tensors)
+        ) -> _CheckedRange:
+            return _CheckedRange(ChecksumChunk(piece.file_offset, piece.nbytes, crc32), section.plan.name, tensors)
 
         for piece in [piece for piece in pieces_of(section) if piece.drive == 0]:
             if piece.location == number and piece.crc32 is not None:
@@ -432,7 +436,9 @@ def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fa
 
 
 def _check(
-    files: Mapping[Path, Sequence[_Part]], report: Report | None = None, progress: Progress = lambda done, total: None
+    files: Mapping[Path, Sequence[_CheckedRange]],
+    report: Report | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> list[Fault]:
     """Compare every part of every file with its checksum; count the bytes in `report`."""
     faults = []

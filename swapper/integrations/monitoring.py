@@ -116,6 +116,7 @@ def write_openmetrics(
     The file is replaced as a whole, so that nobody reads half of one.
 
     Args:
+        manager: whose metrics.
         path: the file, or a file of metrics of swapper to replace.
         labels: see `openmetrics`.
 

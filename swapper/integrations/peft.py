@@ -26,6 +26,7 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     Args:
         model: peft sees parameters on the meta device as zeros that take no memory; they are on meta again afterwards.
         config: a LoraConfig whose adapters are not initialized from the adapted layers.
+        options: peft's own.
 
     Raises:
         UnsupportedError: peft's result would depend on the model's values.

@@ -81,7 +81,7 @@ class OffloadTrainerMixin:
     swapper_at_once: int | None = 1
     swapper_options: Mapping[str, Any] = {}
     manager: SwapManager
-    _place: _Place
+    _place: _TrainerPosition
 
     def __init__(self, *arguments: Any, **others: Any) -> None:
         self._is_offloaded = False
@@ -101,14 +101,20 @@ class OffloadTrainerMixin:
             if self.manager is not run:
                 self.manager.close()
             raise
-        self._place = _Place(trainer)
+        self._place = _TrainerPosition(trainer)
         self.manager.register(trainer=self._place)
         self._is_offloaded = True
         if self.manager is not run:
             _close_at_exit(self.manager)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **others: Any) -> Any:
-        """Train as the Trainer does. A resumed run continues at its step, unless `resume_from_checkpoint` is given."""
+        """Train as the Trainer does. A resumed run continues at its step, unless `resume_from_checkpoint` is given.
+
+        Args:
+            resume_from_checkpoint, arguments, others: as of the Trainer's `train`.
+
+        Raises: as the Trainer does, and as training with a SwapManager.
+        """
         begin: Any = super().train  # type: ignore[misc]
         place = self._place
         place.calls += 1
@@ -248,7 +254,7 @@ def _check_runs_together(trainer: Any) -> None:
         )
 
 
-class _Place:
+class _TrainerPosition:
     """The Trainer's place in its training: registered with the manager, so that each commit has it.
 
     Attributes:

@@ -163,11 +163,11 @@ def sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def read_small(path: Path, most_bytes: int, follow: bool = False) -> bytes:
+def read_small(path: Path, max_bytes: int, follow: bool = False) -> bytes:
     """Return the content of a small file.
 
     Args:
-        most_bytes: a larger file is refused, as not being what it claims.
+        max_bytes: a larger file is refused, as not being what it claims.
         follow: follow links; for files that are not a run's.
 
     Raises:
@@ -180,6 +180,6 @@ def read_small(path: Path, most_bytes: int, follow: bool = False) -> bytes:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is not a file")
-        if found.st_size > most_bytes:
-            raise ValueError(f"it has {found.st_size} bytes, more than the maximum of {most_bytes}")
-        return file.read(most_bytes + 1)
+        if found.st_size > max_bytes:
+            raise ValueError(f"it has {found.st_size} bytes, more than the maximum of {max_bytes}")
+        return file.read(max_bytes + 1)

@@ -24,7 +24,7 @@ from swapper.runtime import records
 
 STRIPE_BYTES = 4 << 20  # a choice
 MAX_PATTERN = 64  # stripes; a choice
-MOST_RECORD_BYTES = 4096  # of a sane record; it is read whole
+MAX_RECORD_BYTES = 4096  # of a sane record; it is read whole
 FORMAT = 2  # of the record; other numbers are refused
 _SHAPE = records.fields(
     {
@@ -230,7 +230,7 @@ class Stripes:
 
 def _read_record(path: Path) -> StripeRecord:
     try:
-        return StripeRecord.parse(beneath.read_small(path, MOST_RECORD_BYTES, follow=True))
+        return StripeRecord.parse(beneath.read_small(path, MAX_RECORD_BYTES, follow=True))
     except OSError as error:
         raise IoError("open", str(path), 0, 0, error.errno or errno.EIO, "the record of a striped file") from error
     except ValueError as error:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.guarded import Run, answering_handler, forget, guarded_parameters, handler_of, name_of, refuse
+from swapper.modules.guarded import RunWith, answering_handler, forget, guarded_parameters, handler_of, name_of, refuse
 from swapper.modules.torch_functions import (
     AFTER_ANOTHER,
     CHANGES_OF_FORM,
@@ -318,7 +318,7 @@ def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _with_data(
-    parameters: Iterable[nn.Parameter], func: Function, how: str, run: Run, before: Mapping[int, torch.Tensor]
+    parameters: Iterable[nn.Parameter], func: Function, how: str, run: RunWith, before: Mapping[int, torch.Tensor]
 ) -> Any:
     """Run `run` with the data of those `parameters` that are still cold, by their fault handlers' `read` or `write`."""
     away = [parameter for parameter in parameters if is_cold(parameter) and id(parameter) not in before]
@@ -339,7 +339,7 @@ def _fault_in(owners: Iterable[nn.Parameter], func: Function) -> bool:
             fault_handler = handler_of(owner)
             if fault_handler is None:
                 refuse(owner, func)
-            is_there = fault_handler.bring(owner) and is_there
+            is_there = fault_handler.fault_in(owner) and is_there
             if not is_there and not fault_handler.answers:
                 refuse(owner, func)
     return is_there

@@ -15,7 +15,7 @@ from torch import nn
 from swapper.errors import ColdParameterError
 from swapper.modules.torch_functions import Function
 
-Run = Callable[[Mapping[int, torch.Tensor]], Any]
+RunWith = Callable[[Mapping[int, torch.Tensor]], Any]
 """An operation on parameters that have their data while it runs, or is given tensors in their places, by id."""
 
 
@@ -32,15 +32,15 @@ class FaultHandler(Protocol):
     @property
     def answers(self) -> bool: ...
 
-    def bring(self, parameter: nn.Parameter) -> bool:
+    def fault_in(self, parameter: nn.Parameter) -> bool:
         """Materialize `parameter` for the rest of the running forward. False if no forward is running that contains it."""
         ...
 
-    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         """Do an operation of torch's `function` that reads these cold parameters. Returns what `run` returns, which does it."""
         ...
 
-    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         """As `read`, where they are changed."""
         ...
 

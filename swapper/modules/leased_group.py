@@ -64,7 +64,7 @@ class LeasedGroup(ABC):
             self.wait_on_current_stream()
             self._leases += 1
             return False
-        is_asked = self._bring_in()
+        is_asked = self._fault_in()
         self._leases = 1
         if is_asked:
             try:
@@ -112,7 +112,7 @@ class LeasedGroup(ABC):
     # --- what differs -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _bring_in(self) -> bool:
+    def _fault_in(self) -> bool:
         """Have the parameters' data at their addresses. Returns False if they are materialized already."""
 
     @abstractmethod

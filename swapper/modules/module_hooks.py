@@ -124,7 +124,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
             group.forget_leases()
         self._drop_leases([access for group in self._groups for access in group.kept_accesses])
 
-    def bring(self, parameter: nn.Parameter) -> bool:
+    def fault_in(self, parameter: nn.Parameter) -> bool:
         """Lease a cold parameter's group for the innermost running forward that contains it. False if there is none."""
         group = self._group_of[id(parameter)]
         for call in reversed(self._running) if self._is_inside else ():

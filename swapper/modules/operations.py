@@ -57,7 +57,7 @@ class TensorForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class RecordedOperation:
     """An operation, to be run again: its function, and its arguments with tensors by their forms."""
 
     function: Any
@@ -79,7 +79,7 @@ class Recording:
         with_gradients_bytes: the same, if the gradients of parameters stay.
     """
 
-    counts: Mapping[tuple[str, int], Counter[Operation]]
+    counts: Mapping[tuple[str, int], Counter[RecordedOperation]]
     peak_bytes: int
     with_gradients_bytes: int
 
@@ -90,7 +90,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase, self.group = "forward", 0
-        self.counts: dict[tuple[str, int], Counter[Operation]] = {}
+        self.counts: dict[tuple[str, int], Counter[RecordedOperation]] = {}
         self.peak_bytes = self.with_gradients_bytes = 0
         self.gradient_bytes = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim" and not func.is_view:
             leaves, tree = _pytree.tree_flatten((args, kwargs or {}))
-            operation = Operation(func, tuple(map(_form_of, leaves)), tree)
+            operation = RecordedOperation(func, tuple(map(_form_of, leaves)), tree)
             self.counts.setdefault((self.phase, self.group), Counter())[operation] += 1
             self._note_memory(result)
         return result
@@ -228,13 +228,13 @@ class OperationTimes:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Operation, float] = {}
+        self._known: dict[RecordedOperation, float] = {}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._next: Counter[torch.dtype] = Counter()
         self.call_s = {"forward": 0.0, "backward": 0.0}  # until it is measured
         self.call_s = self._measure_calls()
 
-    def of(self, phase: str, counts: Mapping[Operation, int]) -> float:
+    def of(self, phase: str, counts: Mapping[RecordedOperation, int]) -> float:
         """Return the seconds of all of these operations of a phase."""
         return sum(count * (self.seconds(operation) + self.call_s[phase]) for operation, count in counts.items())
 
@@ -242,7 +242,7 @@ class OperationTimes:
         """Return the seconds of a product of (rows, inputs) and transposed (outputs, inputs) matrices."""
         forms = TensorForm((rows, inputs), (inputs, 1), dtype), TensorForm((inputs, outputs), (1, inputs), dtype)
         _, tree = _pytree.tree_flatten((forms, {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
-        return self.seconds(Operation(torch.ops.aten.mm.default, forms, tree))
+        return self.seconds(RecordedOperation(torch.ops.aten.mm.default, forms, tree))
 
     def _measure_calls(self) -> dict[str, float]:
         """Compare a model of small operations with the operations alone."""
@@ -265,12 +265,12 @@ class OperationTimes:
             found[phase] = max(median(seconds) - self.of(phase, counts), 0.0) / counts.total()
         return found
 
-    def seconds(self, operation: Operation) -> float:
+    def seconds(self, operation: RecordedOperation) -> float:
         if operation not in self._known:
             self._known[operation] = self._measure(operation)
         return self._known[operation]
 
-    def _measure(self, operation: Operation) -> float:
+    def _measure(self, operation: RecordedOperation) -> float:
         part, share = part_of(operation)
         found: list[float] = []
         while len(found) < MIN_TRIALS or (len(found) < TRIALS and sum(found) < TRIAL_S):
@@ -298,18 +298,18 @@ class OperationTimes:
         return scratch.as_strided(leaf.shape, leaf.stride, begin)
 
 
-def part_of(operation: Operation) -> tuple[Operation, float]:
+def part_of(operation: RecordedOperation) -> tuple[RecordedOperation, float]:
     """Return the operation on a part of its data that fits the scratch, and which part of the work that is."""
     part = operation
     while max((form.nbytes for form in part.forms), default=0) > SCRATCH_BYTES // 4:
         largest = max(n for form in part.forms for n in form.shape)
         leaves = tuple(_halved(leaf, largest) if isinstance(leaf, TensorForm) else leaf for leaf in part.leaves)
         leaves = tuple(leaf // 2 if type(leaf) is int and leaf == largest else leaf for leaf in leaves)
-        part = Operation(operation.function, leaves, operation.tree)
+        part = RecordedOperation(operation.function, leaves, operation.tree)
     return part, 1.0 if part is operation else _work(part) / _work(operation)
 
 
-def _work(operation: Operation) -> int:
+def _work(operation: RecordedOperation) -> int:
     """Return a number that grows as the operation's time does: of products and attention their products, else elements."""
     forms, name = operation.forms, str(operation.function)
     if any(f".{product}." in name for product in PRODUCTS) and len(forms) >= 2:
@@ -347,7 +347,7 @@ def median_seconds(act: Callable[[], object], times: int) -> float:
     return median(_seconds_of(act) for _ in range(times))
 
 
-def least_seconds(act: Callable[[], object], times: int = 2) -> float:
+def min_seconds(act: Callable[[], object], times: int = 2) -> float:
     """Return the seconds of the fastest of several calls."""
     return min(_seconds_of(act) for _ in range(times))
 

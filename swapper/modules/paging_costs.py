@@ -15,7 +15,7 @@ from swapper import _C
 from swapper.errors import IoError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
-from swapper.modules.operations import ColdCaches, least_seconds
+from swapper.modules.operations import ColdCaches, min_seconds
 from swapper.modules.resources import Resources
 from swapper.paging.planning.budget import PoolSize
 from swapper.paging.planning.layout import SectionPlan
@@ -48,7 +48,7 @@ def measure_paging_costs(page_bytes: int, has_checksums: bool, writes: bool = Tr
     checked_s = 0.0
     if has_checksums and shares:
         with closing(_C.Arena(CHECKED_BYTES)) as arena:
-            checked_s = least_seconds(lambda: _C.crc32_address(arena.address, CHECKED_BYTES), TRIALS) / CHECKED_BYTES
+            checked_s = min_seconds(lambda: _C.crc32_address(arena.address, CHECKED_BYTES), TRIALS) / CHECKED_BYTES
     return PagingCosts(page_s, mapped_s / page_bytes, checked_s)
 
 

@@ -73,7 +73,7 @@ class Frames:
         ahead: indices of pages that were read ahead of their use and not leased since.
         unsaved: by index of a page, why its last write failed, until one succeeds.
         deferred_writes: COLD or READING pages, by index, whose newest content only the victim cache has. [Note: deferred writes]
-        resident_set: indices of pages that stay in memory. [Note: an even share], paging/planning/schedule.py
+        resident_set: indices of pages that stay in memory. [Note: a resident set], paging/planning/schedule.py
     """
 
     def __init__(

@@ -218,7 +218,7 @@ class Pager:
                 raise error
 
     def writes_are_done(self) -> bool:
-        """Return whether all changed pages are written: none is leased, and no write is in flight, put off, or failed.
+        """Return whether all changed pages are written: none is leased, and no write is in flight, deferred, or failed.
 
         Raises:
             IoError: a write failed. It is tried again.

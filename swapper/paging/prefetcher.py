@@ -112,8 +112,8 @@ class Prefetcher:
                 missing.pop()
             elif self._pool.is_growing:
                 return None
-            elif self._write_back.has_put_off:
-                self._write_back.write_put_off()
+            elif self._write_back.has_deferred:
+                self._write_back.write_deferred()
             elif self._frames.in_flight:
                 return next(iter(self._frames.in_flight.values()))  # the oldest
             else:

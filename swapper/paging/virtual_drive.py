@@ -17,7 +17,7 @@ from swapper.io.engines import Transfer
 from swapper.paging.section import NoWindow
 from swapper.runtime.counters import Counters
 
-LEAST_S = 1e-9
+MIN_S = 1e-9
 """Less than this is not computed now, but with what follows."""
 
 
@@ -144,7 +144,7 @@ class VirtualDrive:
         """Let this time pass, and what pages and transfers take of the processors, while the drive works."""
         self._added_s += seconds
         end_s, self._is_computing = self.now_s, True
-        while self._added_s > LEAST_S:
+        while self._added_s > MIN_S:
             end_s, self._added_s = end_s + self._added_s, 0.0
             while self.now_s < end_s and self._advance(end_s):
                 pass

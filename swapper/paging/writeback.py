@@ -39,19 +39,19 @@ class WriteBack:
         self._lazy = lazy
         self._enough = frame_count // 4  # writes in flight
         self._max_deferred_writes = 0 if lazy else max_deferred_writes
-        self._put_off: dict[int, Page] = {}  # by index, as all here
+        self._deferred: dict[int, Page] = {}  # by index, as all here
         self._just_made: dict[
             int, Page
         ] = {}  # by the sweep, and used next: at the release of that use their writes may be deferred
 
     @property
-    def has_put_off(self) -> bool:
-        return bool(self._put_off)
+    def has_deferred(self) -> bool:
+        return bool(self._deferred)
 
     @property
     def is_done(self) -> bool:
         """Whether the writes of all changed pages that are not leased are submitted."""
-        return not (self._put_off or self._just_made or self._frames.deferred_writes or self._frames.unsaved)
+        return not (self._deferred or self._just_made or self._frames.deferred_writes or self._frames.unsaved)
 
     @property
     def has_leased(self) -> bool:
@@ -61,7 +61,7 @@ class WriteBack:
     def add(self, page: Page, made: bool) -> None:
         """Note that `page` is DIRTY and not leased any more; its next use is known. `made`: the last lease was one for writing."""
         if self._lazy or self._is_changed_again_soon(page):
-            self._put_off[page.index] = page
+            self._deferred[page.index] = page
         elif made and self._may_defer_write(page):
             self._just_made[page.index] = page
         else:
@@ -71,16 +71,16 @@ class WriteBack:
 
     def forget(self, page: Page) -> None:
         """Note that `page` is written, or discarded."""
-        self._put_off.pop(page.index, None)
+        self._deferred.pop(page.index, None)
         self._just_made.pop(page.index, None)
 
-    def write_put_off(self) -> None:
+    def write_deferred(self) -> None:
         """Write the pages that keep a frame only for another change."""
-        self._write_and_clear(self._put_off)
+        self._write_and_clear(self._deferred)
 
     def write_what_waits(self) -> None:
         """Write all that waits, but for deferred writes."""
-        self._write_and_clear(self._put_off)
+        self._write_and_clear(self._deferred)
         self._write_and_clear(self._just_made)
 
     def stop_waiting(self) -> None:
@@ -93,7 +93,7 @@ class WriteBack:
         for page in self._pages:
             if page.residency is Residency.DIRTY and page.leases == 0 and not page.section.transient:
                 self._frames.write(page)
-        self._put_off.clear()
+        self._deferred.clear()
         self._just_made.clear()
         return self.has_leased
 

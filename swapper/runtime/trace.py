@@ -47,7 +47,7 @@ def asked_for(rank: int) -> Path | None:
 
 
 class Trace:
-    """Owns the spans, the latest `most_spans` of them.
+    """Owns the spans, the latest `max_spans` of them.
 
     Args:
         sample: returns bytes of memory by kind; takes no lock.
@@ -56,15 +56,15 @@ class Trace:
 
     def __init__(
         self,
-        most_spans: int = MAX_SPANS,
+        max_spans: int = MAX_SPANS,
         sample: Callable[[], dict[str, int]] | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
         self.about = about or {}
         self._sample = sample
-        self._memory: deque[tuple[float, dict[str, int]]] = deque(maxlen=most_spans)
+        self._memory: deque[tuple[float, dict[str, int]]] = deque(maxlen=max_spans)
         self._next_sample_s = 0.0
-        self._spans: deque[Span] = deque(maxlen=most_spans)
+        self._spans: deque[Span] = deque(maxlen=max_spans)
         self._began_s = time.monotonic()
         self._count = 0
         self._lock = threading.Lock()

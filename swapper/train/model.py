@@ -97,7 +97,7 @@ class OffloadedModel:
         self._places = find_places([*sections, *grad_sections])
         self._trainables = find_trainables(inventory, self._places)
         self._names = inventory.names
-        self._membership = Membership(optimizers, self._trainables, self._names, inventory.homes)
+        self._membership = Membership(optimizers, self._trainables, self._names, inventory.optimizer_of)
         state_sections = [section for section in sections if section.plan.family == "state"]
         self.optimizer_state = OptimizerState(
             self._membership, inventory, self._trainables, self._places, state_sections, pager, session_guard, self.finish_update,
@@ -196,9 +196,14 @@ class OffloadedModel:
         order = AccumulationOrder(self.model.module)  # before all other hooks of the parameters
         regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
-            parameters, self._grad_sections, self._pager, regions, self._on_device, self._kept_gradients()
+            parameters,
+            self._grad_sections,
+            self._pager,
+            regions,
+            self.finish_update,
+            self._on_device,
+            self._kept_gradients(),
         )
-        self._gradients.paged.finish_update = self.finish_update
         self._passes = PassLifecycle(
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
             self._clock, self._on_device, self._gradients, self._masters, order,
@@ -316,14 +321,16 @@ class OffloadedModel:
         if not self.updates.has_begun_early:
             self._conditions.check_step(self._optimizers.ranges[member])
 
-    def update(self, member: int) -> None:
-        """Apply an optimizer to all of its parameters that have a gradient, or fix these updates if they are deferred."""
+    def before_update(self) -> None:
+        """Prepare for `updates.take_step`, which `after_update` follows."""
         if not self.updates.has_begun_early:
             self._note_before()
         else:
             self._rollback.note_settings()
         self.gradients.paged.before_step()
-        self.updates.take_step(member)
+
+    def after_update(self) -> None:
+        """Note that an optimizer's step was taken."""
         if self._on_device is not None:
             self._on_device.after_update()
 
@@ -480,7 +487,7 @@ class OffloadedModel:
             if part is not None:
                 vars(part).clear()
         self.groups.clear()
-        self.optimizer_state.let_go()
+        self.optimizer_state.release_all()
         vars(self).clear()
 
     def detach(self, why: str) -> None:

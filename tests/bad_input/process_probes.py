@@ -110,7 +110,7 @@ def sigint(directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
             reached = signal.getsignal(signal.SIGINT) is not None
     except KeyboardInterrupt:
-        say(held_back=reached)
+        say(deferred=reached)
 
 
 def sigusr1(directory: Path) -> None:

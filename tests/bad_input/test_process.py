@@ -68,7 +68,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"before": False, "handler": True, "step": 1, "same": True, **ENDED},
         {"before": False, "handler": False, "step": 1, "code": -signal.SIGSEGV},
     ),
-    "sigint": ({"held_back": True, **ENDED}, {"held_back": False, **ENDED}),
+    "sigint": ({"deferred": True, **ENDED}, {"deferred": False, **ENDED}),
     "sigusr1": (
         {"handler": True, "dump": True, "went_on": True, **ENDED},
         {"handler": False, "dump": True, "code": -signal.SIGUSR1},

@@ -17,6 +17,7 @@ import swapper
 from swapper import _C
 from swapper.modules.cold import is_cold
 from swapper.modules.leased_group import LeasedGroup
+from swapper.modules.model_device import ModelDevice
 from swapper.modules.module_hooks import ModuleHooks
 from swapper.modules.resources import Resources
 
@@ -53,6 +54,7 @@ class User:
         model: that runs.
         content: of its parameters, by name.
         tells: what is told of a change while a group was leased: "raises", or "keeps" the change.
+        part: the model's part of an accelerator, if it has one, of `device_bytes`.
     """
 
     model: nn.Module
@@ -60,6 +62,8 @@ class User:
     hooks: ModuleHooks[Any, Any]
     resources: Resources[Any]
     device: Any = None
+    part: ModelDevice | None = None
+    device_bytes = 0
     tells = "raises"
 
     def __init__(self) -> None:
@@ -102,10 +106,13 @@ class Trained(User):
     """Parameters on NVMe."""
 
     tells = "keeps"
+    device_bytes = 8 * MIB
 
     def __init__(self, directory: Path, device: str) -> None:
         super().__init__()
-        options: dict[str, Any] = {} if device == "cpu" else {"device": HostDevice("late"), "device_memory": 8 * MIB}
+        options: dict[str, Any] = (
+            {} if device == "cpu" else {"device": HostDevice("late"), "device_memory": self.device_bytes}
+        )
         self.manager = swapper.SwapManager(directory, host_memory=24 * MIB, commits=swapper.CommitPolicy(every=None))
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -116,7 +123,7 @@ class Trained(User):
         run.pager.flush()
         self.groups = run.model.groups
         self.hooks = run.model.passes._hooks
-        self.resources, self.device = run._resources, run.on_device
+        self.resources, self.device, self.part = run._resources, run.on_device, run.on_device
 
     def forget_leases(self) -> None:
         for group in self.groups:
@@ -130,17 +137,22 @@ class Trained(User):
 class Loaded(User):
     """Weights read from a checkpoint."""
 
+    device_bytes = 6 * MIB
+
     def __init__(self, directory: Path, device: str, name: str = "layers.3.weight") -> None:
         super().__init__()
         self._name = name
         save_file(self.content, directory / "model.safetensors")
-        options: dict[str, Any] = {} if device == "cpu" else {"device": HostDevice("late"), "device_memory": 6 * MIB}
+        options: dict[str, Any] = (
+            {} if device == "cpu" else {"device": HostDevice("late"), "device_memory": self.device_bytes}
+        )
         with torch.device("meta"):
             model = Net()
         self.model = swapper.load(model.eval(), directory / "model.safetensors", host_memory="7MiB", **options)
         self._loaded = loaded = swapper.loaded(self.model)
         self.groups, self.hooks, self.resources = loaded._groups, loaded._hooks, loaded._streaming
-        self.device = None if loaded._on_device is None else loaded._on_device.tier
+        self.part = loaded._on_device
+        self.device = None if self.part is None else self.part.tier
 
     def group(self) -> LeasedGroup:
         return next(group for group in self.groups if self._name in group.names)

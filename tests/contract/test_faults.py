@@ -45,7 +45,7 @@ def test_what_is_read_is_what_the_file_has(window: _C.Window, file: _C.File, con
 
 
 def test_what_is_read_is_what_a_part_of_an_arena_has(window: _C.Window) -> None:
-    """Of another arena too, and after everybody else has let go of it."""
+    """Of another arena too, and after everybody else has released it."""
     arena = _C.Arena(2 << 20, lock=False)
     view = arena.view(8192, 3 * 4096)
     content = os.urandom(3 * 4096)

@@ -119,7 +119,7 @@ def test_an_arena_outlives_a_transfer_without_being_told(
     assert is_mapped(address)
     open_gate()
     engine.drain()
-    engine.close()  # the I/O thread has let go of the last operation
+    engine.close()  # the I/O thread has released the last operation
     assert not is_mapped(address)
 
 

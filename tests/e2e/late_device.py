@@ -67,5 +67,5 @@ class _Weak:
 
     def tensor(self) -> torch.Tensor:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        assert storage is not None and storage.nbytes() > 0, "memory was let go before the copy of it was over"
+        assert storage is not None and storage.nbytes() > 0, "memory was released before the copy of it was over"
         return torch.empty(0, dtype=torch.uint8).set_(storage, self._offset, (self._nbytes,), (1,))

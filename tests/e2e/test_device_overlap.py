@@ -176,7 +176,7 @@ def test_gradients_on_nvme_wait_for_kernels_no_earlier_than_frames_are_short(
     def note_lease(self: DeviceGradients, *of: Any) -> None:
         before = waits[0]
         lease(self, *of)
-        assert waits[0] == before or self._pages_leased >= self._on_device.most_pages
+        assert waits[0] == before or self._pages_leased >= self._on_device.max_pages
         most[0] = max(most[0], self._pages_leased)
 
     def note_wait(self: Downloads) -> None:
@@ -187,5 +187,5 @@ def test_gradients_on_nvme_wait_for_kernels_no_earlier_than_frames_are_short(
     monkeypatch.setattr(Downloads, "wait_for_oldest", note_wait)
     pair.train(train_step, steps=2)
     pair.assert_same_parameters()
-    assert most[0] <= pair.manager.current.run.on_device.most_pages
+    assert most[0] <= pair.manager.current.run.on_device.max_pages
     assert most[0] > PAGES_ON_THEIR_WAY or not room_bytes

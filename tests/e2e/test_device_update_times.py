@@ -156,16 +156,16 @@ def fail_one_update(pair: Twins) -> None:
     if pair.options["update_on"] == "cpu":
         fail_in_the_middle(pair)
         return
-    proxies = pair.manager.current.run.model._sweep._proxies
-    update, calls = proxies.update, iter(range(100))
+    (proxy,) = pair.manager.current.run.model._sweep._proxies._proxies
+    update, calls = proxy.update, iter(range(100))
 
     def fail_once(works: Any) -> None:
         if next(calls) == 2:
-            proxies.update = update
+            proxy.update = update
             raise RuntimeError("a fault in the middle")
         update(works)
 
-    proxies.update = fail_once
+    proxy.update = fail_once
 
 
 def test_a_deferred_update_that_fails_can_be_done_again(deferred: MakeTwins) -> None:

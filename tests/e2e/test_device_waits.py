@@ -58,12 +58,12 @@ def test_memory_that_is_let_go_before_its_copy_is_over_is_noticed() -> None:
     kept = down._in_flight.popleft()
     down._in_flight.append(dataclasses.replace(kept, sources=()))
     del kept
-    with pytest.raises(AssertionError, match="let go before its copy was over"):
+    with pytest.raises(AssertionError, match="released before its copy was over"):
         down.finish()
 
 
 def test_no_more_is_kept_for_copies_than_is_set_aside() -> None:
-    down = Downloads(HostDevice("late"), Counters(), most_bytes=128)
+    down = Downloads(HostDevice("late"), Counters(), max_bytes=128)
     arrived: list[int] = []
     for number in range(4):
         host, source = torch.zeros(64, dtype=torch.uint8), torch.full((64,), number, dtype=torch.uint8)

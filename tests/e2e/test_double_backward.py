@@ -25,9 +25,9 @@ WIDTH = 640
 
 
 class HeldWrites:
-    """The engine of a run. From `hold` to `let_go` writes to some places do not end, nor what waits for them.
+    """The engine of a run. From `hold` to `end_all_held` writes to some places do not end, nor what waits for them.
 
-    It lets go by itself when the pager waits for a read that comes after one of them.
+    It ends them by itself when the pager waits for a read that comes after one of them.
     """
 
     def __init__(self, directories: Any, **options: Any) -> None:
@@ -64,9 +64,9 @@ class HeldWrites:
 
     def before_wait(self, ticket: Any) -> None:
         if self._depends(ticket):
-            self.let_go()
+            self.end_all_held()
 
-    def let_go(self) -> None:
+    def end_all_held(self) -> None:
         """Everything that is under way ends. Nobody is told."""
         if self._late is not None:
             os.close(self._other_end)
@@ -110,7 +110,7 @@ def test_a_graph_over_a_graph_finds_parameters_whose_frames_are_promised(twins: 
         gradients = torch.autograd.grad(result.sum(), of, create_graph=True)
         if swapped:
             promised.append(any(page.next_owner is not None for page in first))
-            engine.let_go()
+            engine.end_all_held()
         loss = result.square().mean() + sum(gradient.square().sum() for gradient in gradients)
         loss.backward()
         found = [parameter.grad.clone() for parameter in model.parameters()]

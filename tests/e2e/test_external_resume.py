@@ -58,7 +58,7 @@ def test_a_run_goes_on_wherever_the_file_is_meanwhile(run: Run) -> None:
 
 
 def test_a_run_that_goes_on_after_a_restart_of_the_system(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All checksums are compared then; what is lent has none."""
+    """All checksums are compared then; what is external has none."""
     run.train(1)
     monkeypatch.setattr("swapper.durability.recovery.boot_id", lambda: "another one")
     assert run.train(1)

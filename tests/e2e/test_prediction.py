@@ -20,7 +20,7 @@ from e2e.twins import adamw
 from swapper.bench.gpt import Gpt, GptConfig
 from swapper.bench.plain import make_optimizers
 from swapper.modules.groups import partition
-from swapper.modules.operations import SCRATCH_BYTES, Operation, OperationTimes, TensorForm, part_of, record
+from swapper.modules.operations import SCRATCH_BYTES, OperationTimes, RecordedOperation, TensorForm, part_of, record
 
 RATES: dict[str, Any] = {"drive_read": "1GB", "drive_write": "1GB"}
 CONFIG = GptConfig(vocabulary=128, context=16, layers=3, width=64)
@@ -81,7 +81,7 @@ def test_an_operation_that_is_too_large_is_measured_on_a_part_of_it() -> None:
     float32 = torch.float32
     forms = TensorForm((1 << 14, 1024), (1024, 1), float32), TensorForm((1024, 1 << 15), (1, 1024), float32)
     _, tree = _pytree.tree_flatten((forms, {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
-    part, share = part_of(Operation(torch.ops.aten.mm.default, forms, tree))
+    part, share = part_of(RecordedOperation(torch.ops.aten.mm.default, forms, tree))
     rows, columns = part.forms
     assert all(form.nbytes <= SCRATCH_BYTES // 4 for form in part.forms) and rows.shape[1] == columns.shape[0]
     assert share == rows.shape[0] * rows.shape[1] * columns.shape[1] / ((1 << 14) * 1024 * (1 << 15))
@@ -91,7 +91,7 @@ def test_an_operation_that_is_too_large_is_measured_on_a_part_of_it() -> None:
 
 def test_an_operation_that_cannot_run_alone_is_named(caplog: pytest.LogCaptureFixture) -> None:
     _, tree = _pytree.tree_flatten(((1,), {}))
-    assert OperationTimes().seconds(Operation(torch.ops.aten.mm.default, (1,), tree)) == 0
+    assert OperationTimes().seconds(RecordedOperation(torch.ops.aten.mm.default, (1,), tree)) == 0
     assert "aten.mm.default cannot be measured alone" in caplog.text
 
 

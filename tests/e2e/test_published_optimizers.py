@@ -113,7 +113,7 @@ def test_masters_would_not_follow_train_and_eval(twins: MakeTwins) -> None:
 def test_settings_that_a_step_changes_do_not_cost_a_trial_each_step(twins: MakeTwins) -> None:
     pair = twins(Net(), training(third_party.ScheduleFree))
     pair.train(train_step, steps=2)
-    [forms] = pair.manager.current.run.plan.inventory.discovery._forms
+    [forms] = pair.manager.current.run.plan.inventory.probe._forms
     tried = set(forms)
     pair.train(train_step, steps=2)
     assert set(forms) == tried

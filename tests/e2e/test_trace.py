@@ -74,7 +74,7 @@ def test_a_trace_has_every_transfer_phase_and_update_of_its_time(twins: MakeTwin
 
 
 def test_memory_is_bounded_and_the_last_spans_stay(tmp_path: Path) -> None:
-    trace = Trace(most_spans=10)
+    trace = Trace(max_spans=10)
     for number in range(100):
         trace.add("waits", f"wait {number}", float(number), number + 1.0)
     trace.write(tmp_path / "trace.json")

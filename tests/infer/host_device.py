@@ -233,7 +233,7 @@ class HostDevice(Device):
         def run():
             source = alive()
             is_there = source is not None and source.untyped_storage().nbytes()
-            assert is_there, "memory was let go before its copy was over"
+            assert is_there, "memory was released before its copy was over"
             assert checksum(source) == content, "memory was changed before its copy was over"
             target.copy_(source)
 

@@ -66,7 +66,7 @@ def test_memory_that_is_given_back_while_it_is_filled_is_noticed():
 def test_few_frames_are_enough(saved, opened):
     """Copies that never end by themselves have to be waited for: nothing stands still."""
     model, _ = late_model(saved, opened)
-    swapper.loaded(model)._on_device._uploads.most_in_flight = 1
+    swapper.loaded(model)._on_device._uploads.max_in_flight = 1
     for _ in range(3):
         assert torch.equal(run(model), run(make()))
     check(model)

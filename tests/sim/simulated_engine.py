@@ -6,7 +6,7 @@ ticket is done, and fails untouched if that one failed. What the real engine lea
 
 - two operations that touch the same memory, or the same place of a file with a write among them, never overlap in time;
 - memory that is being written out does not change until its ticket is done;
-- a wait for something that can never finish is reported, and so is a call that goes round in circles;
+- a wait for something that can never finish is reported, and so is a call that ends in a circle;
 - a touch of an address where nothing is mapped is an error, as it is a fault in reality;
 - memory that is mapped in a window is never read into: the window would show another page's bytes.
 """
@@ -482,4 +482,4 @@ class Engine:
     def _count_call(self) -> None:
         self._calls += 1
         if self._calls > CALLS_PER_REQUEST:
-            raise SimulationError("a request to the pager goes round in circles")
+            raise SimulationError("a request to the pager ends in a circle")

@@ -83,22 +83,22 @@ class KeepsFailuresOfWrites(SavedTensorCache):
         return error
 
 
-class LetsGoBeforeTheWrite(SavedTensorCache):
+class ReleasesBeforeTheWrite(SavedTensorCache):
     def _write(self, stored: Stored) -> None:
         super()._write(stored)
-        self._let_go(stored)
+        self._release(stored)
 
 
-class LetsGoOfWhatIsInMemoryOnly(SavedTensorCache):
+class ReleasesWhatIsInMemoryOnly(SavedTensorCache):
     def _write(self, stored: Stored) -> None:
-        self._let_go(stored)
+        self._release(stored)
 
 
 class DoesNotWaitForReads(SavedTensorCache):
     def fetch(self, stored: Stored) -> torch.Tensor:
         memory = super().fetch(stored)
         if stored.offset is not None and stored.residency is Residency.CLEAN:
-            self._let_go(stored)
+            self._release(stored)
             self._read(stored)
             assert stored.memory is not None
             return stored.memory
@@ -148,8 +148,8 @@ class CountsTwice(SavedTensorCache):
 
 
 BROKEN = [
-    ForgetsUnderWay, WritesBeforeArrival, TakesFailuresForContent, KeepsFailuresOfWrites, LetsGoBeforeTheWrite,
-    LetsGoOfWhatIsInMemoryOnly, DoesNotWaitForReads, HasNoLimit, LooksTwiceAtArrivals,
+    ForgetsUnderWay, WritesBeforeArrival, TakesFailuresForContent, KeepsFailuresOfWrites, ReleasesBeforeTheWrite,
+    ReleasesWhatIsInMemoryOnly, DoesNotWaitForReads, HasNoLimit, LooksTwiceAtArrivals,
     WaitsForWritesOnly, ReadsAheadWithoutRoom, KeepsPlaces, CountsTwice,
 ]  # fmt: skip
 

@@ -39,16 +39,16 @@ def grids(draw: st.DrawFn) -> ChunkedTensor:
 
 @settings(max_examples=examples(150))
 @given(grids(), st.integers(1, 400))
-def test_chunks_give_the_tensor_back(chunked: ChunkedTensor, most_bytes: int) -> None:
+def test_chunks_give_the_tensor_back(chunked: ChunkedTensor, max_bytes: int) -> None:
     chunked.check()
     whole = torch.arange(torch.Size(chunked.shape).numel(), dtype=torch.float32).view(chunked.shape)
     parts = [whole[tuple(map(slice, c.offsets, c.ends))].contiguous() for c in chunked.chunks]
     assert torch.equal(chunked.assembled(parts, torch.float32), whole)
     by_offset = {id(c.stored): part.view(-1) for c, part in zip(chunked.chunks, parts, strict=True)}
     found = []
-    for box in chunked.boxes(most_bytes):
+    for box in chunked.boxes(max_bytes):
         memory = torch.full(box.shape, -1.0)
-        assert memory.nbytes <= max(most_bytes, 4)
+        assert memory.nbytes <= max(max_bytes, 4)
         for piece in box.pieces:
             numel = torch.Size(piece.shape).numel()
             memory[piece.at] = by_offset[id(piece.stored)][piece.first : piece.first + numel].view(piece.shape)

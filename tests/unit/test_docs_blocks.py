@@ -30,7 +30,7 @@ BLOCK = re.compile(
     r"(?:^<!-- (?P<condition>needs: \w+) -->\n+)?(?:^```python\n(?P<shown>.*?)^```|^<!-- python\n(?P<hidden>.*?)^-->)",
     re.MULTILINE | re.DOTALL,
 )
-MOST_WORDS = 1200
+MAX_WORDS = 1200
 
 
 def page_name(page: Path) -> str:
@@ -109,4 +109,4 @@ def short_pages() -> list[Path]:
 
 @pytest.mark.parametrize("page", short_pages(), ids=page_name)
 def test_a_page_can_be_read_in_five_minutes(page: Path) -> None:
-    assert len(page.read_text().split()) <= MOST_WORDS
+    assert len(page.read_text().split()) <= MAX_WORDS

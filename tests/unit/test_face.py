@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,11 @@ def documented(value: Any, name: str) -> Iterator[tuple[str, Any, str]]:
         yield name, value, inspect.getdoc(value) or ""
         return
     yield name, value, "\n\n".join(inspect.cleandoc(of.__doc__ or "") for of in (value, value.__init__))
-    for member, found in vars(value).items():
+    bases = [base for base in value.__mro__ if base.__module__.startswith("swapper.")]
+    for member in dict.fromkeys(member for base in bases for member in vars(base)):
+        found = getattr(value, member)
         if not member.startswith("_") and callable(found) and not hasattr(FaultHandler, member):
-            yield f"{name}.{member}", getattr(value, member), inspect.getdoc(found) or ""
+            yield f"{name}.{member}", found, inspect.getdoc(found) or ""
 
 
 def lacking(value: Any, doc: str) -> list[str]:
@@ -85,14 +88,26 @@ def lacking(value: Any, doc: str) -> list[str]:
     return missing + ([] if is_record or "Raises" in sections else ["Raises:"])
 
 
-def test_public_docstrings_say_what_is_given_and_what_is_raised() -> None:
-    """Of everything with three or more parameters; of less, what it does."""
-    found = {}
+def public() -> Iterator[tuple[str, Any]]:
+    """Yield what users can call, and its name: exported, or in a module of integrations."""
     for module in (swapper, swapper.checkpoint, swapper.checkpoint.dcp):
         for name in module.__all__:
             value = getattr(module, name)
             if callable(value) and not (isinstance(value, type) and issubclass(value, Exception)):
-                found |= {at: lacks for at, one, doc in documented(value, name) if (lacks := lacking(one, doc))}
+                yield name, value
+    for path in (Path(swapper.__file__).parent / "integrations").glob("[!_]*.py"):
+        try:
+            module = import_module(f"swapper.integrations.{path.stem}")
+        except ImportError:  # its library is not installed
+            continue
+        for name, value in vars(module).items():
+            if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__:
+                yield f"{path.stem}.{name}", value
+
+
+def test_public_docstrings_say_what_is_given_and_what_is_raised() -> None:
+    """Of everything with three or more parameters; of less, what it does."""
+    found = {at: lacks for n, of in public() for at, one, doc in documented(of, n) if (lacks := lacking(one, doc))}
     assert found == {}
 
 

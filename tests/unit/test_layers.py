@@ -147,6 +147,13 @@ def test_a_name_of_a_module_means_one_thing():
     assert sorted({name for name in modules if modules.count(name) > 1}) == []
 
 
+def test_a_name_of_a_class_means_one_thing():
+    """Of a nested class too, whether it is private or not."""
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    classes = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    assert sorted({name for name in classes if classes.count(name) > 1}) == []
+
+
 # --- the rules notice what they are for ---------------------------------------------------------------------------------
 
 

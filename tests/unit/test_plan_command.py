@@ -20,7 +20,7 @@ from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.cli import app
 from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting
 from swapper.cli.planning.model_source import layers_of, make_model, with_layers
-from swapper.cli.planning.search import Row, smallest_budget, undominated
+from swapper.cli.planning.search import SettingCosts, smallest_budget, undominated
 from swapper.errors import BudgetError
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.manager import SwapManager
@@ -210,8 +210,8 @@ def test_a_checkpoints_header_alone_is_planned_as_its_model(tmp_path: Path) -> N
 
 
 def test_of_settings_only_those_stay_that_no_other_beats() -> None:
-    def row(step_s: float, memory: int, written: int) -> Row:
-        return Row("exact", "step", "-", 1, step_s, memory, written)
+    def row(step_s: float, memory: int, written: int) -> SettingCosts:
+        return SettingCosts("exact", "step", "-", 1, step_s, memory, written)
 
     best, smaller, beaten, equal = row(1, 9, 5), row(2, 4, 5), row(2, 5, 5), row(1, 9, 5)
     assert undominated([beaten, best, equal, smaller]) == [best, smaller]

@@ -75,9 +75,9 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
         drive.wait(transfer)
     read = sum(nbytes for reads, nbytes, _ in work if reads)
     written = sum(nbytes for reads, nbytes, _ in work if not reads)
-    least_s = max(read / rates.read, written / rates.write, (read + written) / rates.both, computed_s)
-    most_s = computed_s + read / rates.read + written / rates.write
-    assert least_s * (1 - 1e-6) <= drive.now_s <= most_s * (1 + 1e-6)
+    min_s = max(read / rates.read, written / rates.write, (read + written) / rates.both, computed_s)
+    max_s = computed_s + read / rates.read + written / rates.write
+    assert min_s * (1 - 1e-6) <= drive.now_s <= max_s * (1 + 1e-6)
 
 
 def test_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet() -> None:

@@ -149,7 +149,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 # --- a checkpoint's header --------------------------------------------------------------------------------------------
 
 
-class _Part(nn.Module):
+class _PlannedModule(nn.Module):
     """A module that has parameters, and is never called."""
 
     def forward(self) -> None:
@@ -194,7 +194,7 @@ def _headers_of_index(path: Path) -> dict[str, Any]:
 
 
 def _from_tensors(path: Path, tensors: Mapping[str, Any]) -> nn.Module:
-    root = _Part()
+    root = _PlannedModule()
     for name, entry in tensors.items():
         try:
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
@@ -219,7 +219,7 @@ def _module_of(root: nn.Module, names: list[str]) -> nn.Module:
         if name not in at._modules:
             is_list = below is not None and below.isdigit()
             is_table = below is None and ("embed" in name or name in ("wte", "wpe"))
-            child = nn.ModuleList() if is_list else nn.Embedding.__new__(nn.Embedding) if is_table else _Part()
+            child = nn.ModuleList() if is_list else nn.Embedding.__new__(nn.Embedding) if is_table else _PlannedModule()
             if is_table:
                 nn.Module.__init__(child)
                 child.sparse = False
@@ -300,7 +300,7 @@ def with_larger_layers(model: nn.Module, count: int) -> nn.Module:
     times = -(-len(layers) // count)
     if times == 1:
         return model
-    parts = [_Part() for _ in range(0, len(layers), times)]
+    parts = [_PlannedModule() for _ in range(0, len(layers), times)]
     for number, layer in enumerate(layers):
         parts[number // times].add_module(str(number), layer)
     return _rebuilt(model, {id(owner): _with_child(owner, name, nn.ModuleList(parts))})

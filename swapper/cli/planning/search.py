@@ -21,7 +21,7 @@ GIB = 1 << 30
 FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
 TABLE_PAGES = 200
 """Rough: a table has many rows."""
-MOST_LAYERS = 1 << 14
+MAX_LAYERS = 1 << 14
 """No model is tried with more."""
 CODECS, UPDATES, PASSES = ("exact", "8bit"), ("step", "deferred"), (1, 4)
 MEMORY_SHARES = (1, 2)
@@ -91,7 +91,7 @@ def _times(drive: DriveRates, factor: float) -> DriveRates:
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingCosts:
     """A setting and its costs.
 
     Attributes:
@@ -113,7 +113,7 @@ class Row:
         return self.step_s, self.memory_bytes, self.written_bytes
 
 
-def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> list[Row]:
+def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> list[SettingCosts]:
     """Return the settings that no other one beats in seconds, memory and bytes written at once, fastest first.
 
     Tried are codecs and times of updates, the given ones too, all and half of the memory, and more passes of fewer tokens; and
@@ -133,13 +133,13 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
     return sorted(undominated(rows), key=lambda row: row.costs)
 
 
-def _row(forecaster: Forecaster, machine: Machine, setting: Setting) -> Row:
+def _row(forecaster: Forecaster, machine: Machine, setting: Setting) -> SettingCosts:
     found = forecaster.forecast(machine, setting, TABLE_PAGES)
     saved_bytes = saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
     memory = found.memory_bytes * machine.of_node + (saved_bytes if machine.device_bytes is None else 0)
     placement = ", ".join(family for family in FAMILIES if found.plan.places[family] == "nvme") or "-"
     written = found.written_bytes * machine.of_node
-    return Row(setting.codec, setting.update, placement, setting.passes, found.step.wall_s, memory, written)
+    return SettingCosts(setting.codec, setting.update, placement, setting.passes, found.step.wall_s, memory, written)
 
 
 def saved_for_backward(model: nn.Module) -> int:
@@ -148,9 +148,9 @@ def saved_for_backward(model: nn.Module) -> int:
     return sum(p.shape[1] * p.dtype.itemsize for p in matrices if p is not None and p.dim() == 2)
 
 
-def undominated(rows: Sequence[Row]) -> list[Row]:
+def undominated(rows: Sequence[SettingCosts]) -> list[SettingCosts]:
     """Return the rows than which no other is at most as large in all costs, and less in one. Of equal ones the first stays."""
-    found: list[Row] = []
+    found: list[SettingCosts] = []
     for number, row in enumerate(rows):
         others = (other for at, other in enumerate(rows) if at != number)
         beaten = any(
@@ -185,7 +185,7 @@ def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at
         return tried[count] is not None
 
     low, high = 0, len(layers)
-    while high < MOST_LAYERS and fits(high):
+    while high < MAX_LAYERS and fits(high):
         low, high = high, 2 * high
     while high - low > max(low // 64, 1):
         middle = (low + high) // 2

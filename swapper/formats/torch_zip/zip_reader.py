@@ -66,7 +66,7 @@ class ZipIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _FileBytes:
     """The bytes of an open file from `base` on."""
 
     descriptor: int
@@ -108,7 +108,7 @@ def read_index(
     """
     base, file_nbytes = span or (0, os.fstat(descriptor).st_size)
     ends = _ends(descriptor, path, base, file_nbytes) if span else []
-    part = _Part(descriptor, path, base, ends)
+    part = _FileBytes(descriptor, path, base, ends)
     begin, nbytes, count = _find_directory(part, file_nbytes)
     if nbytes > _MAX_DIRECTORY_BYTES:
         raise _bad(path, f"its directory claims {nbytes} bytes")
@@ -133,7 +133,7 @@ def read_index(
     return ZipIndex(path, located)
 
 
-def _find_directory(part: _Part, file_nbytes: int) -> tuple[int, int, int]:
+def _find_directory(part: _FileBytes, file_nbytes: int) -> tuple[int, int, int]:
     """Return offset, bytes and number of entries of the central directory."""
     longest = _END_BYTES if part.known else END.size + _LONGEST_COMMENT + ZIP64_LOCATOR.size
     span = min(file_nbytes, longest)
@@ -239,7 +239,7 @@ def _is_payload(name: str) -> bool:
     return name.split("/")[1:-1] == ["data"]
 
 
-def _stated_alignment(part: _Part, records: Mapping[str, ZipRecord]) -> int | None:
+def _stated_alignment(part: _FileBytes, records: Mapping[str, ZipRecord]) -> int | None:
     """Return the alignment that the file's `.storage_alignment` states, in bytes; None without a valid one."""
     for name, record in records.items():
         if name.endswith("/.storage_alignment") and record.nbytes < 8 and not record.compressed:
@@ -249,7 +249,7 @@ def _stated_alignment(part: _Part, records: Mapping[str, ZipRecord]) -> int | No
     return None
 
 
-def _locate(part: _Part, entry: ZipRecord, alignment: int | None) -> ZipRecord:
+def _locate(part: _FileBytes, entry: ZipRecord, alignment: int | None) -> ZipRecord:
     """Return the record with its `offset`."""
     if alignment is not None:
         offset = payload_offset(entry.header_offset, entry.name, entry.nbytes, alignment)

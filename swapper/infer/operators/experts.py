@@ -303,7 +303,7 @@ class OnDemandGroup(GroupWeights):
     def settled(self) -> bool:
         return False
 
-    def _bring_in(self) -> bool:
+    def _fault_in(self) -> bool:
         values = self._experts.lease(self._recipes, self._with_it)
         for parameter, value in zip(self.parameters, values, strict=True):
             materialize(parameter)

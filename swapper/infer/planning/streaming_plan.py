@@ -129,7 +129,7 @@ class StreamingPlan:
         """Device memory in addition to images: resident weights, and the most of conversions, parts of matrices and
         experts at once."""
         _, small_bytes = place_in_storage(part.nbytes for weight in self.small for part in weight.recipe.parts)
-        return small_bytes + self.buffer_bytes + self.made_bytes + 2 * self._slot_bytes + self.least_experts_bytes
+        return small_bytes + self.buffer_bytes + self.made_bytes + 2 * self._slot_bytes + self.min_experts_bytes
 
     @property
     def parts_bytes(self) -> int:
@@ -158,10 +158,10 @@ class StreamingPlan:
         largest = self.largest_expert_bytes
         dense = sum(nbytes for runs in self.runs_of_used for nbytes in runs)
         left = budget_bytes - self.fixed_bytes - self.staging_bytes - dense - dense // 16 - SPARE_BYTES
-        return max(min(left, everything + largest), self.least_experts_bytes)
+        return max(min(left, everything + largest), self.min_experts_bytes)
 
     @property
-    def least_experts_bytes(self) -> int:
+    def min_experts_bytes(self) -> int:
         """Memory of the experts that are read and used at once."""
         return MIN_EXPERTS * self.largest_expert_bytes
 

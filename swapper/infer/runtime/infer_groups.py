@@ -58,7 +58,7 @@ class DeviceGroup(GroupWeights):
         self.image: DeviceCopy = image
         self._tier = tier
         self._stays_materialized = False  # it is on the device for good
-        image.before_eviction = self._let_go
+        image.before_eviction = self._before_eviction
 
     @property
     def settled(self) -> bool:
@@ -78,7 +78,7 @@ class DeviceGroup(GroupWeights):
     def kept_accesses(self) -> list[Access]:
         return [copy.access for copy in self.image.copies if copy.is_held]
 
-    def _bring_in(self) -> bool:
+    def _fault_in(self) -> bool:
         if self.paged:
             self._tier.lease(self.image)
         return not self.settled
@@ -107,7 +107,7 @@ class DeviceGroup(GroupWeights):
     def _forget_change(self) -> None:
         self._tier.invalidate(self.image)
 
-    def _let_go(self) -> None:
+    def _before_eviction(self) -> None:
         """Dematerialize: the image was to stay and is evicted."""
         self._stays_materialized = False
         self._dematerialize()
@@ -116,7 +116,7 @@ class DeviceGroup(GroupWeights):
 class LargerThanDevice(GroupWeights):
     """A group that is read by rows or parts and is too large for the device as a whole; or one without weights."""
 
-    def _bring_in(self) -> bool:
+    def _fault_in(self) -> bool:
         if self.paged:
             raise BudgetError(
                 f"parameter {self.names[0]} is used as a whole, and is larger than what device_memory leaves for weights; "
@@ -166,14 +166,14 @@ class InferenceDevice(ModelDevice):
         name = group.weights[0].name.rpartition(".")[0] if group.weights else ""
         image = self.add_image(group.index, name, storage, spans, kept)
         self._passing_frames -= sum(copy.stays for copy in image.copies)
-        self._uploads.most_in_flight = max(COPIES_IN_FLIGHT, self._passing_frames // 2)
+        self._uploads.max_in_flight = max(COPIES_IN_FLIGHT, self._passing_frames // 2)
         return image, located
 
-    def experts(self, host_bytes: int, least_bytes: int) -> DeviceExperts[Key]:
+    def experts(self, host_bytes: int, min_bytes: int) -> DeviceExperts[Key]:
         """Return memory for experts: `host_bytes` in host memory, and here at least this much, and what images leave."""
         tier = self.tier
         made: DeviceExperts[Key] = DeviceExperts(
-            self.copies, host_bytes, lambda nbytes: least_bytes + tier.spare_bytes(nbytes)
+            self.copies, host_bytes, lambda nbytes: min_bytes + tier.spare_bytes(nbytes)
         )
         tier.shrink_others = made.shrink
         return made

@@ -31,7 +31,7 @@ from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, make_room, refuse_gradient
 from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Models
-from swapper.modules.guarded import Run
+from swapper.modules.guarded import RunWith
 from swapper.modules.torch_functions import Function
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
@@ -229,18 +229,18 @@ class LoadedModel:
 
     # --- accesses to cold parameters: see swapper.modules.guarded.FaultHandler ----------------------------------------
 
-    def bring(self, parameter: nn.Parameter) -> bool:
+    def fault_in(self, parameter: nn.Parameter) -> bool:
         self._check_usable()
-        return self._hooks is not None and self._hooks.bring(parameter)
+        return self._hooks is not None and self._hooks.fault_in(parameter)
 
     def catch_up(self, parameter: nn.Parameter) -> None:
         """Do nothing: weights do not change."""
 
-    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         """Run the operation on mappings of the files."""
         return run({id(parameter): self.whole(parameter) for parameter in parameters})
 
-    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         name = getattr(function, "__name__", function)
         raise StateError(f"{name} would change parameter {self._names[id(parameters[0])]}, but {FOR_INFERENCE}")
 
@@ -253,7 +253,7 @@ class LoadedModel:
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the weight as a mapping of the file, for state_dict: read on access; changes stay in memory."""
         self._check_usable()
-        if self._hooks is not None and self._hooks.bring(parameter):
+        if self._hooks is not None and self._hooks.fault_in(parameter):
             return None  # within a forward
         return self._shown(parameter, self._given)
 
@@ -281,7 +281,7 @@ class LoadedModel:
         if self._device is not None and fitting.on_device is not None:
             self._on_device = InferenceDevice(self._device, self._streaming, fitting.on_device, self._counters)
             if self._cache_bytes:
-                experts.there = self._on_device.experts(self._cache_bytes, fitting.plan.least_experts_bytes)
+                experts.there = self._on_device.experts(self._cache_bytes, fitting.plan.min_experts_bytes)
         buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
         self._adopt(model, fitting, experts)
         for place, tensor in zip(buffers, buffer_tensors, strict=True):

@@ -160,7 +160,7 @@ class GroupWeights(LeasedGroup):
     def _makes(self) -> bool:
         return any(weight.is_made for weight in self.weights)
 
-    def _bring_in(self) -> bool:
+    def _fault_in(self) -> bool:
         if self.settled:
             return False
         self._pager.acquire(self.access)

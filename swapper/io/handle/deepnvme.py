@@ -61,18 +61,23 @@ class DeepNvmeMethods:
         raise NotImplementedError
 
     def get_block_size(self) -> int:
+        """Return the bytes of one request, at most, as given."""
         return self._block_size
 
     def get_queue_depth(self) -> int:
+        """Return the kernel calls in flight, for each unit of parallelism, as given."""
         return self._queue_depth
 
     def get_single_submit(self) -> bool:
+        """Return DeepNVMe's option as given: here it changes nothing."""
         return self._single_submit
 
     def get_overlap_events(self) -> bool:
+        """Return DeepNVMe's option as given: here it changes nothing."""
         return self._overlap_events
 
     def get_intra_op_parallelism(self) -> int:
+        """Return DeepNVMe's option as given."""
         return self._parallelism
 
     def get_thread_count(self) -> int:
@@ -85,11 +90,27 @@ class DeepNvmeMethods:
         return ALIGNMENT * self._parallelism
 
     def read(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
-        """Read now. Returns 0. `validate` reads the file a second time, another way, and compares."""
+        """Read now. Returns 0.
+
+        Args:
+            buffer: receives its bytes: of any shape, dtype and strides.
+            filename: a file's name, or an open descriptor.
+            validate: read the file a second time, another way, and compare.
+            file_offset: in bytes; None (the default): the whole file.
+
+        Raises:
+            IoError: the transfer failed, or what was compared differs. With `strict` off it is logged, and -1 returned.
+            UnsupportedError: not a tensor with bytes.
+        """
         return self._answer(lambda: self._do_alone("read", buffer, filename, validate, file_offset))
 
     def write(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
-        """Write now. Returns 0."""
+        """Write now. Returns 0.
+
+        Args: as of `read`; a missing file is made.
+
+        Raises: as `read` does.
+        """
         return self._answer(lambda: self._do_alone("write", buffer, filename, validate, file_offset))
 
     def pread(
@@ -101,7 +122,12 @@ class DeepNvmeMethods:
         file_offset: int | None = None,
         **named: Any,
     ) -> int:
-        """Read as `async_pread` if the fourth argument (`async`, a keyword of Python) is true, else as `sync_pread`."""
+        """Read as `async_pread` if the fourth argument (`async`, a keyword of Python) is true, else as `sync_pread`.
+
+        Args: as of `read`.
+
+        Raises: as `read` does, of what it waits for.
+        """
         is_async = _async_of(async_op, named)
         return self._answer(lambda: self._do("read", buffer, filename, validate, is_async, file_offset))
 
@@ -114,20 +140,40 @@ class DeepNvmeMethods:
         file_offset: int | None = None,
         **named: Any,
     ) -> int:
-        """Write; otherwise as `pread`."""
+        """Write; otherwise as `pread`.
+
+        Args: as of `read`.
+
+        Raises: as `read` does, of what it waits for.
+        """
         is_async = _async_of(async_op, named)
         return self._answer(lambda: self._do("write", buffer, filename, validate, is_async, file_offset))
 
     def sync_pread(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
-        """Read, and wait for it and everything asynchronous before it. Returns their number: 1 if it is alone."""
+        """Read, and wait for it and everything asynchronous before it. Returns their number: 1 if it is alone.
+
+        Args: as of `read`.
+
+        Raises: as `read` does, of all of them.
+        """
         return self.pread(buffer, filename, False, False, file_offset)
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
-        """Write; otherwise as `sync_pread`."""
+        """Write; otherwise as `sync_pread`.
+
+        Args: as of `read`.
+
+        Raises: as `read` does, of all of them.
+        """
         return self.pwrite(buffer, filename, False, False, file_offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
-        """Begin to read. Returns 0."""
+        """Begin to read. Returns 0.
+
+        Args: as of `read`.
+
+        Raises: as `read` does, if it cannot begin.
+        """
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(
@@ -142,6 +188,12 @@ class DeepNvmeMethods:
 
         A descriptor (`fd=`, or instead of the name) stays the caller's, who may close it at once; its file is never
         truncated.
+
+        Args: as of `read`.
+
+        Raises:
+            ConfigError: neither `filename` nor `fd`, or both.
+            As `read`, if it cannot begin.
         """
         target = filename if fd is None else fd
         if target is None or (fd is not None and filename is not None):
@@ -159,8 +211,17 @@ class DeepNvmeMethods:
         return self._answer(self._drain_awaited)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tenosr: torch.Tensor, **named: Any) -> torch.Tensor:
-        """Return a page-locked tensor of `num_elem` zeros of the example's dtype (`example_tenosr`: DeepNVMe's
-        spelling)."""
+        """Return a page-locked tensor of zeros.
+
+        Args:
+            num_elem: how many.
+            example_tenosr: a tensor of their dtype (DeepNVMe's spelling).
+            named: DeepNVMe's other options, which change nothing here.
+
+        Raises:
+            ConfigError: a negative number of elements.
+            IoError: there is no such memory, or, with `strict`, the system refuses to lock it.
+        """
         return new_locked_tensor(num_elem, example_tenosr.dtype, must_lock=self.strict)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ def divide(
     frames_needed: Callable[[int], int],
     explain: str,
     page_bytes: int | None = None,
-    least_frames: Callable[[int], int] = lambda page_bytes: 0,
+    min_frames: Callable[[int], int] = lambda page_bytes: 0,
 ) -> Budget:
     """Return how `host_bytes` are used.
 
@@ -72,17 +72,17 @@ def divide(
         frames_needed: for a page size, how many frames a step needs at once so that it can never deadlock.
         explain: of `kept_bytes`, for the error message.
         page_bytes: the size of a page if it is given, as in a resumed run.
-        least_frames: at most as many as `frames_needed`, found sooner.
+        min_frames: at most as many as `frames_needed`, found sooner.
 
     Raises:
         BudgetError: with the smallest budget that works.
     """
     rest = f"stay in memory ({explain}); raise host_memory{OR_PLACE_MORE}"
     frames_needed = functools.cache(frames_needed)  # which goes through slices; the search asks for few sizes
-    least_frames = functools.cache(least_frames)
+    min_frames = functools.cache(min_frames)
 
     def is_enough(frames: int, size: int) -> bool:
-        return frames >= least_frames(size) and frames >= frames_needed(size)
+        return frames >= min_frames(size) and frames >= frames_needed(size)
 
     def fit(pool_bytes: int) -> PoolSize | None:
         if paged:

@@ -12,9 +12,9 @@ comes. A step whose accesses are all within the tolerance is not learned: the ne
 [Note: what a step leaves out] Layers may be left out by chance (layerdrop), and others in the next step; or steps alternate between
 two orders. So what the step before had is still expected, at its place: only what two steps in a row left out is forgotten.
 
-[Note: an even share] Of pages that are used once in a cycle which does not fit, any fixed set may be resident: as many must be
+[Note: a resident set] Of pages that are used once in a cycle which does not fit, any fixed set may be resident: as many must be
 read whichever it is. But computing hides only transfers that go on at the same time: if all of one layer is resident and nothing
-of the next, the drive first idles and is then waited for. So the resident set is an even share of the cycle, with more of what
+of the next, the drive first idles and is then waited for. So the resident set is spread evenly over the cycle, with more of what
 comes first: it follows a time without transfers (a step's other half, where nothing is paged), and then much is needed at once.
 If some pages are used several times in a step, the resident set is no free choice: the page that is needed latest is evicted.
 """
@@ -133,12 +133,12 @@ class Schedule:
         return True
 
     def _with_left_out(self, step: Sequence[Access]) -> list[Access]:
-        """Return the accesses of `step`, and those that it is the first to leave out, each after its predecessor in the cycle."""
+        """Return the accesses of `step`, and those that it is the first to leave out, each after the one before it in the cycle."""
         places: dict[Hashable, deque[int]] = {}
         for place, access in enumerate(step):
             places.setdefault(access.key, deque()).append(place)
         before, self._left_out = self._left_out, Counter()
-        kept: dict[int, list[Access]] = {}  # by the place of the predecessor
+        kept: dict[int, list[Access]] = {}  # by the place of the one before
         last = -1
         for access in self._cycle:
             if places.get(access.key):
@@ -198,7 +198,7 @@ class Schedule:
 def choose_resident_set(
     cycle: Sequence[Access], page_bytes: Callable[[int], int], frame_count: int, window_pages: int
 ) -> frozenset[int]:
-    """Return the pages that stay in memory; none if that is no free choice, or without room. [Note: an even share]
+    """Return the pages that stay in memory; none if that is no free choice, or without room. [Note: a resident set]
 
     Args:
         page_bytes: returns the size of a page; only pages of the largest size stay.

@@ -85,10 +85,12 @@ class DeviceStored:
         unordered = None if self.is_ordered else self.memory  # ordered memory is freed now
         held_bytes = 0 if self.memory is None else self.nbytes
         event = self.copied if self.filled is None else self.filled
-        self._cache.forgotten.append(_Remains(self.number, self.nbytes, held_bytes, unordered, self.stream, event))
+        self._cache.forgotten.append(
+            _DeviceRemains(self.number, self.nbytes, held_bytes, unordered, self.stream, event)
+        )
 
 
-class _Remains(NamedTuple):
+class _DeviceRemains(NamedTuple):
     """The remains of a dropped storage, to be released: from any thread, at any moment."""
 
     number: int
@@ -121,10 +123,10 @@ class DeviceTensorCache:
         self._order = count()
         self._live: dict[int, weakref.ref[DeviceStored]] = {}  # by number, in order
         self._here: dict[int, weakref.ref[DeviceStored]] = {}  # those with memory, in order of allocation
-        self.forgotten: deque[_Remains] = deque()
+        self.forgotten: deque[_DeviceRemains] = deque()
         self._held_bytes = 0
         self._live_bytes = 0
-        self._most_bytes = 0  # maximum of live bytes since the forward began
+        self._max_bytes = 0  # maximum of live bytes since the forward began
         self._expected_bytes: int | None = None  # see [Note: storages that are copied]
         self._counters = below.counters
 
@@ -134,8 +136,8 @@ class DeviceTensorCache:
         """Begin a forward."""
         with self._lock:
             self._settle()
-            self._expected_bytes = self._most_bytes or self._expected_bytes
-            self._most_bytes = 0
+            self._expected_bytes = self._max_bytes or self._expected_bytes
+            self._max_bytes = 0
 
     def end(self) -> None:
         """Release pending memory: nothing is saved any more for now."""
@@ -155,7 +157,7 @@ class DeviceTensorCache:
             is_too_much = self._expected_bytes is None or self._live_bytes < self._expected_bytes - self._limit_bytes
             self._live[stored.number] = weakref.ref(stored)
             self._live_bytes += stored.nbytes
-            self._most_bytes = max(self._most_bytes, self._live_bytes)
+            self._max_bytes = max(self._max_bytes, self._live_bytes)
             self._hold(stored)
             if is_too_much:
                 self._send_down(stored)

@@ -292,7 +292,7 @@ class SavedTensorCache:
                 continue
             if not (only_used and stored.uses_left):
                 del self._restored[stored.number]
-                self._let_go(stored)
+                self._release(stored)
                 return True
         return False
 
@@ -331,10 +331,10 @@ class SavedTensorCache:
         if error is None:
             stored.move(Residency.CLEAN)
         if error is not None or not is_read:
-            self._let_go(stored)
+            self._release(stored)
         return error
 
-    def _let_go(self, stored: Stored) -> None:
+    def _release(self, stored: Stored) -> None:
         note_freed(stored.nbytes)
         stored.memory = None
         stored.move(Residency.COLD)

@@ -40,7 +40,11 @@ class DeviceGradients(PagedGradients):
     """
 
     def __init__(
-        self, places: list[tuple[str, nn.Parameter, TensorLocation]], pager: Pager, on_device: TrainingDevice
+        self,
+        places: list[tuple[str, nn.Parameter, TensorLocation]],
+        pager: Pager,
+        finish_step: Callable[[], None],
+        on_device: TrainingDevice,
     ) -> None:
         self._on_device = on_device
         self._downloads = on_device.downloads
@@ -52,7 +56,7 @@ class DeviceGradients(PagedGradients):
         self._order = StreamOrder(on_device.device)  # of the streams that add them up
         self._came: Counter[int] = Counter()  # backwards of this step that had a gradient of it
         self._usual: Counter[int] = Counter()  # backwards of the last step
-        super().__init__(places, pager)
+        super().__init__(places, pager, finish_step)
 
     def _hook(self, slot: GradientSlot, act: Callable[[PagedGradients, GradientSlot], None]) -> Hook:
         hook, alone = super()._hook(slot, act), self._on_device.alone
@@ -174,7 +178,7 @@ class DeviceGradients(PagedGradients):
     def _add(self, gradient: torch.Tensor, memory: torch.Tensor, before: GradientMeta) -> None:
         """Add an earlier gradient, in `memory` on the host, to `gradient` on the device; `before` is its metadata."""
         nbytes = min(
-            max(self._downloads.most_bytes // EARLIER_SHARE, DEVICE_ALIGNMENT_BYTES), MAX_PIECE_BYTES, memory.numel()
+            max(self._downloads.max_bytes // EARLIER_SHARE, DEVICE_ALIGNMENT_BYTES), MAX_PIECE_BYTES, memory.numel()
         )
         nbytes -= nbytes % gradient.element_size()
         storage = self._on_device.new_storage(
@@ -195,7 +199,7 @@ class DeviceGradients(PagedGradients):
         self._release(part)
 
     def _lease(self, slot: GradientSlot, part: GradientPart) -> None:
-        while self._pages_leased >= self._on_device.most_pages:
+        while self._pages_leased >= self._on_device.max_pages:
             self._downloads.wait_for_oldest()
         super()._lease(slot, part)
         self._pages_leased += part.access is not None

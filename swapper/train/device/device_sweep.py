@@ -197,8 +197,9 @@ class DeviceSweep(Sweep):
             self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
             self._views = {(p.place, p.begin): p.view(storage) for p in parts}
-            run = list(self._runs(update, part))
-            self._compute(run)
+            run = list(self._updates(update, part))
+            for proxy, works in self._proxies.each_with(self._update_by_kernels(run)):
+                proxy.update(works)
             for one in run:
                 self._store(one)
             error_in = self._send_unheld()
@@ -239,7 +240,7 @@ class DeviceSweep(Sweep):
             access = self._over.popleft()
             self._pager.release(access, access.writes)
 
-    def _runs(self, update: GroupUpdate, part: Slice) -> Iterator[Update]:
+    def _updates(self, update: GroupUpdate, part: Slice) -> Iterator[Update]:
         """Yield the optimizer's updates, on views of the slot, of state that stays on the device, and of the scratch."""
         trainable = update.trainable
         for piece in part.pieces:
@@ -247,33 +248,31 @@ class DeviceSweep(Sweep):
             begin, end = piece.begin, piece.end
             by_kernel = self.on_device.kernel is not None or self._is_fused(trainable, piece.parameter)
             shape = (-1,) if places.may_cut else places.param.slot.spec.shape
-            homes = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
+            state_tensors = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
             param = self._there(places.param, begin, end).view(shape)
             decoded = self._decoded(self._coded_there, places, begin, end, param, by_kernel)
-            homes.update(decoded)
-            master = homes.pop("master", None)
+            state_tensors.update(decoded)
+            master = state_tensors.pop("master", None)
             target = param if master is None else master
             gradient = self._gradient_of(update, piece).view(shape)
             if not by_kernel:
                 gradient = gradient.to(target.dtype)
-            state = self._state(places, begin, end, homes)
+            state = self._state(places, begin, end, state_tensors)
             for key in places.others:
                 if isinstance(value := state.get(key), torch.Tensor):
                     state[key] = self._on_device(value, target.device, self._counts_there(settings, by_kernel))
             work, rounded = Work(settings, target.detach(), gradient, state), None if master is None else param
-            yield Update(work, places, begin, end, homes, target, rounded, decoded, by_kernel)
+            yield Update(work, places, begin, end, state_tensors, target, rounded, decoded, by_kernel)
 
-    def _compute(self, run: list[Update]) -> None:
-        """Queue the updates, by the user's optimizer, or by swapper's AdamW. [Note: fused AdamW], coded_run.py"""
+    def _update_by_kernels(self, run: list[Update]) -> list[Work]:
+        """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], coded_run.py"""
         if self.on_device.kernel is not None:
             self.on_device.kernel.update(run, self._proxies.settings)
-            return
+            return []
         for one in run:
             if one.by_kernel:
                 update_by_kernel(one, self._proxies.settings(one.work.settings))
-        others = [one.work for one in run if not one.by_kernel]
-        if others:
-            self._proxies.update(others)
+        return [one.work for one in run if not one.by_kernel]
 
     def _counts_there(self, settings: int, by_kernel: bool) -> bool:
         """Return True if counters of a group are counted on the device."""

@@ -37,7 +37,7 @@ class _Page:
 
 
 @dataclass(slots=True)
-class _Group:
+class _GroupState:
     """One group's state.
 
     Attributes:
@@ -69,11 +69,11 @@ class DeviceResidentState:
         self._pager = pager
         self._groups = {trainable.group: self._lay_out(trainable) for trainable in trainables}
 
-    def _lay_out(self, trainable: Trainable) -> _Group:
+    def _lay_out(self, trainable: Trainable) -> _GroupState:
         places = [place for of in trainable.places for place, _, _ in of.stored(0, of.numel)]
         others = [place for of in trainable.places for place in of.others.values()]
         storage, views, spans = self._on_device.lay_out([(place.section, place.slot) for place in places])
-        group = _Group(
+        group = _GroupState(
             storage,
             {place: view.view(-1) for place, view in zip(places, views, strict=True)},
             {place: torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype) for place in others},
@@ -125,7 +125,7 @@ class DeviceResidentState:
             group.storage.wait_on_current_stream()
             group.is_changed = True
 
-    def _fill(self, group: _Group) -> None:
+    def _fill(self, group: _GroupState) -> None:
         self._on_device.fill(group.storage, [page.copy for page in group.pages])
         for page in group.pages:
             if page.others:

@@ -80,7 +80,7 @@ class TrainingDevice(ModelDevice):
         spare_frames: of the pool, beyond what a step needs at once.
 
     Attributes:
-        most_pages: maximum of frames leased for gradients at once.
+        max_pages: maximum of frames leased for gradients at once.
         downloads: copies gradients, and changes made on the device, to the host.
         sum_bytes: the device's memory for gradients that are added up there.
         order: of the streams that write gradients which stay, and the one that uses them.
@@ -108,7 +108,7 @@ class TrainingDevice(ModelDevice):
         self.alone = threading.RLock()
         self.updates = updates
         self.kernel = kernel
-        self.most_pages = PAGES_ON_THEIR_WAY + min(max(spare_frames, 0) // 2, MORE_PAGES_ON_THEIR_WAY)
+        self.max_pages = PAGES_ON_THEIR_WAY + min(max(spare_frames, 0) // 2, MORE_PAGES_ON_THEIR_WAY)
         self._budget = budget
         self._pager = pager
         self.downloads = Downloads(device, counters, placement.down_bytes)
@@ -118,7 +118,7 @@ class TrainingDevice(ModelDevice):
         self._slices = device.new_stream()  # slices that are updated do not wait behind images
         self.updating = device.new_stream()
         self._images: list[DeviceCopy] = []
-        self._image_of: dict[int, DeviceCopy] = {}  # by id of a parameter
+        self._copy_of: dict[int, DeviceCopy] = {}  # by id of a parameter
         self._used: list[DeviceCopy] = []  # in this step, in order
         _open.add(self)
 
@@ -127,7 +127,7 @@ class TrainingDevice(ModelDevice):
         storage, views, spans = self.lay_out(places)
         image = self.add_image(group.index, group.name, storage, spans)
         self._images.append(image)
-        self._image_of.update((id(parameter), image) for _, parameter in group.parameters)
+        self._copy_of.update((id(parameter), image) for _, parameter in group.parameters)
         return image, views
 
     def lay_out(
@@ -172,7 +172,7 @@ class TrainingDevice(ModelDevice):
 
     def gradient_came(self, parameter: int) -> None:
         """Note that autograd has written the gradient of the parameter with this id on the current stream."""
-        self._image_of[parameter].storage.note_use()  # by the kernels that made the gradient
+        self._copy_of[parameter].storage.note_use()  # by the kernels that made the gradient
 
     def copy_back(self, image: DeviceCopy) -> None:
         """Copy the device's content to the locations of the image's tensors, and wait for the copies.
@@ -289,7 +289,7 @@ class TrainingDevice(ModelDevice):
         _open.discard(self)
         self.finish()
         super().close()
-        self._images, self._used, self._image_of = [], [], {}
+        self._images, self._used, self._copy_of = [], [], {}
 
 
 def _check_others(budget: DeviceBudget) -> None:

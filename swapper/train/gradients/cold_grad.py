@@ -127,11 +127,11 @@ class _Factor:
     def on_device_of(self, part: torch.Tensor) -> torch.Tensor:
         """Return it where `part` is, or in host memory, where any kernel takes it from."""
         if self.value.device not in (part.device, torch.device("cpu")):
-            _bring(self._elsewhere)
+            _copy_to_host(self._elsewhere)
         return self.value
 
 
-def _bring(factors: weakref.WeakSet[_Factor]) -> None:
+def _copy_to_host(factors: weakref.WeakSet[_Factor]) -> None:
     """Copy these factors to host memory: one wait for all of a device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[_Factor]] = {}
     for factor in list(factors):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import tempfile
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Gradients:
         sections: with memory; those that are not resident are on NVMe.
         pager: makes the leases.
         regions: by index of a page of parameters, its cache region in `sections`.
+        finish_step: makes an open step use its gradients.
         on_device: the accelerator of the parameters, if any; copies gradients to the host.
         kept: names of parameters whose gradients stay autograd's own, on the device or in host memory.
     """
@@ -58,6 +59,7 @@ class Gradients:
         sections: Iterable[Section],
         pager: Pager,
         regions: Mapping[int, VictimRegion],
+        finish_step: Callable[[], None],
         on_device: TrainingDevice | None = None,
         kept: Collection[str] = (),
     ) -> None:
@@ -70,11 +72,12 @@ class Gradients:
         self._on_device: GradientsOnDevice | None = None
         if on_device is not None:
             self._kept = self._on_device = GradientsOnDevice(stay, on_device)
-            self.paged = DeviceGradients(trained, pager, on_device)
+            self.paged = DeviceGradients(trained, pager, finish_step, on_device)
             at_hand = []
         else:
             self._kept = AutogradGradients(stay)
-            self.paged = PagedGradients([entry for entry in trained if not entry[2].section.resident], pager)
+            paged = [entry for entry in trained if not entry[2].section.resident]
+            self.paged = PagedGradients(paged, pager, finish_step)
             at_hand = [entry for entry in trained if entry[2].section.resident]
         self._host = HostGradients(
             [(name, p, place.section.tensor(place.slot)) for name, p, place in at_hand], regions, pager

@@ -41,17 +41,20 @@ class PagedGradients:
     Args:
         places: for each trainable parameter its qualified name and its gradient's location.
         pager: makes the leases.
+        finish_step: makes an open step use its gradients.
     """
 
-    def __init__(self, places: list[tuple[str, nn.Parameter, TensorLocation]], pager: Pager) -> None:
+    def __init__(
+        self, places: list[tuple[str, nn.Parameter, TensorLocation]], pager: Pager, finish_step: Callable[[], None]
+    ) -> None:
         self._pager = pager
+        self._finish_step = finish_step
         self._slots = {id(parameter): GradientSlot(name, parameter, place) for name, parameter, place in places}
         self._by_name = {slot.name: slot for slot in self._slots.values()}
         self._stashed: list[GradientSlot] = []  # whose ColdGradient was removed in this backward
         self._released: list[GradientSlot] = []  # by zero_grad; recorded anywhere, processed when a gradient arrives
         self._users: dict[int, set[int]] = {}  # by index of a page: ids of the parameters whose gradients it has
         self._norm_types: dict[float, None] = {USUAL_NORM: None}  # computed for each as it is written
-        self.finish_update: Callable[[], None] = lambda: None  # makes an open step use its gradients
         self._hooks = AccumulationHooks()
         for slot in self._slots.values():
             if slot.parameter.grad is not None and not is_part(slot.parameter.grad):
@@ -131,7 +134,7 @@ class PagedGradients:
     def _finish_update(self) -> None:
         """Finish an open step before a gradient changes that it may use."""
         if torch._C._current_graph_task_id() == -1:  # in a backward no step is open that uses the gradient
-            self.finish_update()
+            self._finish_step()
 
     def _whole(self, slot: GradientSlot) -> torch.Tensor:
         """Return a gradient in memory, unchanged."""

@@ -275,7 +275,7 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RankPart:
     """The elements of a whole tensor from `begin` on that one rank has."""
 
     begin: int
@@ -298,7 +298,7 @@ class ReshardedSource:
 
     def __init__(self, earlier: Sequence[CommittedRank], plans: Sequence[SectionPlan], rows: Rows) -> None:
         self._rows = _RowsOf(plans, rows)
-        self._parts: dict[tuple[str, str], list[_Part]] = {}
+        self._parts: dict[tuple[str, str], list[_RankPart]] = {}
         theirs: dict[tuple[str, str], Form] = {}
         self._files: list[CommittedFiles] = []
         for rank in earlier:
@@ -312,7 +312,7 @@ class ReshardedSource:
             for slot in of.slots():
                 key = slot.spec.owner, slot.spec.kind
                 theirs[key] = of.form(slot.spec)
-                self._parts.setdefault(key, []).append(_Part(of.begin(slot.spec), files.places[key], files))
+                self._parts.setdefault(key, []).append(_RankPart(of.begin(slot.spec), files.places[key], files))
         ours = {(slot.spec.owner, slot.spec.kind): self._rows.form(slot.spec) for slot in self._rows.slots()}
         _check_forms({key: form for key, form in theirs.items() if self._rows.has_some(key[0])}, ours)
 

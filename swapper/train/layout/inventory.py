@@ -43,9 +43,9 @@ class Inventory:
         grad_plans: sections of gradients.
         settings: for the id of each parameter in an optimizer, the number of its group in the OptimizerSet.
         ranges: the numbers of each optimizer's groups.
-        homes: for the name of each parameter in an optimizer, the optimizer's number.
+        optimizer_of: for the name of each parameter in an optimizer, the optimizer's number.
         forms: for the name of each trained parameter, the form of its state.
-        discovery: finds the forms of the optimizer's state.
+        probe: finds the forms of the optimizer's state.
         master_dtype: dtype of master weights, or None.
         staying_state: groups whose optimizer state stays on a device; unknown before everything is placed.
         frozen: the user's files of frozen parameters, if they stay there.
@@ -58,9 +58,9 @@ class Inventory:
     grad_plans: list[SectionPlan]
     settings: dict[int, int]
     ranges: list[range]
-    homes: dict[str, int]
+    optimizer_of: dict[str, int]
     forms: dict[str, StateForm]
-    discovery: OptimizerProbe
+    probe: OptimizerProbe
     master_dtype: torch.dtype | None
     staying_state: frozenset[int] = frozenset()
     frozen: FrozenFiles | None = None
@@ -158,42 +158,34 @@ def take_inventory(
     for member in optimizers.members:
         check_supported(member)
     settings = _settings(model, optimizers)
-    discovery = OptimizerProbe(optimizers) if before is None else before.discovery
-    forms: dict[str, StateForm] = {}
+    probe = OptimizerProbe(optimizers) if before is None else before.probe
     groups, units = partition(model)
     if before is not None:
         _check_same_parameters(groups, before.groups)
     with_gradient = _with_gradient(groups, settings, before)
     ranges = optimizers.ranges
-    homes = _homes(groups, settings, ranges, before)
+    optimizer_of = _optimizer_of(groups, settings, ranges, before)
     external = {} if frozen is None else _find_external(frozen, given, groups, with_gradient, before is not None)
+    updated_ones = [(name, p) for group in groups for name, p in group.parameters if name in with_gradient]
+    known = {} if before is None else before.forms
+    forms = _find_forms(updated_ones, settings, optimizers, probe, master_weights, known)
     chosen = state_codecs or StateCodecs({})
     codecs: dict[str, dict[str, StateCodec]] = {}
-    dtypes: dict[int, set[torch.dtype]] = {}  # by group of the optimizer
     param_plans: list[SectionPlan] = []
     state_plans: list[SectionPlan] = []
     grad_plans: list[SectionPlan] = []
     for group in groups:
         state: dict[int, list[TensorSpec]] = {}  # by optimizer
         for name, parameter in group.parameters:
-            index = settings.get(id(parameter))
-            known = None if before is None else before.forms.get(name)
-            updated = updated_dtype(parameter, master_weights)
-            if known is not None:  # it may have left its group since
-                forms[name] = known
-            elif index is not None and name in with_gradient:
-                forms[name] = discovery.form(index, updated, parameter.dim())
-                dtypes.setdefault(index, set()).add(updated)
-                if updated != parameter.dtype:
-                    check_masters(optimizers.members[optimizers.locate(index)[0]])
-            else:
+            if name not in forms:
                 continue
+            updated = updated_dtype(parameter, master_weights)
             _check_state(name, parameter, optimizers.state_of(parameter), forms[name], updated)
             shape = given.whole_shapes.get(id(parameter), parameter.shape)
             codecs[name] = chosen.of(name, parameter, updated, forms[name], shape)
-            part = state.setdefault(homes.get(name, 0), [])
+            part = state.setdefault(optimizer_of.get(name, 0), [])
             part += state_specs_of(name, parameter, updated, forms[name], codecs[name])
-        for parameters in _apart(group.parameters, with_gradient, homes):
+        for parameters in _apart(group.parameters, with_gradient, optimizer_of):
             specs = [_spec(n, "param", p, given.padded_numel.get(id(p), 0)) for n, p in parameters]
             param_plans += plan_group(group.index, "param", [spec for spec in specs if spec.owner not in external])
             if frozen is not None:
@@ -202,23 +194,36 @@ def take_inventory(
             grad_plans += plan_group(group.index, "grad", trained)
         for part in state.values():
             state_plans += plan_group(group.index, "state", part)
-    check_dtypes(optimizers, dtypes)
     chosen.check_keys(forms.values(), optimizers.name)
     plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
     return Inventory(
-        groups,
-        units,
-        plans,
-        grad_plans,
-        settings,
-        ranges,
-        homes,
-        forms,
-        discovery,
-        master_weights,
-        frozen=frozen,
+        groups, units, plans, grad_plans, settings, ranges, optimizer_of, forms, probe, master_weights, frozen=frozen,
         codecs=codecs,
-    )
+    )  # fmt: skip
+
+
+def _find_forms(
+    trained: Sequence[tuple[str, nn.Parameter]],
+    settings: Mapping[int, int],
+    optimizers: OptimizerSet,
+    probe: OptimizerProbe,
+    master_weights: torch.dtype | None,
+    known: Mapping[str, StateForm],
+) -> dict[str, StateForm]:
+    """Return the form of the state of each trained parameter: that in `known`, or else found out."""
+    forms: dict[str, StateForm] = {}
+    dtypes: dict[int, set[torch.dtype]] = {}  # by group of the optimizer
+    for name, parameter in trained:
+        if name in known:  # it may have left its group since
+            forms[name] = known[name]
+        elif (index := settings.get(id(parameter))) is not None:
+            updated = updated_dtype(parameter, master_weights)
+            forms[name] = probe.form(index, updated, parameter.dim())
+            dtypes.setdefault(index, set()).add(updated)
+            if updated != parameter.dtype:
+                check_masters(optimizers.members[optimizers.locate(index)[0]])
+    check_dtypes(optimizers, dtypes)
+    return forms
 
 
 def _find_external(
@@ -259,17 +264,17 @@ def _check_same_parameters(groups: Sequence[Group], before: Sequence[Group]) -> 
 
 
 def _apart(
-    parameters: Sequence[tuple[str, nn.Parameter]], with_gradient: frozenset[str], homes: dict[str, int]
+    parameters: Sequence[tuple[str, nn.Parameter]], with_gradient: frozenset[str], optimizer_of: dict[str, int]
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """Return parts that no step changes together, in order of first appearance: frozen ones, and those of each optimizer.
 
     So content that never changes is separate, and a step of one optimizer touches no page of another's parameters.
     """
-    kinds = {name: name in with_gradient and (homes.get(name, 0),) for name, _ in parameters}
+    kinds = {name: name in with_gradient and (optimizer_of.get(name, 0),) for name, _ in parameters}
     return [[(name, p) for name, p in parameters if kinds[name] == kind] for kind in dict.fromkeys(kinds.values())]
 
 
-def _homes(
+def _optimizer_of(
     groups: Sequence[Group], settings: dict[int, int], ranges: Sequence[range], before: Inventory | None
 ) -> dict[str, int]:
     """Return the optimizer of each parameter that has or, in an earlier inventory, had one."""
@@ -279,7 +284,7 @@ def _homes(
         for name, parameter in group.parameters
         if id(parameter) in settings
     }
-    return found if before is None else {**found, **before.homes}
+    return found if before is None else {**found, **before.optimizer_of}
 
 
 def find_places(sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:

@@ -149,13 +149,13 @@ def plan_slices(
         parameters: its trainable parameters, in the order of their slots.
         active: for each, True if it has a gradient in this step; the others are skipped.
     """
-    most_pages = sys.maxsize
+    max_pages = sys.maxsize
     if not all(active):
         everything = plan_slices(group, parameters, [True] * len(parameters), page_bytes)
-        most_pages = max(len(part.access.pages) for part in everything)
+        max_pages = max(len(part.access.pages) for part in everything)
     unfilled = _pages_made_anew(parameters, active)
     slices = []
-    for number, pieces in enumerate(_runs(parameters, active, page_bytes, most_pages)):
+    for number, pieces in enumerate(_runs(parameters, active, page_bytes, max_pages)):
         access = _access(group, number, parameters, pieces, unfilled)
         unfilled -= access.fresh
         slices.append(Slice(pieces, access))
@@ -185,7 +185,7 @@ def _runs(
     parameters: Sequence[ParameterLocations],
     active: Sequence[bool],
     page_bytes: int,
-    most_pages: int,
+    max_pages: int,
     at_each_end: int = sys.maxsize,
 ) -> Iterator[tuple[SlicePiece, ...]]:
     """Yield the pieces of each slice: whole small parameters together, large ones cut one page of a state tensor at a
@@ -203,7 +203,7 @@ def _runs(
         for begin, end in spans:
             nbytes = (end - begin) * _lead(places).slot.spec.dtype.itemsize
             pages = _pages_of(places, begin, end)
-            if run and (run_bytes + nbytes > page_bytes or len(run_pages | pages) > most_pages):
+            if run and (run_bytes + nbytes > page_bytes or len(run_pages | pages) > max_pages):
                 yield tuple(run)
                 run, run_bytes, run_pages = [], 0, set()
             run.append(SlicePiece(number, begin, end))

@@ -45,7 +45,7 @@ PRESETS: dict[str, dict[str, str]] = {
         **dict.fromkeys(SECOND_MOMENTS, "variance8"),
     },
 }
-MOST_BETA2 = 0.99
+MAX_BETA2 = 0.99
 """With which second moments in bf16 still fall as gradients shrink: measured, docs/reference/codecs.md."""
 OF_MASTERS = ("split", "master24")
 OF_STATE = ("bf16", "moment8", "variance8")
@@ -157,11 +157,11 @@ class StateCodecs:
         """
         keys = [key for key in SECOND_MOMENTS if self.of_key.get(key) == "bf16"]
         beta2 = max((float(group["betas"][1]) for group in groups if "betas" in group), default=0.0)
-        if keys and beta2 > MOST_BETA2:
+        if keys and beta2 > MAX_BETA2:
             log.warning(
                 "%s: second moments in bf16 do not fall with beta2=%g, so updates become too small as gradients shrink: use a "
                 "beta2 of at most %g, or state_codec={'master': 'split', 'exp_avg': 'bf16', 'exp_avg_sq': 'variance8'}",
-                self.said, beta2, MOST_BETA2,
+                self.said, beta2, MAX_BETA2,
             )  # fmt: skip
 
     def check_keys(self, forms: Collection[StateForm], kind: str) -> None:

@@ -30,7 +30,7 @@ class Membership:
         optimizers: the user's.
         trainables: the trained parameters.
         names: of all parameters of the model, by id.
-        homes: for the name of each parameter in an optimizer at `offload`, the optimizer: it stays there.
+        optimizer_of: for the name of each parameter in an optimizer at `offload`, the optimizer: it stays there.
 
     Attributes:
         edits: how often `follow` found that the groups had changed.
@@ -43,12 +43,12 @@ class Membership:
         optimizers: OptimizerSet,
         trainables: Sequence[Trainable],
         names: Mapping[int, str],
-        homes: Mapping[str, int],
+        optimizer_of: Mapping[str, int],
     ) -> None:
         self._optimizers = optimizers
         self._trainables = trainables
         self._names = names
-        self._homes = homes
+        self._optimizer_of = optimizer_of
         self._trained = {id(parameter) for trainable in trainables for parameter in trainable.parameters}
         self._settings = [  # by optimizer: those that each of its groups has
             set.intersection(*(set(group) for group in member.param_groups)) for member in optimizers.members
@@ -111,9 +111,9 @@ class Membership:
                         f"parameter {self._names[key]} is in {self._optimizers.describe(seen[key])} {again}, where torch would "
                         "update it twice in a step: take it out of the one before it joins the other"
                     )
-                if (home := self._homes.get(self._names[key], member)) != member:
+                if (before := self._optimizer_of.get(self._names[key], member)) != member:
                     raise StateError(
-                        f"parameter {self._names[key]} is in {where}, and was in {self._optimizers.describe_member(home)}, with "
+                        f"parameter {self._names[key]} is in {where}, and was in {self._optimizers.describe_member(before)}, with "
                         "which its state lies: leave it there, or close the manager and offload again from a snapshot"
                     )
                 seen[key] = index
@@ -204,7 +204,7 @@ class Conditions:
             self._look_at_groups()
             self._edits = self._membership.edits
         for (settings, dtype, ndim), forms in self._kinds.items():
-            now = self._inventory.discovery.form(settings, dtype, ndim)
+            now = self._inventory.probe.form(settings, dtype, ndim)
             for form, name in forms.items():
                 if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
                     kept, space = (sorted(key.name for key in of.keys) for of in (now, form))

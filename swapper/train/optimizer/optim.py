@@ -158,7 +158,6 @@ class PagedOptimizer(Optimizer):
             "manager's files: save or copy optimizer.state_dict(), or keep everything with manager.snapshot(path)"
         )
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
@@ -173,7 +172,7 @@ class PagedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with defer_sigint:
+        with torch.no_grad(), defer_sigint:
             if self._follow_scaler():
                 self._run_step()
             else:

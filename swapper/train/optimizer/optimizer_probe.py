@@ -46,7 +46,7 @@ from swapper.train.optimizer.optimizer_set import NARROW, OptimizerSet, check_se
 
 STEPS = 4
 """Of the trial: state that appears later is not seen. More where a setting says so: see `steps_of`."""
-MOST_STEPS = 24
+MAX_STEPS = 24
 """Of the trial: one of Shampoo takes 10 ms."""
 RARE = ("freq", "steps", "interval", "every")
 """In the names of settings that say in which steps an optimizer does more than in others."""
@@ -359,7 +359,7 @@ class _Trial:
 def steps_of(group: Mapping[str, Any]) -> int:
     """Return how many steps of a trial show all that an optimizer with these settings does: two after the first rare one."""
     rare = [n for key, n in group.items() if type(n) is int and any(word in key for word in RARE)]
-    return max([STEPS, *(n + 2 for n in rare if n + 2 <= MOST_STEPS)])
+    return max([STEPS, *(n + 2 for n in rare if n + 2 <= MAX_STEPS)])
 
 
 def is_plain(value: Any) -> bool:

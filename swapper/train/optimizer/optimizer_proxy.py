@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,16 +173,14 @@ class OptimizerProxies:
         self._number()
         self._proxies[member].begin_step()
 
-    def update(self, works: Sequence[Work]) -> None:
-        """See OptimizerProxy.update."""
+    def each_with(self, works: Sequence[Work]) -> Iterable[tuple[OptimizerProxy, Sequence[Work]]]:
+        """Return the proxies that are to update `works`, each with its own."""
         if len(self._proxies) == 1:
-            self._proxies[0].update(works)
-            return
+            return [(self._proxies[0], works)] if works else []
         by_proxy: dict[OptimizerProxy, list[Work]] = {}
         for work in works:
             by_proxy.setdefault(self._proxy(work.settings), []).append(work)
-        for proxy, some in by_proxy.items():
-            proxy.update(some)
+        return by_proxy.items()
 
     def changed_setting(self) -> str | None:
         """See OptimizerProxy.changed_setting."""

@@ -96,7 +96,7 @@ class OptimizerState:
         if self.kept is not None:
             self.kept.close()
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """After `close`: release everything and refuse every call. The user's optimizer refers to this object."""
         session_guard = self._session_guard
         vars(self).clear()
@@ -218,7 +218,7 @@ class OptimizerState:
             if new:
                 self._session_guard.check_to_write()
             for name, settings, dtype in new:
-                self.entries.take(name, self._inventory.discovery.skipped_state(settings, dtype))
+                self.entries.take(name, self._inventory.probe.skipped_state(settings, dtype))
 
     def _in_torch_order(self, find: Callable[[str, str], Any], numbers: range | None) -> dict[int, dict[str, Any]]:
         """Return the optimizer's state as in its state_dict: by number of parameter, keys in the optimizer's order.

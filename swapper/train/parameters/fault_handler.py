@@ -13,7 +13,7 @@ from torch import nn
 
 from swapper.errors import BudgetError, StateError
 from swapper.modules.cold import is_cold
-from swapper.modules.guarded import Run
+from swapper.modules.guarded import RunWith
 from swapper.modules.own_hook import outside_transforms
 from swapper.modules.torch_functions import KEEPS_NOTHING, Function
 from swapper.paging.pager import Pager
@@ -76,17 +76,17 @@ class ParameterFaultHandler:
         self._mastered = {of.name for trainable in trainables for of in trainable.places if of.has_master}
         self.shown = ShownParameters(places, self._group_of, pager)
 
-    def bring(self, parameter: nn.Parameter) -> bool:
+    def fault_in(self, parameter: nn.Parameter) -> bool:
         with outside_transforms():
             self._session_guard.check()
             self.catch_up(parameter)
-        return not is_cold(parameter) or (self.hooks is not None and self.hooks.bring(parameter))
+        return not is_cold(parameter) or (self.hooks is not None and self.hooks.fault_in(parameter))
 
     @property
     def answers(self) -> bool:
         return self._session_guard.operates
 
-    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         """Gather the parameters for one operation; if they do not fit, show the swap file, mapped."""
         self._warn_once(
             "read", "%s reads parameter %s, which is away: it is brought in for that, and so is each one that is read outside of a "
@@ -115,7 +115,7 @@ class ParameterFaultHandler:
             ) from error
         return {id(parameter): self.shown.show(self._names[id(parameter)]) for parameter in parameters}
 
-    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         how = (
             "%s changes parameter %s, which is away: it is brought in for that and written back, and so is each one that is "
             "changed outside of a forward. Several operations on it are faster inside "
@@ -153,7 +153,7 @@ class ParameterFaultHandler:
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """For state_dict: show the parameter by the mapped swap file, or fault it in within a forward."""
-        if self._gathering.is_closed or self.bring(parameter):
+        if self._gathering.is_closed or self.fault_in(parameter):
             return None
         self._update_before()
         return self.shown.show(self._names[id(parameter)])

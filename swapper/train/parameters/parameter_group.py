@@ -133,7 +133,7 @@ class GroupParameters(LeasedGroup):
         On the CPU such reads are answered from the file (csrc/memory/fault.h).
         """
 
-    def _bring_in(self) -> bool:
+    def _fault_in(self) -> bool:
         if self.catch_up is not None:
             self.catch_up(self.access if self.paged else None)
         elif self.paged:
@@ -316,7 +316,7 @@ class DeviceGroupParameters(GroupParameters):
         super().clear_deferred()
         self.image.waits = False
 
-    def _bring_in(self) -> bool:
+    def _fault_in(self) -> bool:
         if self.catch_up is not None:
             self.catch_up(None)
         self._on_device.lease(self.image)

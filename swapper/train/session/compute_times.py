@@ -17,7 +17,7 @@ from swapper.errors import StateError
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
-from swapper.modules.operations import OperationTimes, least_seconds, record
+from swapper.modules.operations import OperationTimes, min_seconds, record
 from swapper.modules.paging_costs import measure_paging_costs
 from swapper.paging.dry_run import Task
 from swapper.paging.planning.layout import SectionPlan
@@ -170,7 +170,7 @@ def _copying_seconds() -> float:
     """Return how long it takes to copy a byte of a gradient."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    return least_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
+    return min_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
 
 
 def _touching_seconds() -> float:
@@ -178,7 +178,7 @@ def _touching_seconds() -> float:
 
     def fill(memory: mmap.mmap) -> float:
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        return least_seconds(lambda: tensor.fill_(1), times=1)
+        return min_seconds(lambda: tensor.fill_(1), times=1)
 
     found = []
     for _ in range(TOUCHES):

@@ -64,8 +64,8 @@ def choose_fastest(
         found.append((plan.simulate(drive, compute).wall_s, _describe(options), plan, drive, compute))
     if not found:
         raise refusals[-1]
-    least_s = min(seconds for seconds, *_ in found)
-    seconds, words, plan, drive, compute = next(one for one in found if one[0] <= least_s * (1 + SAME))
+    min_s = min(seconds for seconds, *_ in found)
+    seconds, words, plan, drive, compute = next(one for one in found if one[0] <= min_s * (1 + SAME))
     plan.predict_on(drive, compute)
     others = sorted((other_s, name) for other_s, name, *_ in found if name != words)
     next_best = f"; next {others[0][1]}, {others[0][0]:.3f} s" if others else ""

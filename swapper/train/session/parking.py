@@ -61,22 +61,22 @@ class ParkedParameters:
         for _, parameter in self._parameters:
             leave_cold(parameter)
 
-    def bring(self, parameter: nn.Parameter) -> NoReturn:
+    def fault_in(self, parameter: nn.Parameter) -> NoReturn:
         raise StateError(f"parameter {self.describe(parameter)} has no data now: {self.advice}")
 
     def read(self, parameters: Sequence[nn.Parameter], function: Any, run: Any) -> NoReturn:
-        self.bring(parameters[0])
+        self.fault_in(parameters[0])
 
     write = read
 
     def whole(self, parameter: nn.Parameter) -> NoReturn:
-        self.bring(parameter)
+        self.fault_in(parameter)
 
     def detached(self, parameter: nn.Parameter) -> NoReturn:
-        self.bring(parameter)
+        self.fault_in(parameter)
 
     def indexed(self, parameter: nn.Parameter, index: Any) -> NoReturn:
-        self.bring(parameter)
+        self.fault_in(parameter)
 
     def catch_up(self, parameter: nn.Parameter) -> None: ...
 

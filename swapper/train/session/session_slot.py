@@ -185,7 +185,8 @@ class SessionSlot:
         run = self.running("optimizer.step()")
         with self.turns.turn():
             with self.clock.phase("step"):
-                self._take_step(run, member, train_more)
+                with self._stepping(run, member, train_more) as run:
+                    run.model.updates.take_step(member)
                 if is_over := self.training_step.is_over:
                     self._count_step(self.running("optimizer.step()"))
             if is_over:
@@ -212,7 +213,9 @@ class SessionSlot:
             self.check_usable()
             self._end_training_step()
 
-    def _take_step(self, run: TrainingSession, member: int, train_more: Callable[[], None]) -> None:
+    @contextmanager
+    def _stepping(self, run: TrainingSession, member: int, train_more: Callable[[], None]) -> Iterator[TrainingSession]:
+        """Prepare an optimizer's step, which the context takes. Yields the session that does; undoes a step that fails."""
         self.directory.ranks.check_still_so()
         ours, step, has_begun = self.training_step, self._counters.step + 1, run.model.updates.has_begun_early
         with self._told(run, has_begun or ours.is_open):
@@ -225,7 +228,9 @@ class SessionSlot:
         ours.begin(member)
         try:
             with self._on_all_ranks(step):
-                run.model.update(member)
+                run.model.before_update()
+                yield run
+                run.model.after_update()
                 if ours.is_over:
                     run.pager.end_step(ours.learn)
         except BaseException as error:

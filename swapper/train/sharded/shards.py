@@ -75,7 +75,7 @@ class Shard:
         return range(begin, begin + (self.local.shape[0] if self.local.dim() else 0))
 
 
-class _Group(nn.Module):
+class _GatheredGroup(nn.Module):
     """The shards of one FSDPParamGroup, which are gathered together."""
 
     def forward(self) -> None:
@@ -111,7 +111,7 @@ class Shards(nn.Module):
             shards = [_shard(names[id(one.sharded_param)], one) for one in group.fsdp_params]
             self.by_group.append((group, shards))
             self.of.update({id(shard.parameter): shard for shard in shards})
-            child = _Group()
+            child = _GatheredGroup()
             for index, shard in enumerate(shards):
                 child.register_parameter(str(index), shard.local)
             self.groups.append(child)

@@ -66,7 +66,9 @@ class Updates:
         Writes may still be in flight on return.
         """
         self._sweep.begin(member)
-        self._sweep.update_all(self._sweep.fix_all(member))
+        for update in self._sweep.fix_all(member):
+            self._sweep.update(update)
+        self._sweep.give_back()
         self._sweep.end()
 
     def has_open(self, member: int) -> bool:

@@ -155,7 +155,7 @@ class DeferredStep(Updates):
         self.in_order = self.in_order and in_order
         for group in list(self._left):
             self._update(group)
-        with self._undoing_failure(None):
+        with self._rolling_back(None):
             self._sweep.give_back()
 
     def forward_reaches(self, groups: Collection[int]) -> None:
@@ -176,7 +176,7 @@ class DeferredStep(Updates):
         """
         if group in self._left:
             self._update(group)
-            with self._undoing_failure(None):
+            with self._rolling_back(None):
                 self._sweep.give_back(then)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class DeferredStep(Updates):
         at = left.index(group)
         for index in left[at : at + 1 + self._sweep.ahead]:
             if index not in self._begun:
-                with self._undoing_failure(index):
+                with self._rolling_back(index):
                     self._check_not_written(index)
                     self._check_and_release(self._left[index])
                     self._begun.add(index)
@@ -197,7 +197,7 @@ class DeferredStep(Updates):
 
     def _close(self, group: int) -> None:
         """Wait for a group's update, and show its results."""
-        with self._undoing_failure(group):
+        with self._rolling_back(group):
             self._sweep.settle(group)
             if self._sweep.ahead:
                 self._check_and_release(self._left[group])
@@ -254,7 +254,7 @@ class DeferredStep(Updates):
         self._begun.clear()
 
     @contextmanager
-    def _undoing_failure(self, group: int | None) -> Iterator[None]:
+    def _rolling_back(self, group: int | None) -> Iterator[None]:
         """Keep the updates of this group, and of those in flight, pending if the context fails."""
         with apart_from_pass():
             try:

@@ -153,8 +153,10 @@ class StepInBackward(Updates):
             raise self._failure
         if self._done:
             self._check_as_used()
-            left = [t for t in self._sweep.trainables if t.group not in self._done]
-            self._sweep.update_all(update for t in left if (update := self._sweep.fix(t)) is not None)
+            for trainable in self._sweep.trainables:
+                if trainable.group not in self._done and (update := self._sweep.fix(trainable)) is not None:
+                    self._sweep.update(update)
+            self._sweep.give_back()
             self._sweep.end()
         else:
             super().take_step(member)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,7 +200,8 @@ class Sweep:
         for part in update.trainable.slices(update.active, self._page_bytes):
             self._hand_over(part.access)
             started = time.monotonic()
-            self._update(update, part)
+            for run in self._runs(update, part):
+                self._apply(run)
             if self._unchanged:
                 self._changed = self._changed_pages(update.trainable, part)
                 self._unchanged.clear()
@@ -228,12 +229,6 @@ class Sweep:
         self._last = self._changed = None
         self._unchanged.clear()
         self._coded.begin_run()
-
-    def update_all(self, updates: Iterable[GroupUpdate]) -> None:
-        """Update these groups in order."""
-        for update in updates:
-            self.update(update)
-        self.give_back()
 
     def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
         """Set masters to parameters that were changed from outside, except where they still round to the parameter.
@@ -268,25 +263,26 @@ class Sweep:
         if access is not None:
             self._pager.wait(access)
 
-    def _update(self, update: GroupUpdate, part: Slice) -> None:
+    def _runs(self, update: GroupUpdate, part: Slice) -> Iterator[list[Update]]:
+        """Yield the runs of a slice, each to be updated and stored before the next. Update what needs no optimizer."""
         run: list[Update] = []
         run_elements = 0
-        most_elements = sys.maxsize if self._makes_one_pass(update.trainable, part) else UPDATE_ELEMENTS
+        max_elements = sys.maxsize if self._makes_one_pass(update.trainable, part) else UPDATE_ELEMENTS
         for piece in part.pieces:
             if self._is_fused(update.trainable, piece.parameter):
                 self._update_fused(update, piece)
                 continue
             # An empty parameter has nothing to update but its step counter.
-            step = most_elements if update.trainable.places[piece.parameter].may_cut else piece.end
+            step = max_elements if update.trainable.places[piece.parameter].may_cut else piece.end
             for begin in range(piece.begin, max(piece.end, piece.begin + 1), max(step, 1)):
                 end = min(begin + step, piece.end)
-                if run and run_elements + end - begin > most_elements:
-                    self._apply(run)
+                if run and run_elements + end - begin > max_elements:
+                    yield run
                     run, run_elements = [], 0
                 run.append(self._prepare(update, piece.parameter, begin, end))
                 run_elements += end - begin
         if run:
-            self._apply(run)
+            yield run
 
     def _changed_pages(self, trainable: Trainable, part: Slice) -> frozenset[int]:
         """Return the pages of a slice that have changed. See [Note: rare writes]."""
@@ -340,10 +336,13 @@ class Sweep:
         )
 
     def _apply(self, run: list[Update]) -> None:
-        self._proxies.update([update.work for update in run])
+        """Do the updates of a run, store their results, and empty it, so that nothing refers to its tensors any more."""
+        for proxy, works in self._proxies.each_with([update.work for update in run]):
+            proxy.update(works)
         for update in run:
             self._store(update)
             note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
+        run.clear()
         self._upcast.begin_run()
         self._coded.begin_run()
 

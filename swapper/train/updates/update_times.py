@@ -11,7 +11,7 @@ there. Those copies limit it, not its kernels.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast
@@ -26,9 +26,10 @@ from swapper.device.device_storage import DeviceStorage
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.registered import Registration, slabs
 from swapper.modules.groups import Group
-from swapper.modules.operations import ColdCaches, least_seconds
+from swapper.modules.operations import ColdCaches, min_seconds
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import TensorSpec, plan_group
+from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.train.layout.inventory import (
     Inventory,
@@ -152,11 +153,11 @@ class _NoPager:
     def __init__(self) -> None:
         self._caches = ColdCaches()
 
-    def lease(self, access: Any) -> None: ...
+    def lease(self, access: Access) -> None: ...
 
-    def release(self, access: Any, changed: Any = frozenset()) -> None: ...
+    def release(self, access: Access, changed: Collection[int] = frozenset()) -> None: ...
 
-    def wait(self, access: Any) -> None:
+    def wait(self, access: Access) -> None:
         self._caches.make()
 
 
@@ -205,7 +206,7 @@ def copy_seconds(device: Device) -> float:
 
     try:
         copy()
-        return least_seconds(copy) / nbytes
+        return min_seconds(copy) / nbytes
     finally:
         device.wait_for(device.record(down))
         storage.wait_for_copies()
@@ -238,4 +239,4 @@ def _try(optimizer: Optimizer) -> tuple[float, int] | None:
     except Exception:  # it does not take such a tensor (Muon needs matrices); the probe reports unsupported optimizers
         return None
     kept = [v for v in work.state.values() if isinstance(v, torch.Tensor) and v.shape == tensor.shape]
-    return least_seconds(update), tensor.nbytes * len(kept)
+    return min_seconds(update), tensor.nbytes * len(kept)
