@@ -34,7 +34,6 @@ from swapper.bench.measure import (
 )
 from swapper.cli.command import ARGUMENT, reported
 from swapper.errors import ConfigError
-from swapper.io.mounts import make_parents
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
@@ -81,9 +80,6 @@ def bench(
     with reported(console, words=ARGUMENT):
         if chart is not None and chart.suffix not in (".png", ".html"):
             raise ConfigError(f"--chart {chart}: name a .png or .html file")
-        for written in (json_file, chart):  # at the end
-            if written is not None and str(written) != "-":
-                make_parents(written, ConfigError)
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 8) << 20
         check_directory(directory, 2 * file_bytes)
         patterns = [

@@ -23,8 +23,6 @@ from swapper.checkpoint.quantization import SCHEMES, Loss
 from swapper.cli.command import print_table, reported
 from swapper.durability.verify import Fault, Report
 from swapper.durability.verify import verify as verify_path
-from swapper.errors import ConfigError
-from swapper.io.mounts import make_parents
 from swapper.options import parse_choice
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
@@ -145,8 +143,6 @@ def export(
         parse_choice(to, "--to", FORMATS)
         parse_choice(what, "--what", WHAT)
         shard_bytes = parse_bytes(shard, "--shard")
-        if report is not None:
-            make_parents(report, ConfigError)
         if quantize is not None:
             parse_choice(quantize, "--quantize", tuple(SCHEMES))
         selection = select(source, what)

@@ -22,7 +22,6 @@ from rich.markup import escape
 
 from swapper.cli.command import reported
 from swapper.errors import CheckpointError, ConfigError
-from swapper.io.mounts import make_parents
 from swapper.runtime.counters import FAMILIES
 from swapper.runtime.trace import ENVIRONMENT, TRACKS
 
@@ -49,7 +48,6 @@ def report(
             typer.echo(json.dumps(found))
             return
         target = trace.with_suffix(".html") if output is None else output
-        make_parents(target, ConfigError)
         try:
             with target.open("x") as stream:
                 stream.write(page_of(found))

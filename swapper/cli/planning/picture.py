@@ -11,7 +11,6 @@ from typing import Any
 from swapper.cli.planning.forecast import Forecast, Machine, Setting
 from swapper.cli.planning.search import FAMILIES
 from swapper.errors import ConfigError
-from swapper.io.mounts import make_parents
 from swapper.paging.dry_run import Task
 from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.train.session.compute_times import ComputeTimes
@@ -74,7 +73,8 @@ def check_picture(path: Path) -> None:
         raise ConfigError(f"--picture {path}: end its name with one of {', '.join(SUFFIXES)}")
     if path.exists():
         raise ConfigError(f"--picture {path} exists: name a new file, or remove it")
-    make_parents(path, ConfigError)
+    if not path.parent.is_dir():
+        raise ConfigError(f"--picture {path}: its directory does not exist")
     _figure_class()
 
 
