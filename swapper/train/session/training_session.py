@@ -148,6 +148,7 @@ class TrainingSession:
         )
         self.pager, self._store = self._resources.pager, self._resources.store.swap_files
         retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
+        assert self._resources.engine is not None
         self.publisher = Publisher(
             self.sections,
             plan.layout,
