@@ -61,6 +61,14 @@ def test_a_step_is_shown_whatever_it_moves(
     assert f"{moved_bytes / MB:.0f} MB read" in shown and "equal to those in memory in 2 steps" in shown
 
 
+def test_of_several_ranks_the_processors_of_all_are_shown(bench_train: ModuleType) -> None:
+    swapped, reference = measured(MB)
+    figures = {"ranks": 4, "processors": 2, "swapped": swapped, "reference": reference}
+    [(_, text)] = bench_train.processors(figures)
+    assert text.startswith("2 need 0.15 s for a step of all ranks") and text.endswith("0.10 s in memory")
+    assert bench_train.processors({**figures, "ranks": None}) == []
+
+
 def test_losses_are_compared_with_those_of_deepspeed(bench_train: ModuleType) -> None:
     peer = {"losses": [2.0, 1.0], "version": "0.19.8", "step_s": 3.0, "growth_bytes": 4e6}
     swapped = {"losses": [[2.0], [0.8], [0.5]], "step_s": 1.5, "growth_bytes": 2e6}
