@@ -20,6 +20,25 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {  # orders, the error on e
         "ConfigError",
         ["different models", "rank 0 has ", "and rank 1 has blocks.1.", "Build the same model"],
     ),
+    "policy of fully_shard": (
+        ["sharded", "policy=1:bfloat16"],
+        "ConfigError",
+        ["different fully_shard calls", "param_dtype=None", "param_dtype=torch.bfloat16", "with the same options"],
+    ),
+    "what stays gathered": (
+        ["sharded", "stays=1"],
+        "ConfigError",
+        ["different fully_shard calls", "reshard_after_forward=True", "reshard_after_forward=False"],
+    ),
+    "modules of fully_shard": (
+        ["sharded", "depth=2", "sharding=1:1"],
+        "ConfigError",
+        [
+            "different fully_shard calls",
+            "and rank 1 has embedding.weight, position.table, blocks.1.",
+            "on the same modules of all ranks",
+        ],
+    ),
     "optimizer's class": (
         ["sharded", "optimizer=1:SGD"],
         "ConfigError",

@@ -10,7 +10,9 @@ DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the man
 "retries" who gets an error says so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
 "uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to swapper, for bad
 input: depth and dtype (of the model), lr, optimizer (its class), update, codec (of the state), masters (a dtype of master
-weights), version (of swapper), drive (a directory). "absent=RANK": it makes no manager. "gone=RANK": it is killed before its
+weights), version (of swapper), drive (a directory), policy (a dtype of fully_shard's), sharding (how many blocks are sharded by
+themselves). "stays=RANK": blocks stay gathered after a forward.
+"absent=RANK": it makes no manager. "gone=RANK": it is killed before its
 first snapshot. "network": file systems in memory pass for those of a network. "held=RANK:N": it waits before its Nth
 step, or of 0 before offload, until somebody writes to the named pipe gate. "comes": it says to which action it comes with the
 others. "rate": it tells the rate of reads that its plan counts on.
@@ -172,11 +174,12 @@ def cut_off_files(directory: Path, rank: int) -> None:
 def wrapped_by(orders: Orders, model: Net) -> Any:
     if orders.is_said("sharded"):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, orders.one("policy", ""), None))
+        for block in list(model.blocks)[: int(orders.one("sharding", len(model.blocks)))]:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not orders.is_said("stays"))
         return fully_shard(model, mesh=mesh)
     return model if orders.is_said("plain") or dist.get_world_size() == 1 else DistributedDataParallel(model)
 

@@ -127,6 +127,10 @@ class GivenModel:
             return tuple(dist.get_process_group_ranks(self.given.process_group))
         return ()
 
+    def gathers(self) -> list[str]:
+        """Return a line for what each rank gathers with the others at once, in order."""
+        return []
+
     def optimizers_of(self, given: Sequence[Optimizer]) -> list[Optimizer]:
         """Return the user's optimizers over what is paged."""
         return list(given)

@@ -23,6 +23,7 @@ Digests = tuple[tuple[int, ...], dict[str, str]]
 
 _REMEDIES = {
     "model": "Build the same model on all ranks, from the same configuration",
+    "fully_shard calls": "Call fully_shard on the same modules of all ranks, with the same options",
     "optimizer": "Make the same optimizer on all ranks, with the same settings",
     "options": "Pass the same to manager.offload on all ranks",
 }
@@ -70,6 +71,7 @@ def _subjects(request: Request) -> dict[str, list[str]]:
             f"{name}: {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
             for name, p in request.model.given.named_parameters()
         ],
+        "fully_shard calls": request.model.gathers(),
         "optimizer": [optimizers.kind, *_settings(packed_groups(optimizers.param_groups))],
         "options": [
             f"update={options.update!r}",

@@ -25,7 +25,7 @@ from swapper.train.sharded.buffers import buffer_bytes
 from swapper.train.sharded.shard_hooks import ShardHooks
 from swapper.train.sharded.shard_values import ShardValues, rows_of
 from swapper.train.sharded.sharded_state import ShardedState, model_state, optimizer_state
-from swapper.train.sharded.shards import Shards, optimizer_of
+from swapper.train.sharded.shards import Shards, optimizer_of, shard_count
 
 
 class ShardedModel(GivenModel):
@@ -66,6 +66,13 @@ class ShardedModel(GivenModel):
     def peers(self) -> tuple[int, ...]:
         mesh: Any = self.shards.all[0].parameter.device_mesh  # type: ignore[attr-defined]
         return tuple(mesh.mesh.flatten().tolist())
+
+    def gathers(self) -> list[str]:
+        return [
+            f"{', '.join(shard.name for shard in shards)} by fully_shard({group.mp_policy}, reshard_after_forward="
+            f"{group._reshard_after_forward}) over {shard_count(group)} ranks"
+            for group, shards in self.shards.by_group
+        ]
 
     def optimizers_of(self, given: Sequence[Optimizer]) -> list[Optimizer]:
         return [optimizer_of(one, self.shards) for one in given]
