@@ -129,12 +129,19 @@ class OffloadTrainerMixin:
                 place.found = None  # a second train() starts over, as a Trainer's
 
     def get_batch_samples(self, *arguments: Any, **others: Any) -> Any:
+        """Collect the micro-batches of a step as the Trainer does, for `training_step`."""
         collected = super().get_batch_samples(*arguments, **others)  # type: ignore[misc]
         self._batches, self._losses = list(collected[0]), []
         return collected
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Run a micro-batch, or the whole step at its first one, and return the loss."""
+        """Run a micro-batch, or the whole step at its first one, and return the loss.
+
+        Args:
+            model, inputs, num_items_in_batch: as of the Trainer's `training_step`.
+
+        Raises: as the Trainer does, and as training with a SwapManager.
+        """
         step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
         if len(self._batches) > 1 and self.swapper_at_once != 1:
             batches, self._batches = self._batches, []
