@@ -22,7 +22,7 @@ from e2e.twins import Twins
 from swapper.device.copies import Downloads
 from swapper.train.device.device_grads import DeviceGradients
 from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, TrainingDevice
-from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
+from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 
 __all__ = ["on_device"]
 
@@ -52,13 +52,13 @@ def known(clock: Any, moment: Moment) -> bool:
 @contextmanager
 def watching(pair: Twins, device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     seen = Seen()
-    bring_up, update = TrainingDevice.bring_up, OptimizerProxies.update
+    bring_up, update = TrainingDevice.bring_up, OptimizerProxy.update
 
     def note_upload(self: TrainingDevice, *of: Any) -> None:
         bring_up(self, *of)
         seen.uploads.append(self._slices.clock.copy())
 
-    def note_update(self: OptimizerProxies, *of: Any) -> None:
+    def note_update(self: OptimizerProxy, *of: Any) -> None:
         update(self, *of)
         seen.updates.append(device.module.current.tick())
 
@@ -72,7 +72,7 @@ def watching(pair: Twins, device: HostDevice, monkeypatch: pytest.MonkeyPatch) -
     ]
     with monkeypatch.context() as patch:
         patch.setattr(TrainingDevice, "bring_up", note_upload)
-        patch.setattr(OptimizerProxies, "update", note_update)
+        patch.setattr(OptimizerProxy, "update", note_update)
         yield seen
     for handle in handles:
         handle.remove()

@@ -68,11 +68,8 @@ def test_wrong_arguments_exit_2_and_say_what_is_right(arguments, word):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["demo", "--json", "FILE"],
-        ["bench", ".", "--json", "FILE"],
         ["bench", ".", "--chart", "FILE"],
         ["plan", "nowhere", "--host", "1GiB", "--nvme", "1GB/s,1GB/s", "--picture", "FILE"],
-        ["export", "nowhere", "nothing", "--to", "safetensors", "--json", "FILE"],
         ["trace", "--output", "FILE", "nothing.py"],
     ],
     ids=lambda arguments: " ".join(arguments[::2]),
