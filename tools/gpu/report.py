@@ -49,7 +49,7 @@ class Report:
             for figure, bar, number, verdict in head + body
         ]
         title = (
-            ["REHEARSAL on a CPU: these numbers are no figures, only proof that the code runs"]
+            ["REHEARSAL: these numbers are no figures, only proof that the code runs"]
             if self._is_rehearsal
             else []
         )
