@@ -275,6 +275,7 @@ def run(directory: Path, name: str, update: str) -> None:
             manager.plan(*planned, **placement)
         except swapper.BudgetError as error:
             budget = max(dist_objects(named_budget(error)))
+    del planned
     with swapper.SwapManager(directory, host_memory=budget, resume="discard") as manager:
         torch.manual_seed(1)  # as in `make_whole`
         _, optimizer = manager.offload(swapped, optimizer, **placement, init=values)

@@ -22,6 +22,7 @@ from e2e.device_twins import (
 )
 from e2e.models import Net, loss_of, tokens, train_step
 from swapper.device.device_storage import DeviceStorage
+from swapper.train.device import device_sweep
 from swapper.train.device.device_sweep import DeviceSweep, _Slot
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.updates.update_times import faster_place
@@ -138,6 +139,34 @@ def test_a_slice_is_copied_up_while_the_one_before_is_updated(
     monkeypatch.setattr(DeviceSweep, "_update_on_device", update_on_device)
     pair.train(train_step, steps=2)
     assert overlaps and all(overlaps)
+    pair.finish(paged=False)
+
+
+def test_neighbors_of_a_slice_are_one_copy(on_device: MakeTwins, monkeypatch: Any) -> None:
+    """Here biases and norms, which are of whole alignments: a parameter's state, and gradients and parameters of several."""
+    pair = on_device(
+        update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="host", gradients="host"
+    )
+    tensors, copies = [], []
+    bring_up, merge_spans, parts_of = TrainingDevice.bring_up, device_sweep.merge_spans, device_sweep.parts_of
+
+    def begin(*of: Any) -> Any:
+        tensors.clear()
+        return parts_of(*of)
+
+    def note_tensors(spans: Any) -> Any:
+        tensors.append(len(spans))
+        return merge_spans(spans)
+
+    def note_copies(self: TrainingDevice, storage: DeviceStorage, pieces: Any, last_use: Any = None) -> None:
+        copies.append((sum(tensors), len(pieces)))
+        bring_up(self, storage, pieces, last_use)
+
+    monkeypatch.setattr(device_sweep, "parts_of", begin)
+    monkeypatch.setattr(device_sweep, "merge_spans", note_tensors)
+    monkeypatch.setattr(TrainingDevice, "bring_up", note_copies)
+    pair.train(train_step, steps=2)
+    assert max(before - after for before, after in copies) > 2, copies
     pair.finish(paged=False)
 
 

@@ -48,11 +48,7 @@ class Report:
             f"{figure:{widths[0]}}  {bar:{widths[1]}}  {number:{width}}  {verdict}".rstrip()
             for figure, bar, number, verdict in head + body
         ]
-        title = (
-            ["REHEARSAL on a CPU: these numbers are no figures, only proof that the code runs"]
-            if self._is_rehearsal
-            else []
-        )
+        title = ["REHEARSAL: these numbers are no figures, only proof that the code runs"] if self._is_rehearsal else []
         return "\n".join([*title, *(f"{name}: {value}" for name, value in self._hardware.items()), "", *lines])
 
     def json(self) -> str:
