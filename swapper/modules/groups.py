@@ -10,6 +10,7 @@ and the others lease that group too.
 from __future__ import annotations
 
 import dis
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def _divide(model: nn.Module, units: list[_FoundUnit]) -> tuple[list[Group], lis
     owner: dict[int, int] = {}  # id of parameter -> index of group
     members: list[list[tuple[str, nn.Parameter]]] = []
     group_names: list[str] = []
-    open_bytes = MERGE_BELOW_BYTES  # of the group that small units may still join
+    open_bytes = math.inf  # of the group that small units may still join
     for name, _, parameters, in_list in units:
         new = {id(p): p for p in parameters if id(p) not in owner}
         if not new:
@@ -76,7 +77,7 @@ def _divide(model: nn.Module, units: list[_FoundUnit]) -> tuple[list[Group], lis
         if in_list or open_bytes + nbytes > MERGE_BELOW_BYTES:
             members.append([])
             group_names.append(name or type(model).__name__)
-            open_bytes = MERGE_BELOW_BYTES if in_list else 0
+            open_bytes = math.inf if in_list else 0
         open_bytes += nbytes
         for key, parameter in new.items():
             owner[key] = len(members) - 1

@@ -321,6 +321,7 @@ def test_a_configuration_that_makes_no_model_is_refused(change: dict[str, Any], 
         ("model.safetensors.index.json", b'{"weight_map": {"a.weight": "x.safetensors"}}', "which is not beside it"),
         ("model.safetensors.index.json", b"{}", "has no weight_map"),
         ("a.safetensors", b'\x29\0\0\0\0\0\0\0{"a.weight": {"dtype": "I8", "shape": [3]}}', "quantized weights cannot"),
+        ("a.safetensors", b'\x29\0\0\0\0\0\0\0{"a.weight": {"dtype": "F32", "shape": [0]}}', "has no parameters"),
     ],
     ids=str,
 )

@@ -48,7 +48,7 @@ def make_model(source: str, dtype: torch.dtype) -> nn.Module:
         torch.set_default_dtype(before)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{source} returned a {type(model).__name__}: it must return a torch.nn.Module")
-    if next(model.parameters(), None) is None:
+    if not any(parameter.numel() for parameter in model.parameters()):
         raise ConfigError(f"{source} has no parameters: give {KINDS}")
     return model.to(dtype)
 
