@@ -24,6 +24,7 @@ from swapper.device.kernels.compiler import has_triton, uses_kernel
 from swapper.device.kernels.quantized import FLOATS, dequantise_, quantise
 from swapper.errors import CheckpointError
 from swapper.formats.safetensors import DTYPES
+from swapper.formats.stored import Empty
 
 KEY = "swapper.quantized."
 """The prefix of a quantized tensor's entry in a file's metadata, before its name."""
@@ -106,31 +107,33 @@ class QuantizedLayout:
         tail = scales.squeeze(-1).bfloat16().contiguous().view(torch.uint8)
         return torch.cat([stored, tail], dim=1)
 
-    def dequantise(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantise(self, stored: torch.Tensor, dtype: torch.dtype, empty: Empty = torch.empty) -> torch.Tensor:
         """Return the values of `stored`, bytes of shape (..., row_bytes), in `dtype` and of shape (..., columns).
 
         `stored` and the result are on one device; on a GPU with Triton a kernel does it, with the same bits.
         """
         shape = (*stored.shape[:-1], self.columns)
-        values = torch.empty(shape, dtype=dtype, device=stored.device)
+        values = empty(shape, dtype=dtype, device=stored.device)
         rows, flat = stored.reshape(-1, self.row_bytes), values.view(-1, self.columns)
         if self._has_kernel(flat):
             dequantise_(rows.contiguous(), flat, self.bits, self.block)
             return values
-        step = max(CHUNK_ELEMENTS // self.columns, 1)
-        for begin in range(0, rows.shape[0], step):
-            self._dequantise(rows[begin : begin + step], flat[begin : begin + step])
+        step = min(max(CHUNK_ELEMENTS // self.columns, 1), rows.shape[0])
+        codes = empty((step if self.bits == 4 else 0, self.code_bytes), dtype=torch.int8, device=stored.device)
+        for begin in range(0, rows.shape[0], max(step, 1)):
+            self._dequantise(rows[begin : begin + step], flat[begin : begin + step], codes)
         return values
 
-    def _dequantise(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _dequantise(self, rows: torch.Tensor, out: torch.Tensor, memory: torch.Tensor) -> None:
+        """Write the values of `rows` to `out`. 4 bits need `memory` for as many rows of codes."""
         codes = rows[:, : self.code_bytes].view(torch.int8)
         scales = rows[:, self.code_bytes :].view(torch.bfloat16).to(out.dtype).unsqueeze(-1)
         if self.bits == 8:
             out.copy_(codes)
         else:
-            half = self.columns // 2
-            out[:, :half].copy_(codes << 4)
-            out[:, half:].copy_(codes & -16)
+            half, wide = self.columns // 2, memory[: rows.shape[0]]
+            out[:, :half].copy_(torch.bitwise_left_shift(codes, 4, out=wide))
+            out[:, half:].copy_(torch.bitwise_and(codes, -16, out=wide))
         blocks = out.view(out.shape[0], -1, self.block)
         torch.mul(blocks, scales, out=blocks)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,8 @@ import torch
 
 from swapper.io.alignment import SECTOR_BYTES, round_up
 
+Empty = Callable[..., torch.Tensor]
+"""Gives memory for a result, with the arguments of torch.empty."""
 MAX_DIMENSIONS = 64  # torch's limit
 MAX_TENSOR_BYTES = 1 << 62  # below the largest file offset
 
@@ -173,9 +175,9 @@ class ChunkedTensor:
             cursor += chunk.stored.shape[0] if chunk.stored.shape else 0
         return True
 
-    def assembled(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def assembled(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, empty: Empty = torch.empty) -> torch.Tensor:
         """Return the tensor whose chunks are `parts`, in memory of its own and in `dtype`."""
-        whole = torch.empty(self.shape, dtype=dtype, device=parts[0].device)
+        whole = empty(self.shape, dtype=dtype, device=parts[0].device)
         for chunk, part in zip(self.chunks, parts, strict=True):
             whole[_slices(chunk.offsets, chunk.ends)] = part
         return whole

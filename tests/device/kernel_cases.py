@@ -142,7 +142,8 @@ def quantise_and_dequantise(device: str) -> None:
             same(stored, wanted)
             for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
                 expected = torch.empty(ROWS, columns, dtype=out_dtype)
-                layout._dequantise(wanted, expected)
+                memory = torch.empty(ROWS, layout.code_bytes, dtype=torch.int8)
+                layout._dequantise(wanted, expected, memory)
                 same(layout.dequantise(stored, out_dtype), expected)
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 import swapper
 from infer.small import TOKENS, make, on_meta
 from swapper.checkpoint.exporting import export
+from swapper.infer.runtime.weights import MadeMemory
 from swapper.integrations.transformers import from_pretrained
 
 
@@ -79,3 +80,57 @@ def test_models_of_transformers_run_from_quantised_weights(tmp_path, scheme, kin
     options = {"max_new_tokens": 4, "do_sample": False, "num_beams": 1}
     assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
     swapper.loaded(model).unload()
+
+
+class Keeping(torch.nn.Linear):
+    """Notes where its weight is, and keeps the weight if told so."""
+
+    def __init__(self) -> None:
+        super().__init__(512, 512)
+        self.places: list[int] = []
+        self.kept: list[torch.Tensor] = []
+        self.keeps = False
+
+    def forward(self, x):
+        self.places.append(self.weight.data_ptr())
+        self.kept += [self.weight.detach()] if self.keeps else []
+        return super().forward(x)
+
+
+def test_computed_weights_take_one_memory_in_turn_and_those_that_are_held_keep_theirs(tmp_path, scheme):
+    model = torch.nn.Sequential(*(Keeping() for _ in range(4)))
+    save_file(model.state_dict(), tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "quantised", "safetensors", quantize=scheme)
+    swapped = swapper.load(model.to("meta"), tmp_path / "quantised", host_memory="4MiB")
+    x = torch.randn(2, 512)
+    with torch.no_grad():
+        expected = swapped(x)
+        assert torch.equal(swapped(x), expected)
+        assert len({place for layer in swapped for place in layer.places}) == 1
+        swapped[1].keeps = True
+        for _ in range(3):
+            assert torch.equal(swapped(x), expected)
+        state = {name: tensor.clone() for name, tensor in swapped.state_dict().items()}
+    assert len(swapped[1].kept) == 3 and all(torch.equal(kept, state["1.weight"]) for kept in swapped[1].kept)
+    swapper.loaded(swapped).unload()
+    assert all(torch.equal(kept, state["1.weight"]) for kept in swapped[1].kept)
+
+
+def test_memory_is_used_again_once_nobody_holds_it():
+    memory = MadeMemory(1 << 20)
+
+    def take(nbytes: int) -> torch.Tensor:
+        return memory.empty((nbytes,), dtype=torch.uint8)
+
+    first, second = take(1000).fill_(1), take(1 << 19).fill_(2)
+    begin = first.data_ptr()
+    assert second.data_ptr() == begin + 1024
+    view = first[:10]
+    del first
+    assert take(100).data_ptr() > second.data_ptr(), "a view holds it"
+    del view
+    third = take(1000).fill_(3)
+    assert third.data_ptr() == begin and second.unique().tolist() == [2]
+    assert memory.empty((0, 4), dtype=torch.float32).shape == (0, 4)
+    large = take(64 << 20)  # more than it has
+    assert large.nbytes == 64 << 20 and not begin <= large.data_ptr() < begin + (1 << 20)

@@ -12,15 +12,15 @@ from torch import nn
 from swapper.checkpoint.quantization import QuantizedLayout, layouts_of
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.formats.sources import Rename, Source, renamed
-from swapper.formats.stored import ChunkedTensor, StoredTensor
+from swapper.formats.stored import ChunkedTensor, Empty, StoredTensor
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import refuse_scripted
 from swapper.modules.guarded import is_guarded
 
 SHOWN_NAMES = 8  # in a message
 
-Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""Makes a tensor from its parts in the checkpoint. Its result may be a view of them."""
+Make = Callable[[Sequence[torch.Tensor], Empty], torch.Tensor]
+"""Makes a tensor from its parts in the checkpoint, in memory that it is given. Its result may be a view of the parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Recipe:
             return None
         return replace(self, parts=tuple(part for part in parts if part is not None), node=None)
 
-    def from_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return parts[0] if self.make is None else self.make(parts)
+    def from_parts(self, parts: Sequence[torch.Tensor], empty: Empty = torch.empty) -> torch.Tensor:
+        return parts[0] if self.make is None else self.make(parts, empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +155,19 @@ def _recipe(stored: StoredTensor | ChunkedTensor, dtype: torch.dtype | None, lay
     if isinstance(stored, ChunkedTensor):
         wanted = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
         parts = tuple(chunk.stored for chunk in stored.chunks)
-        return Recipe(parts, lambda parts: stored.assembled(parts, wanted), wanted)
+        return Recipe(parts, lambda parts, empty: stored.assembled(parts, wanted, empty), wanted)
     if layout is not None:
         values = dtype or layout.torch_dtype
-        return Recipe((stored,), lambda parts: layout.dequantise(parts[0], values), values, by_rows=True)
+        return Recipe((stored,), lambda parts, empty: layout.dequantise(parts[0], values, empty), values, by_rows=True)
     if dtype is None or dtype == stored.dtype or not stored.dtype.is_floating_point:
         return Recipe((stored,), None, stored.dtype)
-    return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype, by_rows=True)
+    return Recipe((stored,), lambda parts, empty: _cast(parts[0], dtype, empty), dtype, by_rows=True)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, empty: Empty) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        return tensor.to(dtype)  # which keeps the order of its dimensions
+    return empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def shape_of(stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | None) -> tuple[int, ...]:

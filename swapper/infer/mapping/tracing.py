@@ -132,11 +132,11 @@ def _maker(node: Node, numbers: dict[int, int], dtype: torch.dtype) -> Make:
     inner = node.arguments[0] if node.function is _cast else None
     if isinstance(inner, Node) and isinstance(inner.function, Dequantise):  # directly in the wanted dtype
         layout = inner.function.layout
-        return lambda parts: layout.dequantise(parts[0], dtype)
+        return lambda parts, empty: layout.dequantise(parts[0], dtype, empty)
     if isinstance(inner, Node) and isinstance(inner.function, Assemble):
         chunked = inner.function.chunked
-        return lambda parts: chunked.assembled(parts, dtype)
-    return lambda parts: _replay(node, parts, numbers, {})
+        return lambda parts, empty: chunked.assembled(parts, dtype, empty)
+    return lambda parts, empty: _replay(node, parts, numbers, {})
 
 
 def _goes_by_rows(node: Node) -> bool:
@@ -161,7 +161,7 @@ def recipe_of_row(recipe: Recipe, row: int) -> Recipe | None:
     _collect(node, leaves)
     numbers = {key: number for number, key in enumerate(leaves)}
     found = node
-    return Recipe(tuple(leaves.values()), lambda parts: _replay(found, parts, numbers, {}), recipe.dtype)
+    return Recipe(tuple(leaves.values()), lambda parts, empty: _replay(found, parts, numbers, {}), recipe.dtype)
 
 
 def _row(node: Node, row: int) -> Node | None:

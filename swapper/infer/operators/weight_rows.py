@@ -23,7 +23,7 @@ from torch import nn
 
 from swapper.device.new_copies import NewCopies, NewCopy
 from swapper.errors import DeviceError
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import Empty, StoredTensor
 from swapper.infer.mapping.adoption import view_of
 from swapper.infer.mapping.matching import Recipe
 from swapper.infer.runtime.weights import refuse_gradient
@@ -200,11 +200,11 @@ class _PartRead:
         wait_for_all(self.tickets)
         self.tickets = []
 
-    def matrices(self, memory: torch.Tensor, offsets: Iterable[int]) -> list[torch.Tensor]:
-        """Return the results of the recipes, whose parts `memory` has at `offsets`."""
+    def matrices(self, memory: torch.Tensor, offsets: Iterable[int], empty: Empty) -> list[torch.Tensor]:
+        """Return the results of the recipes, whose parts `memory` has at `offsets`, in memory from `empty`."""
         with torch.inference_mode(False), torch.no_grad():
             parts = iter([view_of(memory, at, stored) for at, (_, stored) in zip(offsets, self.sources, strict=True)])
-            return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in self.recipes]
+            return [recipe.from_parts([next(parts) for _ in recipe.parts], empty) for recipe in self.recipes]
 
 
 class RowPrefetcher:
@@ -217,10 +217,14 @@ class RowPrefetcher:
         memory: of all slots.
         read: submits reads.
         copies: to the device of the maps; a part is copied while the kernels of the one before run. None: they run on the CPU.
+        empty: memory for parts that are computed from what is stored.
     """
 
-    def __init__(self, memory: torch.Tensor, read: ReadInto, copies: NewCopies | None = None) -> None:
+    def __init__(
+        self, memory: torch.Tensor, read: ReadInto, copies: NewCopies | None = None, empty: Empty = torch.empty
+    ) -> None:
         self._copies = copies
+        self._empty = empty
         self._copied: dict[int, torch.Event] = {}  # by slot: the event of the last copy from it
         self._slots = memory.view(PARTS_IN_MEMORY, -1)
         self._read = read
@@ -261,13 +265,13 @@ class RowPrefetcher:
         part = self._reading[0]
         part.wait()
         if self._copies is None:
-            return part.matrices(self._slots[part.slot], (at for at, _ in part.sources))
+            return part.matrices(self._slots[part.slot], (at for at, _ in part.sources), self._empty)
         copy = self._send(self._copies, part)
         if len(self._reading) > 1 and self._reading[1].of == part.of and self._reading[1].is_read:
             self._send(self._copies, self._reading[1])
         device = self._copies.device
         device.let_wait(device.current_stream(), copy.filled_at)
-        return part.matrices(copy.memory, copy.offsets)
+        return part.matrices(copy.memory, copy.offsets, self._empty)
 
     def _send(self, copies: NewCopies, part: _PartRead) -> NewCopy:
         if part.copy is None:

@@ -23,6 +23,8 @@ from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedL
 from swapper.infer.planning.infer_placement import Fit, fit
 from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.streaming import paged_sections
+from swapper.infer.runtime.weights import MadeMemory
+from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.tuning import find_tuning
 from swapper.modules.groups import by_module
 from swapper.modules.operations import OperationTimes, median_seconds, record
@@ -30,10 +32,11 @@ from swapper.modules.paging_costs import measure_paging_costs
 from swapper.options import parse_host_memory
 from swapper.paging.capped_drive import open_drive
 from swapper.paging.dry_run import DryRun, Task
+from swapper.paging.planning.budget import resident_bytes
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
-from swapper.runtime.free_memory import HEAP_TENSOR_BYTES, kept_free_bytes
+from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.sizes import format_bytes, parse_bytes
 from swapper.runtime.stats import StepStats
 
@@ -180,19 +183,16 @@ class LoadPlan:
     def memory(self) -> dict[str, int]:
         """The peak of host memory by part, in bytes, beyond the imported libraries and activations.
 
-        The allocator's part is what swapper lets the heap keep free, and what glibc does where computed weights come and go: twice
-        the largest (mallopt(3), M_TRIM_THRESHOLD).
+        The allocator's part is what swapper lets the heap of a run keep free.
         """
-        made = [weight.made_bytes for group in self.fitting.plan.groups for weight in group.weights]
-        computed_bytes = min(max(made, default=0), self.fitting.plan.made_bytes, HEAP_TENSOR_BYTES)
-        plan, placement = self.fitting.plan, self.fitting.placement
-        used = sum(nbytes for runs in plan.runs_of_used for nbytes in runs)
+        plan = self.fitting.plan
+        small_bytes = sum(round_up(run.nbytes, SECTOR_BYTES) for run in plan.small_runs)
         parts = {
-            "what stays": plan.fixed_bytes,
+            "what stays": plan.fixed_bytes - small_bytes + resident_bytes([run.nbytes for run in plan.small_runs]),
             "experts": plan.cache_bytes(self.host_bytes),
-            "pool": min(placement.pool_bytes, used) if not placement.streamed else placement.pool_bytes,
+            "pool": self.fitting.placement.pool_bytes,
             "staging": plan.staging_bytes,
-            "allocator": kept_free_bytes(self.host_bytes) + 2 * computed_bytes,
+            "allocator": kept_free_bytes(self.host_bytes),
         }
         return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
@@ -358,9 +358,10 @@ def _made_seconds(weight: Weight) -> float:
         weight.recipe.rows(0, min(-(-TRIAL_ELEMENTS * shape[0] // weight.parameter.numel()), shape[0])) or weight.recipe
     )
     parts = [torch.zeros(part.shape, dtype=part.dtype) for part in rows.parts]
+    made = MadeMemory(weight.made_bytes)
     with torch.no_grad():
-        numel = max(rows.from_parts(parts).numel(), 1)
-        return median_seconds(lambda: rows.from_parts(parts), TRIALS) / numel * weight.parameter.numel()
+        numel = max(rows.from_parts(parts, made.empty).numel(), 1)
+        return median_seconds(lambda: rows.from_parts(parts, made.empty), TRIALS) / numel * weight.parameter.numel()
 
 
 def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float:
@@ -369,7 +370,8 @@ def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float
     module = nn.Linear(inputs, outputs, bias=False, device="meta")
     memory = torch.zeros(PARTS_IN_MEMORY * linear.slot_bytes, dtype=torch.uint8)
     there = VirtualDrive()  # its reads are over at once
-    parts = RowPrefetcher(memory, lambda stored, offset, into: there.read(into.nbytes, None))
+    made = MadeMemory(linear.made_bytes)
+    parts = RowPrefetcher(memory, lambda stored, offset, into: there.read(into.nbytes, None), empty=made.empty)
     trial, x = replace(linear, module=module), torch.zeros(1, inputs, dtype=dtype)
     with torch.no_grad():
         parts.multiply(trial, x)

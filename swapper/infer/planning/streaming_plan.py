@@ -113,9 +113,13 @@ class StreamingPlan:
     @property
     def made_bytes(self) -> int:
         """Memory of the results computed from small weights, and of the most from others at once."""
+        return self.made_at_once_bytes + sum(weight.made_bytes for weight in self.small)
+
+    @property
+    def made_at_once_bytes(self) -> int:
+        """Memory of the most results that are computed while they are used."""
         made = max((sum(self.groups[g].made_bytes for g in s) for s in self.working_sets), default=0)
-        made = max(made, max((linear.made_bytes for linear in self.cuts), default=0))
-        return made + sum(weight.made_bytes for weight in self.small)
+        return max(made, max((linear.made_bytes for linear in self.cuts), default=0))
 
     @property
     def images(self) -> dict[int, int]:

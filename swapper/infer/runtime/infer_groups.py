@@ -27,7 +27,7 @@ from swapper.infer.operators.experts import Experts, Key, OnDemandGroup, numbere
 from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.planning.streaming_plan import StreamedGroup
 from swapper.infer.runtime.streaming import Streaming
-from swapper.infer.runtime.weights import GroupWeights, PagedWeight
+from swapper.infer.runtime.weights import GroupWeights, MadeMemory, PagedWeight
 from swapper.modules.guarded import FaultHandler
 from swapper.modules.model_device import ModelDevice
 from swapper.paging.pager import Pager
@@ -202,6 +202,7 @@ class GroupMaking:
         where: kernels run.
         fault_handler: called on access to a cold parameter.
         experts: their cache.
+        made: memory for weights that are computed while they are used.
         groups: all, by index.
         small: parameters that stay.
         names, recipes: of the groups' parameters, by id.
@@ -214,6 +215,7 @@ class GroupMaking:
     where: torch.device
     fault_handler: FaultHandler
     experts: Experts
+    made: MadeMemory
     groups: list[GroupWeights] = field(default_factory=list)
     small: list[nn.Parameter] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
@@ -260,7 +262,7 @@ class GroupMaking:
     def _adopt(self, group: StreamedGroup, located: Sequence[list[torch.Tensor]]) -> list[PagedWeight]:
         weights = []
         for weight, parts in zip(group.weights, located, strict=True):
-            paged = PagedWeight(weight.name, weight.parameter, parts, weight.recipe, self.where)
+            paged = PagedWeight(weight.name, weight.parameter, parts, weight.recipe, self.where, self.made.empty)
             paged = replace(paged, parameter=adopt(self._places, weight, paged.data()))
             self._adopted[id(weight.parameter)] = paged.parameter
             self.names[id(paged.parameter)] = weight.name

@@ -28,7 +28,7 @@ from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.runtime.infer_groups import DeviceGroup, GroupMaking, InferenceDevice
 from swapper.infer.runtime.infer_hooks import InferenceHooks, PassPredictor, allow_changes, is_cyclic, refuse_changes
 from swapper.infer.runtime.streaming import Streaming
-from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, make_room, refuse_gradient
+from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, MadeMemory, make_room, refuse_gradient
 from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Models
 from swapper.modules.guarded import RunWith
@@ -294,7 +294,8 @@ class LoadedModel:
     def _adopt(self, model: nn.Module, fitting: Fit, experts: Experts) -> None:
         """Give every loaded parameter its memory."""
         plan = fitting.plan
-        making = GroupMaking(model, fitting, self._streaming, self._on_device, self._where, self, experts)
+        made = MadeMemory(plan.made_at_once_bytes)
+        making = GroupMaking(model, fitting, self._streaming, self._on_device, self._where, self, experts, made)
         self._groups, self._small = making.groups, making.small
         self._names, self._recipes = making.names, making.recipes
         making.make_all()
@@ -302,7 +303,7 @@ class LoadedModel:
             look_up_by_rows(embedding, recipe, self._streaming.read_part, self._where)
         if plan.cuts:
             copies = None if self._on_device is None else self._on_device.copies
-            parts = RowPrefetcher(self._streaming.take(plan.parts_bytes), self._streaming.read_part, copies)
+            parts = RowPrefetcher(self._streaming.take(plan.parts_bytes), self._streaming.read_part, copies, made.empty)
             for linear in plan.cuts:
                 multiply_by_parts(linear, parts, self._where)
         for name, module in model.named_modules():

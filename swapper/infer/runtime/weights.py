@@ -7,17 +7,22 @@ their first use; a group that stays as a whole is materialized from then on and 
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from swapper.checkpoint.quantization import CHUNK_ELEMENTS
 from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, StateError
+from swapper.formats.stored import Empty
 from swapper.infer.mapping.matching import Recipe
-from swapper.io.alignment import round_up
+from swapper.io.alignment import TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.modules.cold import materialize, set_cold
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.leased_group import LeasedGroup
@@ -38,6 +43,38 @@ def refuse_gradient() -> NoReturn:
     )
 
 
+class MadeMemory:
+    """Memory for weights that are computed at each use, which take it in turn.
+
+    glibc's heap would keep holes of five times their size: torch asks for aligned memory, for which glibc (2.36) needs more than
+    what a tensor of the same size has left. A weight that somebody still holds after its use keeps its memory.
+
+    Args:
+        nbytes: what is in use at once. More than that is taken from the heap.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes + CHUNK_ELEMENTS  # for gaps, and what dequantizing needs: a page without use costs nothing
+        self._memory = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._used: list[tuple[int, int, StorageWeakRef]] = []  # begin, end, in order
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+        """Return a tensor as torch.empty does."""
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        if device.type == "cpu" and nbytes:
+            self._used = [one for one in self._used if not one[2].expired()]  # type: ignore[no-untyped-call]
+            begin = 0
+            for number, (next_begin, next_end) in enumerate([*(one[:2] for one in self._used), (self._nbytes, 0)]):
+                if begin + nbytes <= next_begin:
+                    found = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=begin)
+                    reference = StorageWeakRef(found.untyped_storage())  # type: ignore[no-untyped-call]
+                    self._used.insert(number, (begin, begin + nbytes, reference))
+                    return found.view(*shape)
+                begin = round_up(next_end, TENSOR_ALIGNMENT_BYTES)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class PagedWeight:
     """One streamed parameter.
@@ -47,6 +84,7 @@ class PagedWeight:
         parts: views of the file's bytes, not touched before their use; empty if they are read on demand.
         recipe: computes the parameter's data from `parts`.
         device: of its use.
+        empty: memory for the result of `recipe`.
     """
 
     name: str
@@ -54,6 +92,7 @@ class PagedWeight:
     parts: list[torch.Tensor]
     recipe: Recipe
     device: torch.device = CPU
+    empty: Empty = torch.empty
 
     @property
     def is_made(self) -> bool:
@@ -218,7 +257,7 @@ class GroupWeights(LeasedGroup):
                 )
             if weight.is_made:
                 with torch.inference_mode(False), torch.no_grad():
-                    weight.parameter.data = weight.recipe.from_parts(weight.parts)
+                    weight.parameter.data = weight.recipe.from_parts(weight.parts, weight.empty)
         if not self._was_used:  # resident pages keep this lease for good; the next one is of the streamed pages
             self._was_used = True
             self.access = self.streamed
