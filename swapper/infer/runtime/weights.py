@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -54,15 +55,21 @@ class MadeMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes + CHUNK_ELEMENTS  # for gaps, and what dequantizing needs: a page without use costs nothing
+        self._nbytes = nbytes + CHUNK_ELEMENTS  # for gaps and dequantizing: a page without use costs nothing
         self._memory = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._used: list[tuple[int, int, StorageWeakRef]] = []  # begin, end, in order
+        self._lock = threading.Lock()  # passes of several threads
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
         """Return a tensor as torch.empty does."""
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
-        if device.type == "cpu" and nbytes:
+        if device.type == "cpu" and nbytes and (found := self._find(count, nbytes, dtype)) is not None:
+            return found.view(*shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def _find(self, count: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor | None:
+        with self._lock:
             self._used = [one for one in self._used if not one[2].expired()]  # type: ignore[no-untyped-call]
             begin = 0
             for number, (next_begin, next_end) in enumerate([*(one[:2] for one in self._used), (self._nbytes, 0)]):
@@ -70,9 +77,9 @@ class MadeMemory:
                     found = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=begin)
                     reference = StorageWeakRef(found.untyped_storage())  # type: ignore[no-untyped-call]
                     self._used.insert(number, (begin, begin + nbytes, reference))
-                    return found.view(*shape)
+                    return found
                 begin = round_up(next_end, TENSOR_ALIGNMENT_BYTES)
-        return torch.empty(shape, dtype=dtype, device=device)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
