@@ -5,6 +5,7 @@ The models are tiny, the machines of CI are small, and threads that wait for eac
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,6 +161,36 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield do
     for point in reversed(mounted):
         subprocess.run(["umount", "--lazy", str(point)], check=True)  # lazily: a failed test keeps files open
+
+
+@pytest.fixture
+def mount_fuse(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Runs a script that mounts what it implements at its last argument; skips where that is not possible."""
+    with contextlib.ExitStack() as stack:
+
+        def do(script: str, *arguments: object) -> Path:
+            try:
+                import mfusepy  # noqa: F401
+            except (ImportError, OSError) as error:
+                pytest.skip(f"FUSE cannot be used here: {error} (Debian: apt install fuse3)")
+            if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+                pytest.skip("/dev/fuse cannot be used here")
+            point = tmp_path / "fuse"
+            point.mkdir()
+            command = [sys.executable, "-c", script, *map(str, arguments), str(point)]
+            process = stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE))
+            stack.callback(process.terminate)
+            for _ in range(1200):  # a minute: it ends, or is there
+                if os.path.ismount(point) or process.poll() is not None:
+                    break
+                time.sleep(0.05)
+            if not os.path.ismount(point):
+                process.kill()
+                pytest.skip(f"FUSE cannot be mounted here: {process.stderr.read().decode()[-200:]}")  # type: ignore[union-attr]
+            stack.callback(subprocess.run, ["umount", "--lazy", str(point)], check=False)
+            return point
+
+        yield do
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import contextlib
 import errno
 import os
 import subprocess
-import sys
 import textwrap
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -249,27 +248,9 @@ fuse.FUSE(Faulty(), sys.argv[1], foreground=True, direct_io=True, nothreads=True
 
 
 @pytest.fixture
-def faulty_drive(tmp_path: Path):
+def faulty_drive(mount_fuse: Callable[..., Path]) -> Path:
     """A filesystem with one file whose second MiB begins with a bad sector."""
-    try:
-        import mfusepy  # noqa: F401
-    except (ImportError, OSError) as error:
-        pytest.skip(f"FUSE cannot be used here: {error} (Debian: apt install fuse3)")
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("/dev/fuse cannot be used here")
-    mount_point = tmp_path / "faulty"
-    mount_point.mkdir()
-    with subprocess.Popen([sys.executable, "-c", FAULTY, str(mount_point)], stderr=subprocess.PIPE) as process:
-        for _ in range(1200):  # a minute: it ends, or is there
-            if (mount_point / "file").exists() or process.poll() is not None:
-                break
-            time.sleep(0.05)
-        if not (mount_point / "file").exists():
-            process.kill()
-            pytest.skip(f"FUSE cannot be mounted here: {process.stderr.read().decode()[-200:]}")  # type: ignore[union-attr]
-        yield mount_point
-        subprocess.run(["umount", "--lazy", str(mount_point)], check=False)
-        process.terminate()
+    return mount_fuse(FAULTY)
 
 
 @pytest.mark.parametrize("is_strided", [False, True])

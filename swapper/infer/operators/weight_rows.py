@@ -200,7 +200,7 @@ class _PartRead:
         wait_for_all(self.tickets)
         self.tickets = []
 
-    def matrices(self, memory: torch.Tensor, offsets: Iterable[int], empty: Empty) -> list[torch.Tensor]:
+    def matrices(self, memory: torch.Tensor, offsets: Iterable[int], empty: Empty = torch.empty) -> list[torch.Tensor]:
         """Return the results of the recipes, whose parts `memory` has at `offsets`, in memory from `empty`."""
         with torch.inference_mode(False), torch.no_grad():
             parts = iter([view_of(memory, at, stored) for at, (_, stored) in zip(offsets, self.sources, strict=True)])
