@@ -54,7 +54,9 @@ class MadeMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes + CHUNK_ELEMENTS  # for gaps, and what dequantizing needs: a page without use costs nothing
+        self._nbytes = (
+            nbytes + CHUNK_ELEMENTS
+        )  # for gaps, and what dequantizing needs: a page without use costs nothing
         self._memory = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._used: list[tuple[int, int, StorageWeakRef]] = []  # begin, end, in order
 
