@@ -118,6 +118,7 @@ def test_it_gives_the_pool_back_and_takes_it_again(tmp_path: Path) -> None:
     assert_expected(tmp_path / "losses")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_parked_resumes_exactly(tmp_path: Path) -> None:
     with started_python(parked_run.__file__, "wait", tmp_path / "run", tmp_path / "losses") as process:
         assert process.stdout.readline() == "parked\n", process.stderr.read()

@@ -176,6 +176,7 @@ def test_an_accelerator_waits_for_its_link() -> None:
     assert slow["upgrades"][0]["what"] == "a link twice as fast"
 
 
+@pytest.mark.slow
 def test_the_largest_model_for_a_time_is_as_fast_as_it_says() -> None:
     found = figures(SOURCE, *GIVEN, "--host", "64MB", "--at-most", "5s", "--no-table")
     layers = found["largest"]["layers"]
