@@ -13,24 +13,33 @@ from types import TracebackType
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
 
-def pss_bytes() -> int:
-    """Return this process's proportional set size now, in bytes; 0 if the system does not report it."""
+def pss_bytes(files: bool = True) -> int:
+    """Return this process's proportional set size now, in bytes; 0 if the system does not report it.
+
+    Args:
+        files: with mapped files. The share of libraries changes by tens of MB as other processes come and go that have them too.
+    """
     if not _ROLLUP.exists():
         return 0
-    found = re.search(r"^Pss:\s+(\d+) kB$", _ROLLUP.read_text(), re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else 0
+    found = re.findall(rf"^{'Pss' if files else 'Pss_(?:Anon|Shmem)'}:\s+(\d+) kB$", _ROLLUP.read_text(), re.MULTILINE)
+    return sum(map(int, found)) * 1024
 
 
 class PeakMemory:
     """Samples the growth of this process's memory since its construction, as a context.
+
+    Args:
+        interval_s: seconds between samples.
+        files: see `pss_bytes`.
 
     Attributes:
         baseline_bytes: the process's memory at construction.
         growth_bytes: the maximum beyond that, so far.
     """
 
-    def __init__(self, interval_s: float = 0.25) -> None:
-        self.baseline_bytes = pss_bytes()
+    def __init__(self, interval_s: float = 0.25, files: bool = True) -> None:
+        self._files = files
+        self.baseline_bytes = pss_bytes(files)
         self.growth_bytes = 0
         self._interval_s = interval_s
         self._stopped = threading.Event()
@@ -48,4 +57,4 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while not self._stopped.wait(self._interval_s):
-            self.growth_bytes = max(self.growth_bytes, pss_bytes() - self.baseline_bytes)
+            self.growth_bytes = max(self.growth_bytes, pss_bytes(self._files) - self.baseline_bytes)

@@ -185,12 +185,13 @@ class LoadPlan:
 
         The allocator's part is what swapper lets the heap of a run keep free.
         """
-        plan = self.fitting.plan
+        plan, placement = self.fitting.plan, self.fitting.placement
+        used = sum(nbytes for runs in plan.runs_of_used for nbytes in runs)
         small_bytes = sum(round_up(run.nbytes, SECTOR_BYTES) for run in plan.small_runs)
         parts = {
             "what stays": plan.fixed_bytes - small_bytes + resident_bytes([run.nbytes for run in plan.small_runs]),
             "experts": plan.cache_bytes(self.host_bytes),
-            "pool": self.fitting.placement.pool_bytes,
+            "pool": placement.pool_bytes if placement.streamed else min(placement.pool_bytes, used),
             "staging": plan.staging_bytes,
             "allocator": kept_free_bytes(self.host_bytes),
         }

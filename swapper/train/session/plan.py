@@ -26,7 +26,7 @@ from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section, pieces_of
 from swapper.paging.store.swap_files import TURNS
 from swapper.paging.virtual_drive import DriveRates, VirtualDrive
-from swapper.runtime.free_memory import kept_free_bytes
+from swapper.runtime.free_memory import HOLES_SHARE, kept_free_bytes
 from swapper.runtime.sizes import parse_bytes
 from swapper.runtime.stats import StepStats
 from swapper.train.device.slice_parts import ring_bytes
@@ -372,14 +372,17 @@ class Plan:
 
         Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. If all
         gradients stay autograd's own, they are with them: when they have come, activations have gone; but not those that wait for
-        a deferred update. The allocator's part is what swapper lets the heap keep free (runtime/free_memory.py).
+        a deferred update. The allocator's part is what swapper lets the heap keep free, and at least the holes that activations
+        leave between gradients (runtime/free_memory.py).
         """
         budget, compute = self.budget, self.found.compute
         gradients = sum(plan.nbytes for plan in self.grad_plans if is_resident(plan, self.places))
         activations = None if compute is None else compute.activation_bytes
         is_deferred = self.request.options.update == "deferred"
+        holes_bytes = 0
         is_apart = compute is None or activations is None or is_deferred or bool(self._placed_grad_plans)
         if compute is not None and not is_apart:
+            holes_bytes = (activations or 0) // HOLES_SHARE
             activations = compute.with_gradients_bytes
         parts = {
             "what stays": budget.resident_bytes - gradients,
@@ -387,7 +390,7 @@ class Plan:
             "pool": budget.pool_bytes,
             "activations": activations or 0,
             self.request.model.buffers[0]: self.buffer_bytes or 0,
-            "allocator": kept_free_bytes(self.request.manager.host_bytes),
+            "allocator": max(kept_free_bytes(self.request.manager.host_bytes), holes_bytes),
         }
         return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
