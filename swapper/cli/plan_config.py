@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import json
@@ -143,9 +142,7 @@ def plan(
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Do without Python's garbage collector, which goes through all of torch again and again: a fifth of the time, and as much at
-    the end of the process."""
-    atexit.register(gc.freeze)
+    """Do without Python's garbage collector, which goes through all of torch again and again: a fifth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
