@@ -12,6 +12,7 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?b|[kmgt]i?b|[KMGTkmgt]i?)(?:/s|ps)?\s*")
 
 
 def parse_bytes(value: int | str, option: str) -> int:
@@ -35,6 +36,25 @@ def parse_bytes(value: int | str, option: str) -> int:
     if value <= 0:
         raise ConfigError(f"{option}={value!r} must be more than 0 bytes")
     return value
+
+
+def refuse_bits(value: str, option: str) -> None:
+    """Raise ConfigError for a size that could be in bits."""
+    found = _BITS.fullmatch(value)
+    if found:
+        unit = found[2][0].upper() + ("i" if "i" in found[2] else "") + "B"
+        raise ConfigError(
+            f"{option} {value}: {found[2]} could mean bits or bytes, of 1000 or 1024: say {found[1]}{unit} for bytes"
+            + ("" if "i" in unit else f" of 1000, {found[1]}{unit[0]}iB for those of 1024")
+        )
+
+
+def parse_bytes_a_second(value: int | str, option: str) -> int:
+    """Return `value` as `parse_bytes` does, also of "7GB/s". Raises ConfigError for what could be bits, too."""
+    if isinstance(value, str):
+        refuse_bits(value, option)
+        value = re.sub(r"\s*/s\s*$", "", value)
+    return parse_bytes(value, option)
 
 
 def format_bytes(nbytes: int | float) -> str:

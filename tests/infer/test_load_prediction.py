@@ -86,5 +86,7 @@ def test_a_load_prediction_needs_the_drive_and_positive_numbers(path):
     for wrong in ({"tokens": 0}, {"tokens": 4, "batch": 0}):
         with pytest.raises(swapper.ConfigError, match="give a positive number"):
             plan.predict(**wrong, drive_read=RATE)
+    with pytest.raises(swapper.ConfigError, match="could mean bits or bytes, of 1000 or 1024: say 7GB for bytes"):
+        plan.predict(32, drive_read="7Gb/s")
     with pytest.raises(swapper.BudgetError):
         swapper.plan_load(on_meta(), path, host_memory="1MiB")

@@ -9,9 +9,8 @@ from pathlib import Path
 from swapper.errors import ConfigError
 from swapper.io.tuning import Tuning, find_tuning, tuning_path
 from swapper.paging.virtual_drive import DriveRates
-from swapper.runtime.sizes import parse_bytes
+from swapper.runtime.sizes import parse_bytes, refuse_bits
 
-_BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?b|[kmgt]i?b|[KMGTkmgt]i?)(?:/s|ps)?\s*")
 _BARE = re.compile(r"\s*\d+(?:\.\d+)?\s*")
 _RATE = re.compile(r"\s*([^/]+?)\s*(/s)?\s*")
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*")
@@ -24,13 +23,7 @@ def parse_size(value: str, option: str) -> int:
         raise ConfigError(
             f"{option} {value} has no unit: say {value.strip()}GiB, or {value.strip()}GB for those of 1000"
         )
-    found = _BITS.fullmatch(value)
-    if found:
-        unit = found[2][0].upper() + ("i" if "i" in found[2] else "") + "B"
-        raise ConfigError(
-            f"{option} {value}: {found[2]} could mean bits or bytes, of 1000 or 1024: say {found[1]}{unit} for bytes"
-            + ("" if "i" in unit else f" of 1000, {found[1]}{unit[0]}iB for those of 1024")
-        )
+    refuse_bits(value, option)
     return parse_bytes(value, option)
 
 

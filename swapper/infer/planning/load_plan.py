@@ -37,7 +37,7 @@ from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
 from swapper.runtime.free_memory import kept_free_bytes
-from swapper.runtime.sizes import format_bytes, parse_bytes
+from swapper.runtime.sizes import format_bytes, parse_bytes_a_second
 from swapper.runtime.stats import StepStats
 
 log = logging.getLogger("swapper")
@@ -121,7 +121,7 @@ class LoadPlan:
             batch: samples that pass together.
             example: arguments of the first pass. Default: integers of shape (batch, tokens), as of a language model.
             experts: for a mixture whose experts are read one by one: what it uses of them.
-            drive_read: bytes a second, or "7GB". Default: what `swapper tune` measured.
+            drive_read: bytes a second, or "7GB/s". Default: what `swapper tune` measured.
 
         Raises:
             ConfigError: the drive's speed is not known, or a value is not positive; a mixture needs `experts`.
@@ -135,7 +135,7 @@ class LoadPlan:
                 )
             rate: float = tuning.read_bytes_per_s
         else:
-            rate = parse_bytes(drive_read, "drive_read")
+            rate = parse_bytes_a_second(drive_read, "drive_read")
         drive = DriveRates(rate, rate, rate)
         if tuning is not None:
             drive = replace(drive, busy=tuning.busy_bytes_per_s, slowing_byte_s=tuning.slowing_byte_s)

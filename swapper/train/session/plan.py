@@ -27,7 +27,7 @@ from swapper.paging.section import Section, pieces_of
 from swapper.paging.store.swap_files import TURNS
 from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.runtime.free_memory import HOLES_SHARE, kept_free_bytes
-from swapper.runtime.sizes import parse_bytes
+from swapper.runtime.sizes import parse_bytes_a_second
 from swapper.runtime.stats import StepStats
 from swapper.train.device.slice_parts import ring_bytes
 from swapper.train.gradients.victim_cache import find_regions
@@ -243,7 +243,7 @@ class Plan:
             example: arguments of the model, of a step: a tuple, or a dictionary by name; its result is, or has, the loss. Its
                 tensors may be on the meta device. Default: integers of shape (1, tokens), as of a language model; the sum of the
                 result counts as its loss. If the model takes something else, only its products of matrices are counted.
-            drive_read, drive_write: bytes a second, or strings such as "7GB". Default: what `swapper tune` measured.
+            drive_read, drive_write: bytes a second, or strings such as "7GB/s". Default: what `swapper tune` measured.
 
         Raises:
             ConfigError: the drive's speed is not known, or a value is not positive.
@@ -305,7 +305,7 @@ class Plan:
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:
         if given is not None:
-            rate: float = parse_bytes(given, f"drive_{name}")
+            rate: float = parse_bytes_a_second(given, f"drive_{name}")
         elif self.tuning is not None:
             rate = getattr(self.tuning, f"{name}_bytes_per_s")
         else:
@@ -373,7 +373,7 @@ class Plan:
         Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. If all
         gradients stay autograd's own, they are with them: when they have come, activations have gone; but not those that wait for
         a deferred update. The allocator's part is what swapper lets the heap keep free, and at least the holes that activations
-        leave between gradients (runtime/free_memory.py).
+        leave between such gradients, of which checks allow HOLES_SHARE (runtime/free_memory.py).
         """
         budget, compute = self.budget, self.found.compute
         gradients = sum(plan.nbytes for plan in self.grad_plans if is_resident(plan, self.places))
@@ -382,8 +382,8 @@ class Plan:
         holes_bytes = 0
         is_apart = compute is None or activations is None or is_deferred or bool(self._placed_grad_plans)
         if compute is not None and not is_apart:
-            holes_bytes = (activations or 0) // HOLES_SHARE
-            activations = compute.with_gradients_bytes
+            with_gradients = compute.with_gradients_bytes or 0
+            holes_bytes, activations = min(activations or 0, with_gradients // HOLES_SHARE), with_gradients
         parts = {
             "what stays": budget.resident_bytes - gradients,
             "gradients": gradients if is_apart else 0,
