@@ -47,7 +47,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("update", ["step", "deferred"])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("gradients", ["host", "nvme"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_several_optimizers_equal_plain_torch(several: MakeTwins, make: Any, gradients: str, update: str) -> None:
@@ -59,7 +59,7 @@ def test_several_optimizers_equal_plain_torch(several: MakeTwins, make: Any, gra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["exact", "split"])
-@pytest.mark.parametrize("update", ["step", "deferred"])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_they_have_fp32_masters(several: MakeTwins, make: Any, update: str, codec: str) -> None:
     pair = several(Net(depth=8).to(torch.bfloat16), make, master=True, update=update, state_codec=codec)
@@ -175,11 +175,131 @@ def test_a_gradscaler_steps_each(several: MakeTwins, update: str) -> None:
     pair.finish()
 
 
+# --- updates in backward ----------------------------------------------------------------------------------------------
+
+
+def test_after_a_backward_each_steps_and_may_change_its_settings_and_gradients(several: MakeTwins) -> None:
+    pair = several(Net(), by_turns(adamw_and_sgd), update="backward")
+    schedulers = {
+        id(model): [StepLR(optimizer, 1 + number, 0.5) for number, optimizer in enumerate(optimizers)]
+        for model, optimizers in ((pair.plain, pair.plain_optimizer), (pair.swapped, pair.optimizer))
+    }
+
+    def run(model: Any, optimizers: Any) -> torch.Tensor:
+        loss = model(TOKENS).square().mean()
+        loss.backward()
+        for optimizer, scheduler in zip(optimizers, schedulers[id(model)], strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    pair.train(run, steps=4)
+    pair.finish()
+
+
+def test_after_a_backward_nothing_can_be_used_until_all_have_stepped(several: MakeTwins, tmp_path: Path) -> None:
+    pair = several(Net(), by_turns(adamw_and_sgd), update="backward")
+    pair.train(train_step, steps=2)
+    assert pair.manager is not None
+    manager = pair.manager
+    pair.both(lambda model, optimizers: model(TOKENS).square().mean().backward())
+    pair.both(lambda model, optimizers: optimizers[0].step())
+    for use in (
+        lambda: pair.swapped(TOKENS),
+        lambda: pair.swapped.state_dict()["head.weight"].clone(),
+        lambda: pair.optimizer[0].state_dict(),
+        lambda: manager.snapshot(tmp_path / "middle.pt"),
+        lambda: pair.optimizer[0].step(),
+    ):
+        with pytest.raises(swapper.StateError, match=r"step\(\) of each optimizer has not been called|has stepped"):
+            use()
+    pair.both(lambda model, optimizers: optimizers[1].step())
+    pair.both(lambda model, optimizers: optimizers.zero_grad())
+    pair.train(train_step, steps=1)
+    pair.finish()
+
+
+@pytest.mark.parametrize("what", ["a setting", "a gradient", "a scaler"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_a_backward_has_used_cannot_be_changed(several: MakeTwins, number: int, what: str) -> None:
+    pair = several(Net(), by_turns(adamw_and_sgd), update="backward")
+    pair.train(train_step, steps=2)
+    pair.both(lambda model, optimizers: model(TOKENS).square().mean().backward())
+    changed = pair.optimizer[number].param_groups[0]
+    gradients = [parameter.grad for parameter in changed["params"]]
+    before = changed["lr"]
+    with pytest.raises(swapper.StateError, match="update='backward'"):
+        if what == "a setting":
+            changed["lr"] = 1.0
+            pair.optimizer[0].step()
+        elif what == "a gradient":
+            changed["params"][-1].grad = torch.zeros_like(gradients[-1])
+            pair.optimizer[0].step()
+        else:
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            scaler.scale(torch.ones(()))
+            scaler.step(pair.optimizer[number])
+    changed["lr"] = before
+    for parameter, gradient in zip(changed["params"], gradients, strict=True):
+        parameter.grad = gradient
+    pair.both(lambda model, optimizers: optimizers.step())  # undone, if it was begun, and taken again
+    pair.both(lambda model, optimizers: optimizers.zero_grad())
+    pair.train(train_step, steps=1)
+    pair.finish()
+
+
+def test_a_backward_whose_updates_fail_is_undone_for_all(several: MakeTwins) -> None:
+    pair = several(Net(), by_turns(lambda parameters, number: Failing(parameters, lr=1e-3)), update="backward")
+    pair.train(train_step, steps=2)
+    Failing.calls_left = 3
+    with pytest.raises(ZeroDivisionError):
+        pair.swapped(TOKENS).square().mean().backward()
+    Failing.calls_left = None
+    pair.optimizer.zero_grad()
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+def test_a_manager_closed_before_all_have_stepped_keeps_the_step_before(tmp_path: Path) -> None:
+    def offloaded(manager: swapper.SwapManager) -> tuple[nn.Module, Several]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizers = list(by_turns(adamw_and_sgd)(model.parameters()))
+        _, paged = manager.offload(model, optimizers, params="nvme", optimizer_state="nvme", update="backward")
+        return model, Several(paged)
+
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        model, optimizers = offloaded(manager)
+        fixed_step(model, optimizers)
+        with manager.gather(model):
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+        model(TOKENS).square().mean().backward()
+        optimizers[0].step()
+    with swapper.SwapManager(tmp_path, host_memory="16MiB", resume="auto") as manager:
+        model, _ = offloaded(manager)
+        assert manager.step == 1
+        with manager.gather(model):
+            assert_same(dict(model.state_dict()), before)
+
+
+def test_a_gan_does_not_go_with_updates_in_backward(tmp_path: Path) -> None:
+    with swapped(tmp_path, "gan", "backward") as (training, manager):
+        with pytest.raises(swapper.UnsupportedError, match=r"one_step does not go with update='backward'"):
+            training.iteration(0)
+        training.context = nullcontext
+        with pytest.raises(swapper.StateError, match=r"step\(\) of each optimizer has not been called.*update='step'"):
+            training.iteration(0)
+        assert manager.step == 0
+
+
 # --- a training step --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "update", "first"), [("gan", "step", 2), ("pair", "deferred", 3)])
+@pytest.mark.parametrize(
+    ("kind", "update", "first"), [("gan", "step", 2), ("pair", "deferred", 3), ("pair", "backward", 1)]
+)
 def test_a_run_killed_within_training_steps_resumes_from_a_whole_one(
     tmp_path: Path, kind: str, update: str, first: int
 ) -> None:
@@ -319,8 +439,8 @@ def test_a_container_is_given_back_with_its_members_replaced(tmp_path: Path) -> 
     container = Container(list(by_turns(adamw_and_sgd)(model.parameters())))
     originals = list(container.optimizers)
     with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
-        with pytest.raises(swapper.UnsupportedError):
-            manager.offload(model, container, update="backward")
+        with pytest.raises(swapper.ConfigError):
+            manager.offload(model, container, update="never")
         assert container.optimizers == originals
         _, given_back = manager.offload(model, container)
         assert given_back is container
@@ -368,8 +488,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
             (
                 swapper.UnsupportedError,
                 [adamw, sgd],
-                {"update": "backward"},
-                "update='backward' does not go with several",
+                {"device": "cpu", "accelerator": swapper.Accelerator(update_on="device", update_with="kernel")},
+                "update_with='kernel' does not go with several",
             ),
         ):
             with pytest.raises(error, match=says):
@@ -409,7 +529,7 @@ def test_parameters_are_trained_later_by_one_of_several(several: MakeTwins) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", ["step", "deferred"])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_a_snapshot_has_a_state_dict_for_each(several: MakeTwins, tmp_path: Path, update: str) -> None:
     pair = several(Net(), by_turns(adamw_and_sgd), update=update)
     pair.train(train_step, steps=2)

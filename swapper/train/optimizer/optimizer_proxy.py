@@ -164,6 +164,11 @@ class OptimizerProxies:
         self._proxies = [OptimizerProxy(member) for member in optimizers.members]
         self._number()
 
+    @property
+    def members(self) -> range:
+        """The numbers of the optimizers."""
+        return range(len(self._proxies))
+
     def groups_of(self, member: int) -> range:
         """Return the numbers of a member's groups."""
         return self._optimizers.ranges[member]
@@ -182,9 +187,9 @@ class OptimizerProxies:
             by_proxy.setdefault(self._proxy(work.settings), []).append(work)
         return by_proxy.items()
 
-    def changed_setting(self) -> str | None:
+    def changed_setting(self, member: int) -> str | None:
         """See OptimizerProxy.changed_setting."""
-        return next((changed for proxy in self._proxies if (changed := proxy.changed_setting()) is not None), None)
+        return self._proxies[member].changed_setting()
 
     def settings(self, number: int) -> Mapping[str, Any]:
         """Return the settings of a group in this step. Do not change them."""

@@ -204,7 +204,6 @@ def _check_several(options: OffloadOptions, accelerator: Accelerator, is_sharded
     """Raise UnsupportedError for options that several optimizers do not support."""
     asked = {
         "a model that fully_shard has sharded": is_sharded,
-        "update='backward'": options.update == "backward",
         "update_with='kernel'": accelerator.update_with == "kernel",
     }
     for option in (option for option, is_asked in asked.items() if is_asked):

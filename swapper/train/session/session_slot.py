@@ -186,7 +186,7 @@ class SessionSlot:
         with self.turns.turn():
             with self.clock.phase("step"):
                 with self._stepping(run, member, train_more) as run:
-                    run.model.updates.take_step(member)
+                    run.model.updates.take_step(member, self.training_step.is_over)
                 if is_over := self.training_step.is_over:
                     self._count_step(self.running("optimizer.step()"))
             if is_over:
@@ -224,7 +224,7 @@ class SessionSlot:
             if not has_begun:
                 self.begin_step()
             ours.learn = run.model.updates.in_order
-        is_alone = not run.model.updates.is_open or has_begun
+        is_alone = not run.model.updates.is_open or (has_begun and not ours.is_open)
         ours.begin(member)
         try:
             with self._on_all_ranks(step):

@@ -60,10 +60,14 @@ class Updates:
         """True if the next step has updated groups already."""
         return False
 
-    def take_step(self, member: int) -> None:
+    def take_step(self, member: int, is_last: bool) -> None:
         """`optimizer.step()` of one optimizer: update all of its parameters that have a gradient.
 
         Writes may still be in flight on return.
+
+        Args:
+            member: the optimizer, by number.
+            is_last: all others have stepped in this training step.
         """
         self._sweep.begin(member)
         for update in self._sweep.fix_all(member):

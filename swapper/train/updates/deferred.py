@@ -125,7 +125,7 @@ class DeferredStep(Updates):
     def has_open(self, member: int) -> bool:
         return self.is_open and member in self._members
 
-    def take_step(self, member: int) -> None:
+    def take_step(self, member: int, is_last: bool) -> None:
         """Open the step. The one before of this optimizer must be finished; those of others may be open.
 
         `in_order` is True from then on as long as only forwards and backwards cause updates.
@@ -135,7 +135,7 @@ class DeferredStep(Updates):
             self._close(group)
         if not self._may_defer():
             self.in_order = False
-            super().take_step(member)
+            super().take_step(member, is_last)
             return
         self._sweep.begin(member)
         self._members = {member, *(self._members if self._left else ())}

@@ -31,6 +31,10 @@ changed (`UsedGradient`); gather, state, snapshots and the like are refused. `st
 are those that were used. Without a `step()`, because the backward fails or the manager is closed, groups are restored
 if the step before is committed; else the manager can only be closed.
 
+[Note: several optimizers] A backward updates the parameters of all of them, each with its own. The training step is over
+when all have stepped; until then it is as between backward and step, but gradients of those that have stepped may be
+changed again. If one steps that had not all of its parameters updated in backward, it updates the rest.
+
 [Note: a failure that waits] The other ranks of a sharded model wait in this backward for a rank's shards and gradients. So a
 rank whose update has failed and was undone goes on without updates, and raises in `step()`, where all ranks undo theirs.
 """
@@ -52,7 +56,7 @@ from swapper.paging.planning.schedule import Access
 from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
-from swapper.train.updates.sweep import NO_GROUP, GroupUpdate, Sweep, Trainable
+from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable
 
 log = logging.getLogger("swapper")
 
@@ -97,7 +101,8 @@ class StepInBackward(Updates):
         self._have_arrived = have_arrived
         self._trainables = {trainable.group: trainable for trainable in sweep.trainables}
         self._group_of = {id(p): t.group for t in sweep.trainables for p in t.parameters}
-        self._done: dict[int, GroupUpdate] = {}  # by group: updates of the step
+        self._done: dict[int, GroupUpdate] = {}  # by group: updates in backward
+        self._stepped: dict[int, list[GroupUpdate]] = {}  # since: by optimizer, updates of other groups in its step
         self._versions: dict[int, int] = {}  # of used gradients, by id
         self._arrivals: dict[int, dict[int, int]] = {}  # by group and id of a parameter: the task of its gradient
         self._next: set[int] = set()  # groups to be updated when the backward is one module further
@@ -105,7 +110,7 @@ class StepInBackward(Updates):
         self._waits = False  # all wait for `step`, whatever this backward does
         self._accumulating = 0
         self._together: tuple[Callable[[int], bool], Callable[[], object]] | None = None  # see `together`
-        self._protected: list[torch.Tensor] = []  # gradients
+        self._protected: list[tuple[int, torch.Tensor]] = []  # gradients, with the group of the OptimizerSet
         self._hooks = AccumulationHooks()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -148,20 +153,18 @@ class StepInBackward(Updates):
         if self._task is not None:  # failed backwards are noticed by `pass_begins`
             self.backward_ends(self._task)
 
-    def take_step(self, member: int) -> None:
+    def take_step(self, member: int, is_last: bool) -> None:
         if self._failure is not None:
             raise self._failure
         if self._done:
-            self._check_as_used()
-            for trainable in self._sweep.trainables:
-                if trainable.group not in self._done and (update := self._sweep.fix(trainable)) is not None:
-                    self._sweep.update(update)
-            self._sweep.give_back()
-            self._sweep.end()
+            self._update_rest(member)
+            if is_last:
+                self._sweep.end()
         else:
-            super().take_step(member)
-        self.forget()
-        self.uses.clear()
+            super().take_step(member, is_last)
+        if is_last:
+            self.forget()
+            self.uses.clear()
 
     def finish(self, in_order: bool = False) -> None:
         """Refuse: nothing can be finished before `optimizer.step()` is called.
@@ -175,7 +178,7 @@ class StepInBackward(Updates):
             self.pass_begins()
         if self.has_begun_early:
             raise StateError(
-                "backward has updated a part of the parameters, and optimizer.step() has not been called: with update='backward' "
+                f"backward has updated a part of the parameters, and {self._awaited()} has not been called: with update='backward' "
                 f"nothing of the model and the optimizer can be used between the two; {REMEDY}"
             )
 
@@ -196,10 +199,10 @@ class StepInBackward(Updates):
     def forget(self) -> None:
         for index in self._done:
             self._groups[index].clear_deferred()
-        for gradient in self._protected:
+        for _, gradient in self._protected:
             release(gradient)
         self._done, self._versions, self._protected = {}, {}, []
-        self._arrivals = {}
+        self._arrivals, self._stepped = {}, {}
         self._next.clear()
         self._task = self._failure = None
 
@@ -252,10 +255,12 @@ class StepInBackward(Updates):
             self._task = None
             self._sweep.rejoin()
             for trainable in self._sweep.trainables if self._done else ():  # also those that wait for the step
-                for parameter, places in zip(trainable.parameters, trainable.places, strict=True):
+                for parameter, places, settings in zip(
+                    trainable.parameters, trainable.places, trainable.settings, strict=True
+                ):
                     if parameter.grad is not None:
                         protect(parameter.grad, places.name)
-                        self._protected.append(parameter.grad)
+                        self._protected.append((settings, parameter.grad))
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -283,10 +288,29 @@ class StepInBackward(Updates):
             for parameter in self._trainables[group].parameters
         )
 
+    def _awaited(self) -> str:
+        """Return what the open step waits for, for people."""
+        return "optimizer.step() of each optimizer" if len(self._sweep.members) > 1 else "optimizer.step()"
+
+    def _update_rest(self, member: int) -> None:
+        """Update what of an optimizer's parameters backward has left."""
+        for other in self._sweep.members:
+            if other not in self._stepped:
+                self._check_as_used(other)
+        groups, late = self._sweep.groups_of(member), self._stepped.setdefault(member, [])
+        for trainable in self._sweep.trainables:
+            if trainable.group not in self._done and (update := self._sweep.fix(trainable, groups)) is not None:
+                late.append(update)
+                self._sweep.update(update)
+        self._sweep.give_back()
+        for settings, gradient in self._protected:
+            if settings in groups:
+                release(gradient)
+
     def _update(self, group: int) -> None:
         try:
             with apart_from_pass():
-                update = self._sweep.fix(self._trainables[group])
+                update = self._sweep.fix(self._trainables[group], self._sweep.all_groups)
                 if update is None:
                     return
                 self._done[group] = update  # from here on it must be restored if anything fails
@@ -304,7 +328,7 @@ class StepInBackward(Updates):
 
         def refuse(then: Access | None) -> None:
             raise StateError(
-                f"parameter {names[0]} was updated in backward, and optimizer.step() has not been called: until then with "
+                f"parameter {names[0]} was updated in backward, and {self._awaited()} has not been called: until then with "
                 f"update='backward' it cannot be used; {REMEDY}"
             )
 
@@ -319,7 +343,7 @@ class StepInBackward(Updates):
     def _restore(self, error: BaseException) -> bool:
         """Restore all groups to the state before the step. Return False if that is impossible; the manager knows it
         then."""
-        updates = list(self._done.values())
+        updates = [*self._done.values(), *(late for updates in self._stepped.values() for late in updates)]
         self._sweep.rejoin()
         self.forget()
         self.uses.clear()
@@ -327,26 +351,27 @@ class StepInBackward(Updates):
         self._sweep.abandon()
         return is_undone
 
-    def _check_as_used(self) -> None:
-        """Check that nothing has changed since the updates.
+    def _check_as_used(self, member: int) -> None:
+        """Check that nothing of an optimizer has changed since the updates.
 
         Raises:
             StateError: gradients or settings are not those that updates in backward used.
         """
-        changed = self._sweep.changed_setting() or next(self._changed_gradients(), None)
+        changed = self._sweep.changed_setting(member) or next(self._changed_gradients(member), None)
         if changed is not None:
             raise StateError(
                 f"{changed} was changed between backward and optimizer.step(), and with update='backward' parameters were updated "
                 f"before: change settings before backward or after step(); {ADVICE}"
             )
 
-    def _changed_gradients(self) -> Iterator[str]:
+    def _changed_gradients(self, member: int) -> Iterator[str]:
+        groups = self._sweep.groups_of(member)
         for update in self._done.values():
             trainable = update.trainable
             for parameter, gradient, places, settings in zip(
                 trainable.parameters, update.gradients, trainable.places, trainable.settings, strict=True
             ):
-                if settings == NO_GROUP:
+                if settings not in groups:
                     continue
                 if parameter.grad is not gradient or (
                     gradient is not None and gradient._version != self._versions[id(gradient)]

@@ -175,10 +175,23 @@ class Sweep:
         """Treat writes past the guard so far as made before the step. See Pager.take_in_written."""
         self._pager.take_in_written()
 
-    def fix(self, trainable: Trainable, member: int = 0) -> GroupUpdate | None:
-        """Return the group's part of an optimizer's step, with the gradients of this moment; None if it has none.
-        Increases versions."""
-        groups = self._proxies.groups_of(member)
+    @property
+    def members(self) -> range:
+        """The optimizers."""
+        return self._proxies.members
+
+    @property
+    def all_groups(self) -> range:
+        """The numbers of all groups of the optimizers."""
+        return range(self._proxies.groups_of(self.members[-1]).stop)
+
+    def groups_of(self, member: int) -> range:
+        """Return the numbers of an optimizer's groups."""
+        return self._proxies.groups_of(member)
+
+    def fix(self, trainable: Trainable, groups: range) -> GroupUpdate | None:
+        """Return the part of a step for parameters in these groups of the optimizers, with the gradients of this moment; None if
+        it has none. Increases versions."""
         found = zip(trainable.parameters, trainable.settings, strict=True)
         with torch._C.DisableTorchFunctionSubclass():  # many are cold, and their data is not needed
             update = GroupUpdate(trainable, tuple(p.grad if at in groups else None for p, at in found))
@@ -188,11 +201,12 @@ class Sweep:
 
     def fix_all(self, member: int) -> list[GroupUpdate]:
         """Return all updates of an optimizer's step, with the gradients of this moment."""
-        return [update for trainable in self.trainables if (update := self.fix(trainable, member)) is not None]
+        groups = self.groups_of(member)
+        return [update for trainable in self.trainables if (update := self.fix(trainable, groups)) is not None]
 
-    def changed_setting(self) -> str | None:
+    def changed_setting(self, member: int) -> str | None:
         """Return the optimizer's setting that has changed since the step began, in words; None if none has."""
-        return self._proxies.changed_setting()
+        return self._proxies.changed_setting(member)
 
     def update(self, update: GroupUpdate) -> None:
         """Update a group. Its last slice stays leased for the next update, until `give_back`."""
