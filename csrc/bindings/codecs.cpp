@@ -115,8 +115,7 @@ std::uint64_t update_as_torch_at(std::size_t count, const Tensor& parameter, con
   const Kernels& kernels = find_kernels(isa);
   const States coded(kernels, states);
   const CodedSlice slice = coded.slice(count, parameter, gradient);
-  const TorchAdamNumbers given =
-      std::apply([](auto... each) { return TorchAdamNumbers{each...}; }, numbers);
+  const TorchAdamNumbers given = std::apply([](auto... each) { return TorchAdamNumbers{each...}; }, numbers);
   const TorchArithmetic arithmetic{uses_fma, reinterpret_cast<Roots>(roots)};
   const nb::gil_scoped_release released;
   return update_as_torch(kernels, slice, given, arithmetic, threads);

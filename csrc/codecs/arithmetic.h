@@ -97,7 +97,8 @@ void round_to_bf16(const float* __restrict value, size_t count, uint16_t* __rest
   for (size_t i = 0; i < count; ++i) out[i] = nearest_word(bits_of(value[i]));
 }
 
-// fp16 by operations on floats that are exact, or round as the conversion does. After M. Dukhan's FP16 library.
+// fp16 by operations on floats that are exact, or round as the conversion does. After M. Dukhan's FP16
+// library.
 void widen_fp16(const uint16_t* __restrict words, size_t count, float* __restrict out) {
   for (size_t i = 0; i < count; ++i) {
     const uint32_t word = words[i], magnitude = word & 0x7FFFu;
@@ -434,7 +435,8 @@ void update_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* 
   }
 }
 
-// --- torch.optim's Adam and AdamW: its operations on whole tensors, here one element after the other, in its order
+// --- torch.optim's Adam and AdamW: its operations on whole tensors, here one element after the other, in its
+// order
 
 template <bool kFma>
 inline float product_and(float a, float b, float c) {

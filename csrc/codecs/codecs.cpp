@@ -106,8 +106,8 @@ const void* gradient_at(const CodedSlice& slice, std::size_t first) {
 }
 
 // Decodes the states of `count` elements from `first` on, at most kBlock, has them changed by
-// update(master, exp_avg, exp_avg_sq), rounds the parameters and encodes. `leaves_roots`: of second moments, for
-// a code of roots.
+// update(master, exp_avg, exp_avg_sq), rounds the parameters and encodes. `leaves_roots`: of second moments,
+// for a code of roots.
 template <typename Update>
 std::uint64_t update_block(const Kernels& kernels, const CodedSlice& slice, std::size_t first,
                            std::size_t count, bool leaves_roots, const Update& update) {

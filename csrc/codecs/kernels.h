@@ -15,8 +15,8 @@ struct AdamWNumbers {
   float factor, decay, beta1, rest1, beta2, rest2, root_scale, eps, step_size;
 };
 
-// Those of a step of torch.optim's Adam or AdamW, in their own order of operations. Without weight decay `decay`
-// is 1; `l2` is 0 unless it goes by way of the gradients, as Adam's does. `step_size` is negative.
+// Those of a step of torch.optim's Adam or AdamW, in their own order of operations. Without weight decay
+// `decay` is 1; `l2` is 0 unless it goes by way of the gradients, as Adam's does. `step_size` is negative.
 struct TorchAdamNumbers {
   float decay, l2, weight, beta2, rest2, root_scale, eps, step_size;
   bool maximize;

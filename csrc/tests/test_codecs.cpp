@@ -87,9 +87,8 @@ std::vector<Bytes> updated(const Kernels& kernels, std::size_t count, std::size_
   EXPECT(encode(moment, exp_avg.data(), count, first.parts, nullptr, 1) == 0);
   EXPECT(encode(variance, exp_avg_sq.data(), count, second.parts, nullptr, 1) == 0);
   const CodedState state{&masters, rho.parts};
-  const CodedSlice slice{count,           parameter.data(), Dtype::kBf16,
-                         gradient.data(), Dtype::kFp32,     &state,
-                         {&moment, first.parts}, {&variance, second.parts}};
+  const CodedSlice slice{count,        parameter.data(), Dtype::kBf16,           gradient.data(),
+                         Dtype::kFp32, &state,           {&moment, first.parts}, {&variance, second.parts}};
   const AdamWNumbers numbers{1.0f, 0.999f, 0.9f, 0.1f, 0.95f, 0.05f, 1.25f, 1e-8f, 1e-3f};
   EXPECT(update_adamw(kernels, slice, numbers, threads) == 0);
   const auto* bytes = reinterpret_cast<const unsigned char*>(parameter.data());

@@ -105,14 +105,12 @@ def torch_adam_(
         state.codec.check_parts(parameter.numel(), state.parts)
         state.codec.check_parameter(parameter.dtype)
     named = [(state.codec.name, state.parts) for state in states]
-    return native.torch_adam_(
-        parameter, gradient, named, step.numbers, arithmetic.uses_fma, arithmetic.roots, threads
-    )
+    return native.torch_adam_(parameter, gradient, named, step.numbers, arithmetic.uses_fma, arithmetic.roots, threads)
 
 
 def _roots() -> int | None:
     """Return the address of MKL's vmsSqrt, 0 if torch is built without MKL; None if it cannot be found."""
-    if not torch.backends.mkl.is_available():
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return 0
     try:
         return ctypes.cast(_library().vmsSqrt, ctypes.c_void_p).value

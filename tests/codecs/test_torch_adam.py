@@ -111,7 +111,9 @@ def test_any_values_give_torchs_bits(optimizer: str, kind: str, isa: str) -> Non
     special, generator = floats_of(SPECIAL), torch.Generator().manual_seed(3)
     count = 1 << 15
     bits = torch.randint(-(1 << 31), 1 << 31, (3, count), generator=generator).int().view(torch.float32)
-    values = torch.where(torch.rand(3, count, generator=generator) < 0.3, special[bits_of(bits).long() % len(special)], bits)
+    values = torch.where(
+        torch.rand(3, count, generator=generator) < 0.3, special[bits_of(bits).long() % len(special)], bits
+    )
     part = Slice.of(OPTIMIZERS[optimizer], kind, values[0])
     for number in (1, 2):
         part.step(number, values[number].to(part.parameter.dtype), isa=isa)
@@ -136,9 +138,7 @@ def test_threads_and_pieces_change_no_bit() -> None:
     whole.step(1, gradient)
     shared.step(1, gradient, threads=3)
     for begin, end in ((0, 64), (64, 40_000), (40_000, count)):
-        states = {
-            key: CodedState(state.codec, (state.parts[0][begin:end],)) for key, state in cut.states.items()
-        }
+        states = {key: CodedState(state.codec, (state.parts[0][begin:end],)) for key, state in cut.states.items()}
         piece = Slice(cut.parameter[begin:end], states, make([torch.zeros(end - begin)]), cut.plain, cut.masters)
         piece.plain = piece.optimizer.param_groups[0]["params"][0]
         piece.step(1, gradient[begin:end])

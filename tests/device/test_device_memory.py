@@ -409,12 +409,13 @@ class Gated(Registering):
 
 
 def test_one_thread_registers_all_memory_and_begins_with_what_is_waited_for():
-    device, begun = Gated(), threading.Event()
+    device, begun, both = Gated(), threading.Event(), threading.Event()
     others = [Memory(), Memory()]
     others[1].address = Memory.address + (1 << 40)
 
     def wait_for_second():
-        assert begun.wait(60)
+        begun.set()
+        assert both.wait(60)
         waiting = threading.Thread(target=second.wait)
         waiting.start()
         with second._worker.changed:
@@ -422,8 +423,9 @@ def test_one_thread_registers_all_memory_and_begins_with_what_is_waited_for():
 
     device.at_first = wait_for_second
     first = Registration(device, others[0], slabs(0, 4 * SLAB_BYTES, SLAB_BYTES))
+    assert begun.wait(60)
     second = Registration(device, others[1], slabs(0, 2 * SLAB_BYTES, SLAB_BYTES))
-    begun.set()
+    both.set()
     second.wait()
     assert second.registered_bytes == 2 * SLAB_BYTES
     first.wait()

@@ -30,7 +30,6 @@ from swapper.errors import StateError
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.entries import PAGED
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
-from swapper.train.optimizer.optimizer_set import kind_of
 
 log = logging.getLogger("swapper")
 
