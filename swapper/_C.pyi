@@ -467,9 +467,8 @@ def codec_decode(
 
 def codec_adamw(
     count: int,
-    parameter: int,
-    gradient: int,
-    is_gradient_bf16: bool,
+    parameter: tuple[int, str],
+    gradient: tuple[int, str],
     states: Sequence[tuple[str, Sequence[int]]],
     numbers: tuple[float, ...],
     threads: int = 1,
@@ -477,6 +476,24 @@ def codec_adamw(
 ) -> int:
     """Decodes, updates by AdamW, rounds the parameters and encodes, in one pass; gives how many elements codes cannot hold.
 
-    `states` are (codec, addresses of its parts) of the masters, unless the parameters are fp32 and their own, and of the two
-    moments. `numbers` are the gradients' factor, decay, beta1, 1 - beta1, beta2, 1 - beta2, root_scale, eps, step_size.
+    `parameter` and `gradient` are an address and "fp32" or "bf16". `states` are (codec, addresses of its parts) of the masters,
+    unless the parameters are fp32 and their own, and of the two moments. `numbers` are the gradients' factor, decay, beta1,
+    1 - beta1, beta2, 1 - beta2, root_scale, eps, step_size.
+    """
+
+def codec_torch_adam(
+    count: int,
+    parameter: tuple[int, str],
+    gradient: tuple[int, str],
+    states: Sequence[tuple[str, Sequence[int]]],
+    numbers: tuple[float | bool, ...],
+    uses_fma: bool,
+    roots: int,
+    threads: int = 1,
+    isa: str = "",
+) -> int:
+    """The same in the order of operations of torch.optim's Adam and AdamW. Parameters and gradients may be "fp16" too.
+
+    `numbers` are decay, l2, 1 - beta1, beta2, 1 - beta2, root_scale, eps, step_size (negative), maximize. `uses_fma` adds
+    products before they are rounded. `roots` is the address of MKL's vmsSqrt, or 0 for correctly rounded ones.
     """

@@ -20,7 +20,9 @@ namespace {
 
 using Address = std::uintptr_t;
 using State = std::tuple<std::string, std::vector<Address>>;
+using Tensor = std::tuple<Address, std::string>;  // and its dtype
 using Numbers = std::tuple<float, float, float, float, float, float, float, float, float>;
+using TorchNumbers = std::tuple<float, float, float, float, float, float, float, float, bool>;
 
 template <typename T>
 T* at(Address address) {
@@ -59,31 +61,64 @@ void decode_at(const std::string& name, const std::vector<Address>& addresses, s
   decode(codec, parts, count, at<float>(value), words, threads);
 }
 
-std::uint64_t update_at(std::size_t count, Address parameter, Address gradient, bool is_gradient_bf16,
+Dtype dtype_of(const std::string& name) {
+  if (name == "fp32") return Dtype::kFp32;
+  if (name == "bf16") return Dtype::kBf16;
+  if (name == "fp16") return Dtype::kFp16;
+  throw ConfigError("parameters and gradients are fp32, bf16 or fp16, not " + name);
+}
+
+// The states of a slice, for as long as a call.
+class States {
+ public:
+  States(const Kernels& kernels, const std::vector<State>& states) {
+    if (states.size() != 2 && states.size() != 3)
+      throw ConfigError("the states are two moments, after masters or alone");
+    for (const auto& [name, addresses] : states) {
+      const Codec& codec = find_codec(kernels, name);
+      coded_.push_back({&codec, parts_of(codec, addresses)});
+      if (codec.needs_parameter() && coded_.size() + 2 > states.size())
+        throw ConfigError("moments are not what is missing to a parameter");
+    }
+  }
+
+  CodedSlice slice(std::size_t count, const Tensor& parameter, const Tensor& gradient) const {
+    const bool has_masters = coded_.size() == 3;
+    return {count,
+            at<void>(std::get<Address>(parameter)),
+            dtype_of(std::get<std::string>(parameter)),
+            at<const void>(std::get<Address>(gradient)),
+            dtype_of(std::get<std::string>(gradient)),
+            has_masters ? &coded_.front() : nullptr,
+            coded_[coded_.size() - 2],
+            coded_.back()};
+  }
+
+ private:
+  std::vector<CodedState> coded_;
+};
+
+std::uint64_t update_at(std::size_t count, const Tensor& parameter, const Tensor& gradient,
                         const std::vector<State>& states, const Numbers& numbers, std::size_t threads,
                         const std::string& isa) {
-  if (states.size() != 2 && states.size() != 3)
-    throw ConfigError("the states are two moments, after masters or alone");
   const Kernels& kernels = find_kernels(isa);
-  std::vector<CodedState> coded;
-  for (const auto& [name, addresses] : states) {
-    const Codec& codec = find_codec(kernels, name);
-    coded.push_back({&codec, parts_of(codec, addresses)});
-  }
-  const bool has_masters = coded.size() == 3;
-  const CodedSlice slice{count,
-                         at<void>(parameter),
-                         at<const void>(gradient),
-                         is_gradient_bf16,
-                         has_masters ? &coded.front() : nullptr,
-                         coded[coded.size() - 2],
-                         coded.back()};
-  if (slice.exp_avg.codec->needs_parameter() || slice.exp_avg_sq.codec->needs_parameter()) {
-    throw ConfigError("moments are not what is missing to a parameter");
-  }
+  const States coded(kernels, states);
+  const CodedSlice slice = coded.slice(count, parameter, gradient);
   const AdamWNumbers given = std::apply([](auto... each) { return AdamWNumbers{each...}; }, numbers);
   const nb::gil_scoped_release released;
   return update_adamw(kernels, slice, given, threads);
+}
+
+std::uint64_t update_as_torch_at(std::size_t count, const Tensor& parameter, const Tensor& gradient,
+                                 const std::vector<State>& states, const TorchNumbers& numbers, bool uses_fma,
+                                 Address roots, std::size_t threads, const std::string& isa) {
+  const Kernels& kernels = find_kernels(isa);
+  const States coded(kernels, states);
+  const CodedSlice slice = coded.slice(count, parameter, gradient);
+  const TorchAdamNumbers given = std::apply([](auto... each) { return TorchAdamNumbers{each...}; }, numbers);
+  const TorchArithmetic arithmetic{uses_fma, reinterpret_cast<Roots>(roots)};
+  const nb::gil_scoped_release released;
+  return update_as_torch(kernels, slice, given, arithmetic, threads);
 }
 
 std::vector<std::string> names_of_isas() {
@@ -100,8 +135,10 @@ void bind_codecs(nb::module_& module) {
              "threads"_a = 1, "isa"_a = "");
   module.def("codec_decode", &decode_at, "codec"_a, "parts"_a, "count"_a, "value"_a, "parameter"_a,
              "threads"_a = 1, "isa"_a = "");
-  module.def("codec_adamw", &update_at, "count"_a, "parameter"_a, "gradient"_a, "is_gradient_bf16"_a,
-             "states"_a, "numbers"_a, "threads"_a = 1, "isa"_a = "");
+  module.def("codec_adamw", &update_at, "count"_a, "parameter"_a, "gradient"_a, "states"_a, "numbers"_a,
+             "threads"_a = 1, "isa"_a = "");
+  module.def("codec_torch_adam", &update_as_torch_at, "count"_a, "parameter"_a, "gradient"_a, "states"_a,
+             "numbers"_a, "uses_fma"_a, "roots"_a, "threads"_a = 1, "isa"_a = "");
 }
 
 }  // namespace swapper

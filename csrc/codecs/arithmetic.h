@@ -89,8 +89,37 @@ void decode_fp32(const Parts& parts, size_t count, float* value, const uint16_t*
   memcpy(value, parts.at[0], count * sizeof(float));
 }
 
+void widen_bf16(const uint16_t* __restrict words, size_t count, float* __restrict out) {
+  for (size_t i = 0; i < count; ++i) out[i] = widened(words[i]);
+}
+
 void round_to_bf16(const float* __restrict value, size_t count, uint16_t* __restrict out) {
   for (size_t i = 0; i < count; ++i) out[i] = nearest_word(bits_of(value[i]));
+}
+
+// fp16 by operations on floats that are exact, or round as the conversion does. After M. Dukhan's FP16
+// library.
+void widen_fp16(const uint16_t* __restrict words, size_t count, float* __restrict out) {
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t word = words[i], magnitude = word & 0x7FFFu;
+    const float normal = float_of((magnitude << 13) + (0xE0u << 23)) * 0x1p-112f;  // infinities and NaNs too
+    const float subnormal = float_of(magnitude | (126u << 23)) - 0.5f;
+    const uint32_t bits = magnitude < 0x0400u ? bits_of(subnormal) : bits_of(normal);
+    out[i] = float_of(bits | (word & 0x8000u) << 16);
+  }
+}
+
+void round_to_fp16(const float* __restrict value, size_t count, uint16_t* __restrict out) {
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t bits = bits_of(value[i]), magnitude = bits & kMagnitude;
+    const float four_times = float_of(magnitude) * 0x1p+112f * 0x1p-110f;  // infinite from 2^16 on
+    // A sum with a power of two rounds behind the last of fp16's bits.
+    uint32_t bias = (magnitude << 1) & 0xFF000000u;
+    bias = bias < 0x71000000u ? 0x71000000u : bias;
+    const uint32_t sum = bits_of(float_of((bias >> 1) + 0x07800000u) + four_times);
+    const uint32_t word = ((sum >> 13) & 0x7C00u) + (sum & 0x0FFFu);
+    out[i] = static_cast<uint16_t>((bits >> 16 & 0x8000u) | (magnitude > kInfinity ? 0x7E00u : word));
+  }
 }
 
 uint64_t encode_bf16(const float* __restrict value, size_t count, const Parts& parts, const uint16_t*) {
@@ -406,6 +435,41 @@ void update_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* 
   }
 }
 
+// --- torch.optim's Adam and AdamW: its operations on whole tensors, here one element after the other, in its
+// order
+
+template <bool kFma>
+inline float product_and(float a, float b, float c) {
+  if constexpr (kFma) return __builtin_fmaf(a, b, c);
+  return a * b + c;
+}
+
+template <bool kFma>
+void advance_moments(const float* __restrict master, const float* __restrict gradient,
+                     float* __restrict exp_avg, float* __restrict exp_avg_sq, size_t count,
+                     const TorchAdamNumbers& numbers) {
+  const TorchAdamNumbers n = numbers;
+  const bool is_near = n.weight < 0.5f;  // torch's lerp begins at the nearer end
+  const float weight = is_near ? n.weight : n.weight - 1.0f;
+  const uint32_t sign = n.maximize ? ~kMagnitude : 0u;
+  for (size_t i = 0; i < count; ++i) {
+    float g = float_of(bits_of(gradient[i]) ^ sign);
+    if (n.l2 != 0.0f) g = product_and<kFma>(master[i], n.l2, g);
+    const float m = exp_avg[i];
+    exp_avg[i] = product_and<kFma>(weight, g - m, is_near ? m : g);
+    exp_avg_sq[i] = product_and<kFma>(n.rest2 * g, g, exp_avg_sq[i] * n.beta2);
+  }
+}
+
+void step_masters(float* __restrict master, const float* __restrict exp_avg, const float* __restrict roots,
+                  size_t count, const TorchAdamNumbers& numbers) {
+  const TorchAdamNumbers n = numbers;
+  for (size_t i = 0; i < count; ++i) {
+    const float denominator = roots[i] / n.root_scale + n.eps;
+    master[i] = master[i] * n.decay + n.step_size * exp_avg[i] / denominator;
+  }
+}
+
 constexpr Kernels kernels_of(const char* isa) {
   constexpr auto given_split = encode_split<GivenParameter, const uint16_t>;
   constexpr auto given_master24 = encode_master24<GivenParameter, const uint16_t>;
@@ -428,7 +492,12 @@ constexpr Kernels kernels_of(const char* isa) {
            {"variance8", 2, {1, 4}, {1, kGroup}, variances, decode_variance8, nullptr, roots}},
           update_adamw<false>,
           update_adamw<true>,
-          round_to_bf16};
+          {widen_bf16, round_to_bf16},
+          {widen_fp16, round_to_fp16},
+          advance_moments<false>,
+          advance_moments<true>,
+          take_roots,
+          step_masters};
 }
 
 }  // namespace

@@ -89,45 +89,60 @@ struct OpenState {
     return codec.is_fp32() ? 0 : codec.encode(value, count, parts, parameter);
   }
 
-  bool has_roots() const { return codec.encode_roots != nullptr; }
-
   std::uint64_t encode_roots(std::size_t count) const {
     return codec.encode_roots(value, count, parts, nullptr);
   }
 
-  std::uint64_t round_and_encode(const Kernels& kernels, std::size_t count, std::uint16_t* parameter) const {
+  std::uint64_t round_and_encode(const HalfFormat& half, std::size_t count, std::uint16_t* parameter) const {
     if (codec.needs_parameter()) return codec.round_and_encode(value, count, parts, parameter);
-    kernels.round_to_bf16(value, count, parameter);
+    half.round(value, count, parameter);
     return encode(count, parameter);
   }
 };
 
-// Updates `count` elements from `first` on, at most kBlock.
-std::uint64_t update_block(const Kernels& kernels, const CodedSlice& slice, const AdamWNumbers& numbers,
-                           std::size_t first, std::size_t count) {
+const void* gradient_at(const CodedSlice& slice, std::size_t first) {
+  return static_cast<const std::byte*>(slice.gradient) +
+         first * (slice.gradient_dtype == Dtype::kFp32 ? 4 : 2);
+}
+
+// Decodes the states of `count` elements from `first` on, at most kBlock, has them changed by
+// update(master, exp_avg, exp_avg_sq), rounds the parameters and encodes. `leaves_roots`: of second moments,
+// for a code of roots.
+template <typename Update>
+std::uint64_t update_block(const Kernels& kernels, const CodedSlice& slice, std::size_t first,
+                           std::size_t count, bool leaves_roots, const Update& update) {
   alignas(64) float scratch[3][kBlock];
   const OpenState exp_avg(slice.exp_avg, first, scratch[1]), exp_avg_sq(slice.exp_avg_sq, first, scratch[2]);
   exp_avg.decode(count, nullptr);
   exp_avg_sq.decode(count, nullptr);
-  const void* gradient =
-      static_cast<const std::byte*>(slice.gradient) + first * (slice.is_gradient_bf16 ? 2 : 4);
-  const auto to_state = exp_avg_sq.has_roots() ? kernels.update_adamw_to_roots : kernels.update_adamw;
-  const auto update = [&](float* master) {
-    to_state(master, exp_avg.value, exp_avg_sq.value, gradient, slice.is_gradient_bf16, count, numbers);
-  };
   std::uint64_t unheld = 0;
   if (slice.masters == nullptr) {
-    update(static_cast<float*>(slice.parameter) + first);
+    update(static_cast<float*>(slice.parameter) + first, exp_avg.value, exp_avg_sq.value);
   } else {
     std::uint16_t* parameter = static_cast<std::uint16_t*>(slice.parameter) + first;
     const OpenState masters(*slice.masters, first, scratch[0]);
     masters.decode(count, parameter);
-    update(masters.value);
-    unheld += masters.round_and_encode(kernels, count, parameter);
+    update(masters.value, exp_avg.value, exp_avg_sq.value);
+    unheld += masters.round_and_encode(kernels.half(slice.parameter_dtype), count, parameter);
   }
-  unheld += exp_avg_sq.has_roots() ? exp_avg_sq.encode_roots(count) : exp_avg_sq.encode(count, nullptr);
+  unheld += leaves_roots ? exp_avg_sq.encode_roots(count) : exp_avg_sq.encode(count, nullptr);
   return unheld + exp_avg.encode(count, nullptr);
 }
+
+// Calls block(first, count) for the blocks of the elements, by several threads. Returns the sum.
+template <typename Block>
+std::uint64_t for_blocks(std::size_t count, std::size_t threads, const Block& block) {
+  return share(count, threads, kLeastToUpdate, [&](std::size_t begin, std::size_t end) {
+    std::uint64_t unheld = 0;
+    for (std::size_t first = begin; first < end; first += kBlock) {
+      unheld += block(first, std::min(kBlock, end - first));
+    }
+    return unheld;
+  });
+}
+
+// MKL's: high accuracy, subnormal numbers, no error status. As torch calls it.
+constexpr long long kRootsMode = 0x2 | 0x140000 | 0x100;
 
 struct Available {
   std::array<const Kernels*, 3> kernels{};
@@ -139,7 +154,7 @@ struct Available {
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (has_avx512) kernels[count++] = &kAvx512Kernels;
-    if (__builtin_cpu_supports("avx2")) kernels[count++] = &kAvx2Kernels;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels[count++] = &kAvx2Kernels;
 #endif
     kernels[count++] = &kBaselineKernels;
   }
@@ -185,12 +200,36 @@ void decode(const Codec& codec, const Parts& parts, std::size_t count, float* va
 
 std::uint64_t update_adamw(const Kernels& kernels, const CodedSlice& slice, const AdamWNumbers& numbers,
                            std::size_t threads) {
-  return share(slice.count, threads, kLeastToUpdate, [&](std::size_t begin, std::size_t end) {
-    std::uint64_t unheld = 0;
-    for (std::size_t first = begin; first < end; first += kBlock) {
-      unheld += update_block(kernels, slice, numbers, first, std::min(kBlock, end - first));
+  const bool has_roots = slice.exp_avg_sq.codec->encode_roots != nullptr;
+  const auto to_state = has_roots ? kernels.update_adamw_to_roots : kernels.update_adamw;
+  return for_blocks(slice.count, threads, [&](std::size_t first, std::size_t count) {
+    const void* gradient = gradient_at(slice, first);
+    return update_block(kernels, slice, first, count, has_roots, [&](float* master, float* m, float* v) {
+      to_state(master, m, v, gradient, slice.gradient_dtype == Dtype::kBf16, count, numbers);
+    });
+  });
+}
+
+std::uint64_t update_as_torch(const Kernels& kernels, const CodedSlice& slice,
+                              const TorchAdamNumbers& numbers, const TorchArithmetic& arithmetic,
+                              std::size_t threads) {
+  const auto moments = arithmetic.uses_fma ? kernels.moments_by_fma : kernels.moments;
+  return for_blocks(slice.count, threads, [&](std::size_t first, std::size_t count) {
+    alignas(64) float scratch[kBlock];  // of the gradients, then of the roots
+    const void* gradient = gradient_at(slice, first);
+    if (slice.gradient_dtype != Dtype::kFp32) {
+      kernels.half(slice.gradient_dtype).widen(static_cast<const std::uint16_t*>(gradient), count, scratch);
+      gradient = scratch;
     }
-    return unheld;
+    return update_block(kernels, slice, first, count, false, [&](float* master, float* m, float* v) {
+      moments(master, static_cast<const float*>(gradient), m, v, count, numbers);
+      if (arithmetic.roots != nullptr) {
+        arithmetic.roots(static_cast<int>(count), v, scratch, kRootsMode);
+      } else {
+        kernels.take_roots(v, count, scratch);
+      }
+      kernels.masters(master, m, scratch, count, numbers);
+    });
   });
 }
 

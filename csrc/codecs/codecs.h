@@ -29,20 +29,34 @@ struct CodedState {
   Parts parts;
 };
 
-// A slice of parameters and its state. The masters are the parameters if `masters` is null; else parameters
-// are bf16.
+// A slice of parameters and its state. The masters are the parameters, in fp32, if `masters` is null.
 struct CodedSlice {
   std::size_t count;
   void* parameter;
+  Dtype parameter_dtype;
   const void* gradient;
-  bool is_gradient_bf16;
+  Dtype gradient_dtype;
   const CodedState* masters;
   CodedState exp_avg, exp_avg_sq;
 };
 
 // Decodes, updates by AdamW, rounds the parameters and encodes, a block that fits the L1 cache after the
-// other. Returns how many elements the codes cannot hold.
+// other. Returns how many elements the codes cannot hold. Gradients and parameters are fp32 or bf16.
 std::uint64_t update_adamw(const Kernels& kernels, const CodedSlice& slice, const AdamWNumbers& numbers,
                            std::size_t threads);
+
+// MKL's vmsSqrt.
+using Roots = void (*)(int count, const float* value, float* out, long long mode);
+
+// How torch computes on this processor, of which results depend.
+struct TorchArithmetic {
+  bool uses_fma;
+  Roots roots;  // null: correctly rounded ones
+};
+
+// The same in the order of operations of torch.optim's Adam and AdamW.
+std::uint64_t update_as_torch(const Kernels& kernels, const CodedSlice& slice,
+                              const TorchAdamNumbers& numbers, const TorchArithmetic& arithmetic,
+                              std::size_t threads);
 
 }  // namespace swapper

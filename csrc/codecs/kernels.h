@@ -15,6 +15,21 @@ struct AdamWNumbers {
   float factor, decay, beta1, rest1, beta2, rest2, root_scale, eps, step_size;
 };
 
+// Those of a step of torch.optim's Adam or AdamW, in their own order of operations. Without weight decay
+// `decay` is 1; `l2` is 0 unless it goes by way of the gradients, as Adam's does. `step_size` is negative.
+struct TorchAdamNumbers {
+  float decay, l2, weight, beta2, rest2, root_scale, eps, step_size;
+  bool maximize;
+};
+
+enum class Dtype : std::uint8_t { kFp32, kBf16, kFp16 };
+
+// How fp32 becomes 16 bits, rounded to nearest, ties to even, and how these become fp32.
+struct HalfFormat {
+  void (*widen)(const std::uint16_t* words, std::size_t count, float* out);
+  void (*round)(const float* value, std::size_t count, std::uint16_t* out);
+};
+
 // Addresses of the parts of one code.
 struct Parts {
   void* at[kMostParts] = {};
@@ -49,7 +64,15 @@ struct Kernels {
                           bool is_gradient_bf16, std::size_t count, const AdamWNumbers& numbers);
   Update update_adamw;
   Update update_adamw_to_roots;  // leaves the roots of second moments in their place
-  void (*round_to_bf16)(const float* value, std::size_t count, std::uint16_t* out);
+  HalfFormat bf16, fp16;
+  using Moments = void (*)(const float* master, const float* gradient, float* exp_avg, float* exp_avg_sq,
+                           std::size_t count, const TorchAdamNumbers& numbers);
+  Moments moments, moments_by_fma;  // the second adds products before they are rounded
+  void (*take_roots)(const float* value, std::size_t count, float* out);
+  void (*masters)(float* master, const float* exp_avg, const float* roots, std::size_t count,
+                  const TorchAdamNumbers& numbers);
+
+  const HalfFormat& half(Dtype dtype) const { return dtype == Dtype::kFp16 ? fp16 : bf16; }
 };
 
 extern const Kernels kBaselineKernels;

@@ -50,7 +50,7 @@ TEST(every_instruction_set_gives_the_same_code_and_values) {
   for (const std::size_t count : kSizes) {
     const std::vector<float> value = values(random, count);
     std::vector<std::uint16_t> parameter(count);
-    kBaselineKernels.round_to_bf16(value.data(), count, parameter.data());
+    kBaselineKernels.bf16.round(value.data(), count, parameter.data());
     for (const Codec& plain : kBaselineKernels.codecs) {
       Code wanted(plain, count);
       std::vector<float> wanted_value(count), found_value(count);
@@ -79,7 +79,7 @@ std::vector<Bytes> updated(const Kernels& kernels, std::size_t count, std::size_
     gradient[i] = static_cast<float>(random() % 1000) / 500.0f - 1.0f;
   }
   std::vector<std::uint16_t> parameter(count);
-  kernels.round_to_bf16(master.data(), count, parameter.data());
+  kernels.bf16.round(master.data(), count, parameter.data());
   const Codec &masters = find_codec(kernels, "master24"), &moment = find_codec(kernels, "moment8"),
               &variance = find_codec(kernels, "variance8");
   Code rho(masters, count), first(moment, count), second(variance, count);
@@ -87,8 +87,8 @@ std::vector<Bytes> updated(const Kernels& kernels, std::size_t count, std::size_
   EXPECT(encode(moment, exp_avg.data(), count, first.parts, nullptr, 1) == 0);
   EXPECT(encode(variance, exp_avg_sq.data(), count, second.parts, nullptr, 1) == 0);
   const CodedState state{&masters, rho.parts};
-  const CodedSlice slice{count,  parameter.data(),       gradient.data(),          false,
-                         &state, {&moment, first.parts}, {&variance, second.parts}};
+  const CodedSlice slice{count,        parameter.data(), Dtype::kBf16,           gradient.data(),
+                         Dtype::kFp32, &state,           {&moment, first.parts}, {&variance, second.parts}};
   const AdamWNumbers numbers{1.0f, 0.999f, 0.9f, 0.1f, 0.95f, 0.05f, 1.25f, 1e-8f, 1e-3f};
   EXPECT(update_adamw(kernels, slice, numbers, threads) == 0);
   const auto* bytes = reinterpret_cast<const unsigned char*>(parameter.data());

@@ -12,6 +12,9 @@ import torch
 from swapper import _C
 from swapper.device.kernels.adamw import AdamWStep
 
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Of parameters and gradients."""
+
 
 def encode(
     codec: str,
@@ -48,9 +51,8 @@ def adamw_(
     moments = (beta1, 1 - beta1, beta2, 1 - beta2)
     return _C.codec_adamw(
         parameter.numel(),
-        parameter.data_ptr(),
-        gradient.data_ptr(),
-        gradient.dtype == torch.bfloat16,
+        _typed(parameter),
+        _typed(gradient),
         [(codec, _addresses(parts)) for codec, parts in states],
         (factor, step.decay, *moments, step.root_scale, step.eps, step.step_size),
         threads,
@@ -58,8 +60,28 @@ def adamw_(
     )
 
 
+def torch_adam_(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Sequence[tuple[str, Sequence[torch.Tensor]]],
+    numbers: tuple[float | bool, ...],
+    uses_fma: bool,
+    roots: int,
+    threads: int = 1,
+    isa: str = "",
+) -> int:
+    coded = [(codec, _addresses(parts)) for codec, parts in states]
+    return _C.codec_torch_adam(
+        parameter.numel(), _typed(parameter), _typed(gradient), coded, numbers, uses_fma, roots, threads, isa
+    )
+
+
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
+
+
+def _typed(tensor: torch.Tensor) -> tuple[int, str]:
+    return tensor.data_ptr(), DTYPES[tensor.dtype]
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -9,8 +9,9 @@ call takes some 0.1 s a GiB under the driver's locks. So no call is for more tha
 CUDA refuses a copy across the border of two registrations: a slab is of whole units (frames, slots), and a copy of several
 units is cut there (`Device.copy`).
 
-[Note: one at a time] While the driver locks memory, the program's calls of the device wait. So one slab is registered at
-a time in the whole process, and as long as it took the driver is left alone.
+[Note: one at a time] While the driver locks memory, the program's calls of the device wait. So one thread registers all
+memory of the process, a slab at a time, and as long as it took it leaves the driver alone. Memory that somebody waits for
+comes first, without pauses.
 
 [Note: own threads] CUDA keeps the error of a refused registration for the next call of the same thread. So these
 threads make no other call of the device. When Python exits, such threads no longer run; starting one or joining one
@@ -25,17 +26,17 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from swapper.errors import IoError
+from swapper.runtime.process import after_fork_in_child
 
 logger = logging.getLogger("swapper.io")
 
 SLAB_BYTES = 256 << 20  # a choice
-_driver = threading.Lock()  # see [Note: one at a time]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
@@ -105,6 +106,55 @@ def slabs(offset: int, nbytes: int, unit_bytes: int) -> list[tuple[int, int]]:
     return [(offset + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
 
 
+class _Worker:
+    """Owns the thread that registers, as long as there is something to register. See [Note: one at a time].
+
+    Attributes:
+        changed: guards all that is not registered yet; notified when a slab is done, and when somebody waits.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._pending: list[Registration] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, registration: Registration) -> None:
+        with self.changed:
+            self._pending.append(registration)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="swapper-register", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while (registration := self._next()) is not None:
+            seconds = registration.register_one()
+            del registration  # its owner may drop it
+            with self.changed:
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: any(one.is_awaited for one in self._pending), seconds)
+
+    def _next(self) -> Registration | None:
+        with self.changed:
+            self._pending = [one for one in self._pending if one.parts]
+            if not self._pending:
+                self._thread = None
+                return None
+            found = next((one for one in self._pending if one.is_awaited), self._pending[0])
+            found.is_busy = True
+            return found
+
+
+_worker = _Worker()
+
+
+def _forget_worker() -> None:
+    global _worker
+    _worker = _Worker()
+
+
+after_fork_in_child(_forget_worker)
+
+
 class Registration:
     """Owns the registrations of one arena, until `close`.
 
@@ -112,6 +162,11 @@ class Registration:
         registrar: the device's.
         memory: the arena.
         parts: of the arena, as `slabs` returns them.
+
+    Attributes:
+        parts: those that are still to be registered.
+        is_busy: one of them is being registered.
+        is_awaited: somebody waits for all of them.
     """
 
     def __init__(self, registrar: Registrar, memory: Memory, parts: Sequence[tuple[int, int]]) -> None:
@@ -125,14 +180,13 @@ class Registration:
         self._lock = threading.Lock()
         self._registered_bytes = 0
         self._reason = "" if registrar.can_register else f"torch cannot register memory with {registrar}"
-        self._closing = threading.Event()
-        self._awaited = threading.Event()
-        self._thread: threading.Thread | None = None
+        self.parts = deque(parts if registrar.can_register else ())
+        self.is_busy = self.is_awaited = False
         for offset, nbytes in parts:
             registrar.expect(memory.address + offset, nbytes)
-        if registrar.can_register and parts:
-            self._thread = threading.Thread(target=self._work, args=(list(parts),), daemon=True)
-            self._thread.start()
+        self._worker = _worker
+        if self.parts:
+            self._worker.add(self)
 
     def describe(self) -> str:
         """Return "registered", or the reason why some of it is not."""
@@ -147,43 +201,45 @@ class Registration:
 
     def wait(self) -> None:
         """Wait until all of it is registered or refused. The rest is registered without pauses."""
-        if sys.is_finalizing():  # see [Note: own threads]
+        if sys.is_finalizing() or self._worker is not _worker:  # see [Note: own threads]; a forked child has none
             return
-        self._awaited.set()
-        if self._thread is not None:
-            self._thread.join()
+        changed = self._worker.changed
+        with changed:
+            self.is_awaited = True
+            changed.notify_all()
+            changed.wait_for(lambda: not self.parts and not self.is_busy)
 
     def close(self) -> None:
         """Unregister the memory. Requires that no copy is in flight."""
-        self._closing.set()
+        self.parts.clear()
         self.wait()
         _unregister(self._registrar, self._addresses)
 
-    def _work(self, parts: Sequence[tuple[int, int]]) -> None:
-        for offset, nbytes in parts:
-            if self._closing.is_set():
-                return
-            reason, seconds = self._register(offset, nbytes)
-            with self._lock:
-                if not reason:
-                    self._addresses.append(self._memory.address + offset)
-                    self._registered_bytes += nbytes
-                else:
-                    if not self._reason:
-                        logger.warning("%s; copies to and from devices will be slow", reason)
-                    self._reason = self._reason or reason
-            self._awaited.wait(seconds)  # see [Note: one at a time]
-
-    def _register(self, offset: int, nbytes: int) -> tuple[str, float]:
-        """Return "", or the reason of a refusal; and how long the driver took."""
+    def register_one(self) -> float:
+        """Register the first of `parts`, by the worker. Return how long the driver took, in seconds."""
+        seconds = 0.0
+        try:
+            offset, nbytes = self.parts.popleft()
+        except IndexError:  # closed meanwhile
+            self.is_busy = False
+            return seconds
         try:
             self._memory.wait_populated(offset + nbytes)
-            with _driver:
-                began_s = time.monotonic()
-                reason = self._registrar.register(self._memory.address + offset, nbytes)
-                return reason, time.monotonic() - began_s
-        except (IoError, RuntimeError) as error:
-            return str(error), 0.0
+            began_s = time.monotonic()
+            reason = self._registrar.register(self._memory.address + offset, nbytes)
+            seconds = time.monotonic() - began_s
+        except Exception as error:  # others' memory is still to be registered
+            reason = str(error) or repr(error)
+        with self._lock:
+            if not reason:
+                self._addresses.append(self._memory.address + offset)
+                self._registered_bytes += nbytes
+            else:
+                if not self._reason:
+                    logger.warning("%s; copies to and from devices will be slow", reason)
+                self._reason = self._reason or reason
+        self.is_busy = False
+        return seconds
 
 
 def _forget(registrar: Registrar, addresses: list[int], memory: Memory) -> None:

@@ -390,3 +390,63 @@ def test_slabs_hold_whole_units_and_all_of_them(offset, count, unit_bytes):
     assert all(begin + nbytes == after for (begin, nbytes), (after, _) in pairwise(parts))
     assert all(nbytes % unit_bytes == 0 for _, nbytes in parts)
     assert all(nbytes <= max(SLAB_BYTES, unit_bytes) for _, nbytes in parts)
+
+
+class Gated(Registering):
+    """Notes the order, and lets the first one end once the second registration is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+        self.at_first = None
+
+    def register(self, address, nbytes):
+        self.order.append(address)
+        if self.at_first is not None:
+            act, self.at_first = self.at_first, None
+            act()
+        return super().register(address, nbytes)
+
+
+def test_one_thread_registers_all_memory_and_begins_with_what_is_waited_for():
+    device, begun, both = Gated(), threading.Event(), threading.Event()
+    others = [Memory(), Memory()]
+    others[1].address = Memory.address + (1 << 40)
+
+    def wait_for_second():
+        begun.set()
+        assert both.wait(60)
+        waiting = threading.Thread(target=second.wait)
+        waiting.start()
+        with second._worker.changed:
+            assert second._worker.changed.wait_for(lambda: second.is_awaited, 60)
+
+    device.at_first = wait_for_second
+    first = Registration(device, others[0], slabs(0, 4 * SLAB_BYTES, SLAB_BYTES))
+    assert begun.wait(60)
+    second = Registration(device, others[1], slabs(0, 2 * SLAB_BYTES, SLAB_BYTES))
+    both.set()
+    second.wait()
+    assert second.registered_bytes == 2 * SLAB_BYTES
+    first.wait()
+    assert len(device.threads) == 1
+    mine, theirs = ([one.address + at * SLAB_BYTES for at in range(4)] for one in others)
+    assert device.order == [mine[0], *theirs[:2], *mine[1:]]
+    for registration in (first, second):
+        registration.close()
+    assert device.registered == {}
+
+
+def test_what_is_closed_before_its_turn_is_not_registered():
+    device, begun, closed = Gated(), threading.Event(), threading.Event()
+    device.at_first = lambda: (begun.set(), closed.wait(60))
+    first = Registration(device, Memory(), slabs(0, 2 * SLAB_BYTES, SLAB_BYTES))
+    other = Memory()
+    other.address = Memory.address + (1 << 40)
+    second = Registration(device, other, slabs(0, 2 * SLAB_BYTES, SLAB_BYTES))
+    assert begun.wait(60)
+    second.close()
+    closed.set()
+    first.wait()
+    assert sorted(device.registered) == [Memory.address, Memory.address + SLAB_BYTES]
+    first.close()

@@ -37,6 +37,7 @@ from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
 from swapper.train.optimizer.optimizer_proxy import Work
 from swapper.train.updates.adamw_kernel import update_by_kernel
+from swapper.train.updates.one_pass import is_fused
 from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable, Update
 
 
@@ -246,7 +247,9 @@ class DeviceSweep(Sweep):
         for piece in part.pieces:
             places, settings = trainable.places[piece.parameter], trainable.settings[piece.parameter]
             begin, end = piece.begin, piece.end
-            by_kernel = self.on_device.kernel is not None or self._is_fused(trainable, piece.parameter)
+            by_kernel = self.on_device.kernel is not None or is_fused(
+                self._proxies.kind(settings), self._proxies.settings(settings), places
+            )
             shape = (-1,) if places.may_cut else places.param.slot.spec.shape
             state_tensors = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
             param = self._there(places.param, begin, end).view(shape)
@@ -265,7 +268,7 @@ class DeviceSweep(Sweep):
             yield Update(work, places, begin, end, state_tensors, target, rounded, decoded, by_kernel)
 
     def _update_by_kernels(self, run: list[Update]) -> list[Work]:
-        """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], coded_run.py"""
+        """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], one_pass.py"""
         if self.on_device.kernel is not None:
             self.on_device.kernel.update(run, self._proxies.settings)
             return []

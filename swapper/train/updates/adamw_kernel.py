@@ -1,5 +1,5 @@
 """Updates with swapper's own AdamW (kernels/adamw.py), if the user chose it: one pass over a slice instead of torch's
-many. Encoded state may imply it: [Note: fused AdamW], coded_run.py.
+many. Encoded state may imply it: [Note: fused AdamW], one_pass.py.
 
 Its order of operations is not torch's, so it is never chosen automatically. The state is torch.optim.AdamW's, with the
 same keys: `state_dict` shows it, and a run may resume with either. It reads gradients after torch's own clipping and

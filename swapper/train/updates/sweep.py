@@ -7,6 +7,7 @@ between and is written once. The reads and writes continue in the engine meanwhi
 between the optimizer's passes over it, which is several times faster than one pass after the other over a whole slice.
 An optimizer that makes one pass (torch's fused ones, without a master to upcast for and round) has the slice as one
 run: each run costs some 0.2 ms of Python, with caches filled by the previous one, while the other processors wait.
+torch's Adam and AdamW are updated in one pass of swapper's own, with the same bits (one_pass.py).
 
 [Note: rare writes] Optimizers with factors, matrices of their own shape (SOAP, Shampoo), read some in each step and write
 them in every tenth. They get copies of these, which are compared with what is stored: pages on which nothing has changed are
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.codecs import CODECS, CodedState
 from swapper.errors import InvariantError, UnsupportedError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
@@ -33,7 +35,8 @@ from swapper.runtime.free_memory import note_freed
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
 from swapper.train.optimizer.entries import PAGED, StateEntries, in_order
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work, is_same
-from swapper.train.updates.coded_run import CodedRun, is_fused, scratch_bytes, update_fused
+from swapper.train.updates.coded_run import CodedRun, scratch_bytes
+from swapper.train.updates.one_pass import OnePass, find_pass, not_held
 
 UPDATE_ELEMENTS = (1 << 18) * min(max(len(os.sched_getaffinity(0)), 2), 32)
 """Elements, 256 Ki for a core: their fp32 state fits its cache, and on two cores 256 Ki to 4 Mi in all were no faster; with
@@ -283,8 +286,8 @@ class Sweep:
         run_elements = 0
         max_elements = sys.maxsize if self._makes_one_pass(update.trainable, part) else UPDATE_ELEMENTS
         for piece in part.pieces:
-            if self._is_fused(update.trainable, piece.parameter):
-                self._update_fused(update, piece)
+            if (in_one_pass := self._find_pass(update.trainable, piece.parameter)) is not None:
+                self._update_in_one_pass(in_one_pass, update, piece)
                 continue
             # An empty parameter has nothing to update but its step counter.
             step = max_elements if update.trainable.places[piece.parameter].may_cut else piece.end
@@ -310,28 +313,34 @@ class Sweep:
                 pages.update(() if place in self._unchanged else place.pages(0, place.slot.spec.numel))
         return part.access.writes & pages
 
-    def _is_fused(self, trainable: Trainable, number: int) -> bool:
-        places = trainable.places[number]
-        settings = self._proxies.settings(trainable.settings[number]) if places.coded else {}
-        return bool(places.coded) and is_fused(self._proxies.kind(trainable.settings[number]), settings, places)
+    def _find_pass(self, trainable: Trainable, number: int) -> OnePass | None:
+        places, settings = trainable.places[number], trainable.settings[number]
+        kind, values = self._proxies.kind(settings), self._proxies.settings(settings)
+        return find_pass(kind, values, places, self._entries[places.name])
 
-    def _update_fused(self, update: GroupUpdate, piece: SlicePiece) -> None:
-        """Update a piece and its encoded state in one pass; its step counter as `_state` and `_store` do."""
+    def _update_in_one_pass(self, in_one_pass: OnePass, update: GroupUpdate, piece: SlicePiece) -> None:
+        """Update a piece and its state in one pass; its step counter as `_state` and `_store` do."""
         trainable, number, begin, end = update.trainable, piece.parameter, piece.begin, piece.end
         places, fixed = trainable.places[number], update.gradients[number]
         if fixed is None:
             raise InvariantError(f"{places.name} has no gradient and was to be updated")
         stored = self._old[places.name]["step"] if begin > 0 else self._others(places)["step"]
         entries = self._entries[places.name]
-        before = stored.clone() if "step" in entries else torch.zeros_like(stored)
-        update_fused(
-            places,
-            {key: self._coded.parts(coded, begin, end) for key, coded in places.coded.items()},
+        is_new = "step" not in entries
+        before = torch.zeros_like(stored) if is_new else stored.clone()
+        states = self._encoded(places, begin, end)
+        for state in (states["exp_avg"], states["exp_avg_sq"]) if is_new else ():
+            for part in state.parts:
+                part.zero_()
+        lost = in_one_pass(
             self._flat_part(places.param, begin, end),
-            self._gradient(trainable.parameters[number], fixed, begin, end),
-            int(before) + 1,
+            self._gradient(trainable.parameters[number], fixed, begin, end).contiguous(),
+            states,
+            float(before + 1),
             self._proxies.settings(trainable.settings[number]),
         )
+        if lost:
+            raise not_held(lost, places)
         if begin == 0:
             stored.copy_(before + 1)
             self._old[places.name] = {"step": before}
@@ -339,6 +348,14 @@ class Sweep:
         if end == places.numel:
             self._old.pop(places.name)
             self._entries.replace(places.name, self._new.pop(places.name))
+
+    def _encoded(self, places: ParameterLocations, begin: int, end: int) -> dict[str, CodedState]:
+        """Return the state of elements [begin, end) as it is stored."""
+        fp32 = CODECS["fp32"]
+        found = {key: CodedState(fp32, (self._flat_part(place, begin, end),)) for key, place in places.state.items()}
+        for key, coded in places.coded.items():
+            found[key] = CodedState(coded.codec, tuple(self._coded.parts(coded, begin, end)))
+        return found
 
     def _makes_one_pass(self, trainable: Trainable, part: Slice) -> bool:
         """Return True if the update of the slice reads memory once. See [Note: small updates]."""

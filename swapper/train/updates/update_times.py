@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper import _C
+from swapper.codecs import CODECS, CodedState
 from swapper.device.device import Device
 from swapper.device.device_storage import DeviceStorage
 from swapper.io.alignment import SECTOR_BYTES, round_up
@@ -42,7 +43,8 @@ from swapper.train.layout.inventory import (
 from swapper.train.optimizer.entries import StateEntries
 from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, OptimizerProxy, Work
-from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
+from swapper.train.updates.one_pass import MOMENTS, find_torchs_pass
 from swapper.train.updates.sweep import GroupUpdate, Sweep
 
 TRIAL_ELEMENTS = 1 << 22
@@ -228,9 +230,15 @@ def _try(optimizer: Optimizer) -> tuple[float, int] | None:
     proxy = OptimizerProxy(copy_for_trial(optimizer))
     tensor = torch.zeros(ELEMENTS)
     work = Work(0, tensor, torch.ones(ELEMENTS), {})
+    in_one_pass = find_torchs_pass(kind_of(optimizer), settings := optimizer.param_groups[0])
 
     def update() -> None:
-        work.gradient = torch.ones(ELEMENTS)
+        gradient = torch.ones(ELEMENTS)
+        if in_one_pass is not None and work.state:
+            states = {key: CodedState(CODECS["fp32"], (work.state[key],)) for key in MOMENTS}
+            in_one_pass(tensor, gradient, states, 1.0, settings)
+            return
+        work.gradient = gradient
         with torch.no_grad():
             proxy.update([work])
 
