@@ -16,10 +16,11 @@ faults, is let through and noted (csrc/memory/fault.h), and the lease's owner as
 that goes past the guard of cold parameters can also write to pages that are not leased, in memory or not. That is noted too, and
 kept outside of the frames until the page is mapped next. `find_written` finds such pages, and the pager writes them.
 
-[Note: lazy windows] Filling the page table for a window takes 0.09 CPU seconds a GB, for nothing if a device copies from the frame
-and to it. So pages of sections that a device uses (`Section.in_frames`) are mapped only for a lease that uses their addresses. Until
-then their addresses give the frame's bytes, copied at a fault, as those of an evicted page give the file's. What such code writes is
-kept there, and merged into the frame before a lease has the page, but not under a write of it.
+[Note: lazy windows] Filling the page table for a window takes 0.09 CPU seconds a GB, for nothing if a device copies
+from the frame and to it. So pages of sections that a device uses (`Section.in_frames`) are mapped only for a lease that
+uses their addresses. Until then their addresses give the frame's bytes, copied at a fault, as those of an evicted page
+give the file's. What such code writes is kept there, and merged into the frame before a lease has the page, but not
+under a write of it.
 
 [Note: deferred writes] A step whose updates are spread over the forward makes the drive write all through the forward and leaves it
 nothing to write in backward. So some of the parameters that the forward has updated, and that backward needs again, go to the

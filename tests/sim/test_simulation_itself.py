@@ -225,7 +225,8 @@ def using(broken: type[Frames] | type[Prefetcher]) -> type[Pager]:
 
 BROKEN = [
     using(WritesFresh), ChangesDuringWrites, DoesNotWaitForContent, using(KeepsMappings), using(EvictsLeased), EvictsDirty,
-    OwesForEver, using(ForgetsToWriteOwed), using(ShowsNothingLater), using(ForgetsWritesToWhatIsNotMapped), using(MergesUnderWrites),
+    OwesForEver, using(ForgetsToWriteOwed),
+    using(ShowsNothingLater), using(ForgetsWritesToWhatIsNotMapped), using(MergesUnderWrites),
     using(ShowsPromisedFrames), using(PromisesTooLate), ForgetsStrayWrites,
     using(KeepsErrors), using(ForgetsErrorsOfReads), using(LosesFrames), using(NeverGivesUpClaims), ForgetsChanges,
     using(WaitsWithMutex), over(_ForgetsAfter), over(_WritesInPlace), over(_ForgetsWhere),
