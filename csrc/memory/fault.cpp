@@ -299,6 +299,21 @@ int keep_written(std::byte* begin, const Range& before, Range& range) {
   return 0;
 }
 
+// Keeps what was written while the range was absent, and drops the rest.
+int keep_chunks(std::byte* begin, Range& before, Range& range) {
+  for (std::uint64_t at = 0; at < before.nbytes; at += kChunkBytes) {
+    Chunk& chunk = before.chunks[at / kChunkBytes];
+    if (chunk.written) {
+      range.chunks[at / kChunkBytes] = chunk;
+    } else if (chunk.change != 0) {
+      if (const int code = reserve(begin + at, std::min(kChunkBytes, before.nbytes - at))) return code;
+      chunk.change = 0;
+    }
+  }
+  range.written_at = before.written_at;
+  return 0;
+}
+
 }  // namespace
 
 int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool& merged) {
@@ -342,9 +357,12 @@ int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departin
   if (is_backed) range.chunks.resize((nbytes + kChunkBytes - 1) / kChunkBytes);
   range.backing = std::move(backing);
   range.departing = std::move(departing);
-  return exchange_range(begin, nbytes, is_backed, std::move(range), [&](const Range* before, Range& now) {
+  return exchange_range(begin, nbytes, is_backed, std::move(range), [&](Range* before, Range& now) {
     if (is_backed && before != nullptr && before->watched && before->written_at != nullptr) {
       return keep_written(begin, *before, now);
+    }
+    if (is_backed && before != nullptr && before->is_absent() && before->written_at != nullptr) {
+      return keep_chunks(begin, *before, now);
     }
     return reserve(begin, nbytes);
   });

@@ -74,7 +74,7 @@ int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool
 int watch_range(std::byte* begin, std::uint64_t nbytes);
 
 // Unmaps the memory. Without a `backing` owner every later access is a fault; with one, what was written in
-// the very same range while it was watched is kept.
+// the very same range while it was watched, or absent, is kept.
 int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departing departing);
 
 // Removes the range from the table; what is mapped stays.

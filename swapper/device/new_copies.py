@@ -38,10 +38,17 @@ class NewCopy:
 
 
 class NewCopies:
-    """Owns the stream, and the sources until their copies are over."""
+    """Owns the stream, and the sources until their copies are over.
 
-    def __init__(self, device: Device, counters: Counters) -> None:
+    Args:
+        allocate: given a number of bytes, returns such memory. Default: `Device.empty`.
+    """
+
+    def __init__(
+        self, device: Device, counters: Counters, allocate: Callable[[int], torch.Tensor] | None = None
+    ) -> None:
         self.device = device
+        self._allocate = allocate or device.empty
         self._counters = counters
         self._stream = device.new_stream()
         self._in_flight: deque[tuple[torch.Event, Sequence[torch.Tensor]]] = deque()  # oldest first
@@ -50,16 +57,16 @@ class NewCopies:
         """Queue the copy of `sources`: uint8, contiguous, read, in host memory.
 
         Args:
-            allocate: given a number of bytes, returns such memory. Default: `Device.empty`.
+            allocate: instead of that of all copies.
 
         Raises:
-            torch.OutOfMemoryError: the device has none.
+            torch.OutOfMemoryError, BudgetError: the device has none.
             DeviceError: the device failed.
         """
         self.collect()
         offsets, nbytes = place_in_storage(source.numel() for source in sources)
         with torch.inference_mode(False), torch.no_grad():
-            memory, stream = (allocate or self.device.empty)(nbytes), self.device.current_stream()
+            memory, stream = (allocate or self._allocate)(nbytes), self.device.current_stream()
             filling = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(
                 memory.untyped_storage(), 0, (nbytes,), (1,)
             )

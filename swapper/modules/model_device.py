@@ -131,4 +131,4 @@ def page_copies(
 
 def page_access(group: int, page: int) -> Access:
     """Return the access to one page of a group's parameters that is copied to the device."""
-    return Access(("param", group, page), (page,))
+    return Access(("param", group, page), (page,), in_frames=frozenset({page}))

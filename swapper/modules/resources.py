@@ -101,7 +101,8 @@ class Resources(Generic[StoreT]):
         self.engine = open_engine(directories, backend=backend, arena=arena, **slots)
         self.store = open_store(self.engine)
         growth = None if head_bytes is None else arena
-        self.pool = Pool(arena.address, frames_offset, size.page_bytes, size.frame_count, growth)
+        view = None if device is None else arena.view(0, arena.nbytes)
+        self.pool = Pool(arena.address, frames_offset, size.page_bytes, size.frame_count, growth, view)
         if device is not None:
             self.host_side = HostSide(device, arena, frames_offset, self.pool)
         self._pages = [page for section in self._sections for page in section.pages]

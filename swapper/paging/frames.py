@@ -16,6 +16,12 @@ faults, is let through and noted (csrc/memory/fault.h), and the lease's owner as
 that goes past the guard of cold parameters can also write to pages that are not leased, in memory or not. That is noted too, and
 kept outside of the frames until the page is mapped next. `find_written` finds such pages, and the pager writes them.
 
+[Note: lazy windows] Filling the page table for a window takes 0.09 CPU seconds a GB, for nothing if a device copies
+from the frame and to it. So pages of sections that a device uses (`Section.in_frames`) are mapped only for a lease that
+uses their addresses. Until then their addresses give the frame's bytes, copied at a fault, as those of an evicted page
+give the file's. What such code writes is kept there, and merged into the frame before a lease has the page, but not
+under a write of it.
+
 [Note: deferred writes] A step whose updates are spread over the forward makes the drive write all through the forward and leaves it
 nothing to write in backward. So some of the parameters that the forward has updated, and that backward needs again, go to the
 victim cache unwritten, and are written when backward loads them. A flush, a commit, or another use of the cache's memory loads
@@ -172,7 +178,7 @@ class Frames:
         page.kept = False
         self._end_transfer(page)
         page.move(Residency.CLEAN)
-        self._map(page)
+        self._came(page)
         if self.deferred_writes.pop(page.index, None) is not None:
             page.move(Residency.DIRTY)
             self.write(page)
@@ -211,12 +217,22 @@ class Frames:
             self._pool.give(page.frame)
             page.frame = None
 
-    def fill_fresh(self, page: Page) -> None:
-        """Zero a frame that was claimed for a page that is overwritten, and that is free of its previous owner."""
+    def fill_fresh(self, page: Page, in_frames: bool = False) -> None:
+        """Zero a frame that was claimed for a page that is overwritten, and that is free of its previous owner.
+
+        Gaps between tensors are zero on disk.
+
+        Args:
+            in_frames: it is overwritten in its frame.
+        """
         self._end_transfer(page)
         page.move(Residency.DIRTY)
-        self._map_to_write(page)
-        page.section.memory[page.offset : page.offset + page.nbytes].zero_()  # gaps between tensors are zero on disk
+        if in_frames:
+            self._hide(page)
+            self._pool.zero(page.frame, page.nbytes)
+        else:
+            self._map_to_write(page)
+            page.section.memory[page.offset : page.offset + page.nbytes].zero_()
 
     def read_after_all(self, page: Page) -> None:
         """Read a page after all whose frame was claimed to overwrite it."""
@@ -255,17 +271,23 @@ class Frames:
 
     def guard(self, page: Page) -> None:
         """Note writes to the page from now on: no lease for writing has it. [Note: unannounced writes]"""
-        if not page.section.guards_writes or page.guarded:
-            return
-        if (
-            page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING) and page.next_owner is None
-        ):  # it is mapped
+        if page.section.guards_writes and page.shown and not page.guarded:
             page.section.window.guard(page.offset, page.nbytes)
             page.guarded = True
 
+    def is_outside(self, page: Page) -> bool:
+        """Return whether an unannounced write to the page is not in its frame: it is not mapped."""
+        return not page.shown and self.written_at(page) >= 0
+
+    def show(self, page: Page) -> None:
+        """Map a leased page that is in a frame and not mapped yet. [Note: lazy windows]"""
+        self._map(page)
+
     def allow_writes(self, page: Page) -> None:
-        """Allow writes: a lease for writing has the page."""
-        if page.guarded:
+        """Allow writes, or note that some were made: a lease for writing has the page."""
+        if page.section.in_frames and not page.shown:
+            self._hide(page)  # its addresses gave what the frame had before
+        elif page.guarded:
             was_written = self.written_at(page) >= 0
             self._map_to_write(page)
             if was_written and page.residency is Residency.CLEAN:
@@ -411,40 +433,56 @@ class Frames:
         del self.in_flight[page.index]
         page.ticket = None
         page.move(Residency.CLEAN)
-        self._map(page)
+        self._came(page)
         self.enqueue_for_eviction(page)
 
     def _end_transfer(self, page: Page) -> None:
         page.ticket = None
         self.in_flight.pop(page.index, None)
 
+    def _came(self, page: Page) -> None:
+        """Show the page, which is in its frame now, in its window; or later: [Note: lazy windows]."""
+        if page.section.in_frames:
+            self._hide(page)
+        else:
+            self._map(page)
+
+    def _hide(self, page: Page) -> None:
+        """Have the page's addresses give its frame's bytes, without a mapping, but for what was written there."""
+        page.section.window.unmap(page.offset, page.nbytes, self._pool.view, self._pool.offset(page.frame))
+        page.shown = page.guarded = False
+
     def _map(self, page: Page) -> None:
-        """Show the page in its window; unannounced writes to it while it was COLD count as made now."""
+        """Show the page in its window; unannounced writes to it while it was not mapped count as made now."""
         window, guards = page.section.window, page.section.guards_writes
         has_more = window.map(page.offset, self._pool.offset(page.frame), page.nbytes, guards)
         page.guarded = guards or has_more
+        page.shown = True
 
     def _map_to_write(self, page: Page) -> None:
         window, offset = page.section.window, self._pool.offset(page.frame)
         if window.map(page.offset, offset, page.nbytes):
-            window.map(page.offset, offset, page.nbytes)  # unannounced writes while it was COLD are there, and known
+            window.map(
+                page.offset, offset, page.nbytes
+            )  # unannounced writes while it was not mapped are there, and known
         page.guarded = False
+        page.shown = True
 
     def _promise(self, page: Page) -> None:
         """Unmap the window of a WRITING page whose frame is promised. [Note: promised frames]"""
         window, offset = page.section.window, self._pool.offset(page.frame)
         window.promise(page.offset, page.nbytes, offset, page.ticket, self._store.written_to(page), page.file_offset)
-        page.guarded = False
+        page.shown = page.guarded = False
 
     def _take_back(self, page: Page) -> None:
         """Cancel the promise of the frame of a WRITING or DIRTY page."""
         page.next_owner = None
-        self._map(page)
+        self._came(page)
         self.enqueue_for_eviction(page)
 
     def _unmap(self, page: Page) -> None:
         """Unmap the page. Reads of its addresses past the guard of cold parameters still get its bytes, from the store."""
-        page.guarded = False
+        page.shown = page.guarded = False
         if page.index in self.deferred_writes and self.victim_cache is not None:
             source: File | View | None
             source, offset = self.victim_cache.place_of(page)

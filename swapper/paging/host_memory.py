@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,14 +132,22 @@ class Pool:
         base_address: address of the arena's first byte.
         arena_offset: of the first frame in the arena, in bytes.
         growth: the arena, if frames are handed out only once they are populated; None: all are.
+        view: of the whole arena, if pages are used in their frames. [Note: lazy windows], frames.py
     """
 
     def __init__(
-        self, base_address: int, arena_offset: int, frame_bytes: int, frame_count: int, growth: Growth | None = None
+        self,
+        base_address: int,
+        arena_offset: int,
+        frame_bytes: int,
+        frame_count: int,
+        growth: Growth | None = None,
+        view: _C.View | None = None,
     ) -> None:
         self._arena_offset = arena_offset
         self.frame_bytes = frame_bytes
         self.frame_count = frame_count
+        self.view = view
         self._free: list[int] = []
         self._is_free = [True] * frame_count
         self._missing = list(range(frame_count - 1, -1, -1))  # not populated yet; the next one last
@@ -191,6 +200,10 @@ class Pool:
             raise InvariantError(f"frame {frame} was given back twice")
         self._is_free[frame] = True
         self._free.append(frame)
+
+    def zero(self, frame: int | None, nbytes: int) -> None:
+        """Set the first `nbytes` bytes of the frame to zero."""
+        ctypes.memset(self.address(frame), 0, nbytes)
 
     def offset(self, frame: int | None) -> int:
         """Return the offset of the frame in the arena, in bytes."""

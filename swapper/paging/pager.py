@@ -126,7 +126,7 @@ class Pager:
                 self._wait_for_content(page, access)
                 if self._pool.is_growing:
                     self.read_ahead()
-                if index in access.writes:
+                if index in access.writes or self._frames.is_outside(page):
                     self._wait_for_write(page)
             self._is_there(access)
         except BaseException:
@@ -422,12 +422,16 @@ class Pager:
                 if residency is Residency.CLEAN or residency is Residency.DIRTY:
                     continue
                 if residency is Residency.WRITING:
-                    if index in access.writes:
+                    if index in access.writes or self._frames.is_outside(page):
                         return False
                 elif _is_to_be_overwritten(page, access):
-                    self._frames.fill_fresh(page)
+                    self._frames.fill_fresh(page, index in access.in_frames)
                 else:
                     return False
+            for index in access.pages:
+                page = pages[index]
+                if not page.shown and (index not in access.in_frames or self._frames.is_outside(page)):
+                    self._frames.show(page)
             if access.writes:
                 self._frames.raise_failure()
             for index in access.writes:
@@ -447,7 +451,7 @@ class Pager:
                     break
                 elif page.fresh and page.previous_owner is None:
                     if page.index in access.fresh:
-                        self._frames.fill_fresh(page)
+                        self._frames.fill_fresh(page, page.index in access.in_frames)
                         break
                     self._frames.read_after_all(page)  # the schedule was wrong
                 previous_owner = page.previous_owner

@@ -68,6 +68,7 @@ class Page(Resident):
     error: IoError | None = None  # COLD: of the read that a lease waited for
     fresh: bool = False  # READING or DIRTY, but not read: it is about to be overwritten
     kept: bool = False  # not in a frame, or about to be: the victim cache has its content, see frames.py
+    shown: bool = False  # mapped in its window
     guarded: bool = False  # mapped read-only: see Frames.guard
     next_owner: Page | None = None  # WRITING: the page that gets this frame when the write is done
     previous_owner: Page | None = None  # READING: the page whose write the read waits for
@@ -140,6 +141,7 @@ class Section:
             -1, self, 0, plan.nbytes
         )  # the whole of a resident section: only its places in the store are used
         self.guards_writes = False  # the user sees its tensors, and may change them without a lease for writing
+        self.in_frames = False  # its pages are mostly used in their frames: [Note: lazy windows], frames.py
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
         self.view: View | None = None

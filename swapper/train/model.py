@@ -117,7 +117,7 @@ class OffloadedModel:
         self._other_optimizers = OtherOptimizers(plan.request.given_optimizers, model.names_of_given(self._names))
         self._rollback = StepRollback(optimizers, self.optimizer_state, sections, current.undo_update)
         self._begin_step = current.begin_step
-        self._step_is_open = lambda: current.training_step.is_open
+        self._current = current
         self._lose_ranks = current.lose_ranks
         self._ranks = current.directory.ranks
         self.updates = self._make_updates(session_guard)
@@ -363,7 +363,7 @@ class OffloadedModel:
         more_to_train = any(parameter.requires_grad for parameter in self._membership.untrained)
         if self.gathering.is_open or more_to_train or self._conditions.all_gradients_matter or not self._may_defer():
             return False
-        if self._step_is_open():
+        if self._current.training_step.is_open:
             return False
         self._conditions.check_settings()
         return True

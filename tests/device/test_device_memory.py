@@ -305,6 +305,41 @@ def test_what_is_still_registered_when_python_ends_is_given_back_and_does_not_ha
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given back given back ", "")
 
 
+@pytest.mark.slow
+def test_python_ends_while_the_driver_locks_a_slab(run_python):
+    """The thread that asked for it is left alone; what was registered before is given back."""
+    ended = run_python(
+        f"""
+        import os, sys, threading
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        from device.test_device_memory import DEVICE, SLAB_BYTES, Cuda, CudaRegistrar, Memory, Registration, slabs
+
+        locking = threading.Event()
+
+        class Locking(Cuda):
+            def cudaHostRegister(self, address, nbytes, flags):
+                if self.registered:
+                    locking.set()
+                    threading.Event().wait()
+                return super().cudaHostRegister(address, nbytes, flags)
+
+            def cudaHostUnregister(self, address, *, write=os.write):
+                write(1, b"given back ")
+                return super().cudaHostUnregister(address)
+
+        class Holder:
+            def __init__(self, registration): self.registration = registration
+            def __del__(self): self.registration.close()
+
+        cycle = [Holder(Registration(CudaRegistrar(DEVICE, Locking()), Memory(), slabs(0, 3 * SLAB_BYTES, 4096)))]
+        cycle.append(cycle)
+        locking.wait()
+        del cycle  # collected when Python ends
+        """
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given back ", "")
+
+
 def test_a_handles_slots_are_registered_once_and_forgotten_when_it_closes(tmp_path):
     runtime, engine = Cuda(), _C.Engine(backend="threads")
     staging = Staging(lambda device: CudaRegistrar(DEVICE, runtime), device_type="cpu")

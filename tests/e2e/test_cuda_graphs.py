@@ -44,6 +44,18 @@ def test_other_ways_to_ask_for_graphs_are_refused_and_other_compilers_are_not(on
     assert torch.equal(compiled(BATCH), pair.swapped(BATCH))
 
 
+def test_recording_compiled_code_of_a_model_for_inference_is_refused(tmp_path: Path) -> None:
+    plain = Net()
+    torch.save(plain.state_dict(), tmp_path / "model.pt")
+    options = {"host_memory": "8MiB", "device": HostDevice(), "device_memory": SMALL}
+    with torch.no_grad(), swapper.loaded(swapper.load(Net(), tmp_path / "model.pt", **options)) as loaded:
+        model = loaded._model()
+        expected = model(BATCH)
+        assert_refused(torch.compile(model, mode="reduce-overhead"))
+        assert_refused(torch.compile(model, options={"triton.cudagraphs": True}))
+        assert torch.equal(model(BATCH), expected) and torch.equal(expected, plain(BATCH))
+
+
 def test_groups_that_stay_on_the_device_keep_their_addresses(
     on_device: MakeTwins, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_part_is_sent_before_the_kernel_of_the_one_before(tmp_path, monkeypatc
     monkeypatch.setattr(RowPrefetcher, "_request", all_read)
     with torch.no_grad():
         model(IDS)
+    events.remove("copy")  # of the embedding's rows
     parts = events.count("copy")
     assert parts > PARTS_IN_MEMORY
     of_head = events[events.index("copy") :]

@@ -107,7 +107,7 @@ class Window:
         self._written.discard(window_offset)
         kept = self._kept.pop(window_offset, None)
         if kept is not None:
-            self._arena.at(self._arena.address + arena_offset, nbytes)[:] = kept
+            self._arena.overwrite(self._arena.address + arena_offset, kept)
             self._written.add(window_offset)
         if guarded or kept is not None:
             self._guarded.add(window_offset)
@@ -133,7 +133,8 @@ class Window:
 
     def _hide(self, offset: int, is_backed: bool) -> None:
         """What was written stays, where anything of it does."""
-        self._kept.pop(offset, None)
+        if not is_backed:
+            self._kept.pop(offset, None)
         if offset in self.mapped:
             nbytes = self.mapped[offset][1]
             if offset in self._written and is_backed:
@@ -145,7 +146,7 @@ class Window:
     def promise(
         self, window_offset: int, nbytes: int, arena_offset: int, write: Ticket, source: File, source_offset: int
     ) -> None:
-        if self.mapped.get(window_offset) != (arena_offset, nbytes):
+        if self.mapped.get(window_offset, (arena_offset, nbytes)) != (arena_offset, nbytes):
             raise SimulationError(f"{nbytes} bytes at {window_offset} are promised, but not mapped from {arena_offset}")
         if write.address != self._arena.address + arena_offset:
             raise SimulationError(f"{write!r} is not of the memory that is promised")
@@ -186,6 +187,16 @@ class Window:
 
     def __getitem__(self, place: slice) -> WindowBytes:
         return WindowBytes(self.touch(place.start, place.stop - place.start))
+
+
+class ArenaView:
+    """All of an arena, as what code reads where a page is in a frame and not mapped."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def at(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self._arena.at(self._arena.address + offset, nbytes))
 
 
 class WindowBytes:

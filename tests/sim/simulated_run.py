@@ -7,12 +7,12 @@ names. All that the pager promises is compared with it, byte for byte, whatever 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from kept_contents import KeptContents
-from simulated_engine import Arena, Engine, Faults, Growth, SimulationError, Window
+from simulated_engine import Arena, ArenaView, Engine, Faults, Growth, SimulationError, Window
 from simulated_store import PAGE_BYTES, SimulatedStore, VictimCache, make_sections
 
 from swapper.errors import BudgetError, IoError
@@ -41,6 +41,18 @@ class Lease:
     changed: bool = False
 
 
+class SimulatedPool(Pool):
+    """A pool of frames in simulated memory."""
+
+    def __init__(self, arena: Arena, arena_offset: int, frame_count: int, growth: Growth) -> None:
+        view: Any = ArenaView(arena)
+        super().__init__(arena.address, arena_offset, PAGE_BYTES, frame_count, growth, view)
+        self._arena = arena
+
+    def zero(self, frame: int | None, nbytes: int) -> None:
+        self._arena.at(self.address(frame), nbytes)[:] = bytes(nbytes)
+
+
 class Run:
     """One pager and all around it.
 
@@ -59,6 +71,7 @@ class Run:
         tolerance: the schedule's.
         max_deferred_writes: see `Pager`.
         strays: somebody changes pages past the guard; there must be a frame more than what is leased needs.
+        in_frames: a device uses pages in their frames, by chance: [Note: lazy windows], paging/frames.py. None lets the seed say.
     """
 
     def __init__(
@@ -78,8 +91,11 @@ class Run:
         tolerance: int | None = None,
         max_deferred_writes: int = 0,
         strays: bool = False,
+        in_frames: bool | None = None,
     ) -> None:
         self.random = Random(seed)
+        self._in_frames = Random(f"in frames {seed}")
+        is_used_there = self._in_frames.random() < 0.5 if in_frames is None else in_frames
         self.strays = strays
         self.stray_writes = 0
         self.frame_count = frame_count
@@ -96,11 +112,12 @@ class Run:
             window = Window(self.arena, section.plan.nbytes)
             section.attach(window, window)  # type: ignore[arg-type]
             section.guards_writes = not section.transient
+            section.in_frames = is_used_there and self._in_frames.random() < 0.7
         self.pages: list[Page] = [page for section in self.sections for page in section.pages]
         self.store = SimulatedStore(self.engine, nbytes, self.pages)
         self.schedule = Schedule(cycle, tolerance)
         growth = Growth(arena_offset + frame_count * PAGE_BYTES, Random(f"growth {seed}"))
-        pool = Pool(self.arena.address, arena_offset, PAGE_BYTES, frame_count, growth)
+        pool = SimulatedPool(self.arena, arena_offset, frame_count, growth)
         self.pool = pool
         if lazy is None:
             lazy = self.random.random() < 0.3
@@ -165,6 +182,8 @@ class Run:
             dropped = self.victim_cache.choose()
             if self.attempt(self.pager.drop_cached, dropped):
                 self.victim_cache.take_back(dropped)
+        there = [i for i in access.pages if self.pages[i].section.in_frames and self._in_frames.random() < 0.7]
+        access = replace(access, in_frames=frozenset(there))
         lease = Lease(access, other)
         self.leases.append(lease)
         if not self.attempt(self.pager.lease, access):
@@ -180,6 +199,8 @@ class Run:
         lease.granted = True
         self.unfilled.update(index for index in before if self.seems_unfilled(index))
         for index in lease.access.pages:
+            if index not in lease.access.in_frames and not self.pages[index].shown:
+                raise SimulationError(f"{self.pages[index]} is leased for the use of its addresses and not mapped")
             if index not in self.unfilled and self.look(index) != self.content[index]:
                 raise SimulationError(f"{self.pages[index]} is leased and has other bytes than were written to it")
             if index in lease.access.writes and self.pages[index].residency is Residency.WRITING:
@@ -334,7 +355,8 @@ class Run:
             in_memory = (
                 page.residency in IN_MEMORY and page.next_owner is None
             )  # [Note: promised frames], paging/frames.py
-            expected = (self.pool.offset(page.frame), page.nbytes) if in_memory and page.frame is not None else None
+            is_shown = in_memory and page.frame is not None and (page.shown or not page.section.in_frames)
+            expected = (self.pool.offset(page.frame), page.nbytes) if is_shown else None
             if window.mapped.get(page.offset) != expected:  # type: ignore[attr-defined]
                 raise SimulationError(f"{page} should be mapped to {expected}")
 
@@ -408,6 +430,8 @@ class Run:
 
     def _memory(self, index: int) -> memoryview:
         page = self.pages[index]
+        if not page.shown:
+            return self.arena.at(self.pool.address(page.frame), page.nbytes)
         return page.section.window.touch(page.offset, page.nbytes)  # type: ignore[attr-defined]
 
     def _let_others_run(self) -> None:

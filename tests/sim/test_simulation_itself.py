@@ -51,8 +51,8 @@ def test_a_wait_for_what_can_never_finish_is_noticed():
 class WritesFresh(Frames):
     """Takes a page for filled that is not."""
 
-    def fill_fresh(self, page: Page) -> None:
-        super().fill_fresh(page)
+    def fill_fresh(self, page: Page, in_frames: bool = False) -> None:
+        super().fill_fresh(page, in_frames)
         page.fresh = False
 
 
@@ -82,6 +82,22 @@ class ShowsPromisedFrames(Frames):
         super()._settle_write(page)
         if next_owner is not None and page.residency is Residency.COLD:
             self._unmap(page)
+
+
+class ShowsNothingLater(Frames):
+    def show(self, page: Page) -> None:
+        pass
+
+
+class ForgetsWritesToWhatIsNotMapped(Frames):
+    def _hide(self, page: Page) -> None:
+        page.section.window.unmap(page.offset, page.nbytes)
+        super()._hide(page)
+
+
+class MergesUnderWrites(Frames):
+    def is_outside(self, page: Page) -> bool:
+        return False
 
 
 class PromisesTooLate(Frames):
@@ -210,6 +226,7 @@ def using(broken: type[Frames] | type[Prefetcher]) -> type[Pager]:
 BROKEN = [
     using(WritesFresh), ChangesDuringWrites, DoesNotWaitForContent, using(KeepsMappings), using(EvictsLeased), EvictsDirty,
     OwesForEver, using(ForgetsToWriteOwed),
+    using(ShowsNothingLater), using(ForgetsWritesToWhatIsNotMapped), using(MergesUnderWrites),
     using(ShowsPromisedFrames), using(PromisesTooLate), ForgetsStrayWrites,
     using(KeepsErrors), using(ForgetsErrorsOfReads), using(LosesFrames), using(NeverGivesUpClaims), ForgetsChanges,
     using(WaitsWithMutex), over(_ForgetsAfter), over(_WritesInPlace), over(_ForgetsWhere),

@@ -65,31 +65,51 @@ def can_look_up(module: nn.Module, recipe: Recipe) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None and recipe.rows(0, 1) is not None
 
 
-def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto, device: torch.device) -> None:
-    """Make `module` read the requested rows to `device`, until `restore_forward`."""
+def look_up_by_rows(
+    module: nn.Embedding, recipe: Recipe, read: ReadInto, device: torch.device, copies: NewCopies | None = None
+) -> None:
+    """Make `module` read the requested rows, until `restore_forward`. `copies` brings them to `device`; None: it is the CPU."""
     row_count = module.num_embeddings
+    empty = _empty if copies is None else copies.device.empty_on_host
 
     @not_traced
     def forward(ids: torch.Tensor) -> torch.Tensor:
         check_place(ids, device)
         with torch.no_grad():
             unique, places = torch.unique(ids, return_inverse=True)
-            rows = unique.tolist()
-            if rows and not 0 <= rows[0] <= rows[-1] < row_count:
+            rows = unique.tolist() or [0]
+            if not 0 <= rows[0] <= rows[-1] < row_count:
                 raise IndexError(f"index out of range: {rows[0]} to {rows[-1]} in an embedding of {row_count} rows")
             tables, tickets = [], []
             for stored in recipe.parts:
-                table = torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
                 row_bytes = stored.nbytes // row_count
+                table = empty(len(rows) * row_bytes)
                 tickets += [
-                    read(stored, begin * row_bytes, table[number : number + count])
+                    read(stored, begin * row_bytes, table[number * row_bytes : (number + count) * row_bytes])
                     for number, begin, count in _runs(rows)
                 ]
                 tables.append(table)
             wait_for_all(tickets)
-            return F.embedding(places, recipe.from_parts([table.to(device) for table in tables]))
+            if copies is not None:
+                tables = _there(copies, tables)
+            shaped = [
+                table.view(stored.dtype).view(len(rows), *stored.shape[1:])
+                for table, stored in zip(tables, recipe.parts, strict=True)
+            ]
+            return F.embedding(places, recipe.from_parts(shaped))
 
     module.__dict__["forward"] = forward
+
+
+def _empty(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _there(copies: NewCopies, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the bytes of `tables` on the device, for kernels that are queued next. Nobody waits here."""
+    copy, device = copies.send(tables), copies.device
+    device.let_wait(device.current_stream(), copy.filled_at)
+    return [copy.memory[at : at + table.numel()] for at, table in zip(copy.offsets, tables, strict=True)]
 
 
 def _runs(rows: list[int]) -> list[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from swapper.device.copies import COPIES_IN_FLIGHT
-from swapper.device.device import Device
+from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import Span
 from swapper.device.new_copies import NewCopies
@@ -34,6 +34,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.runtime.counters import Counters
+from swapper.runtime.sizes import format_bytes
 
 
 class DeviceGroup(GroupWeights):
@@ -135,14 +136,14 @@ class InferenceDevice(ModelDevice):
         counters: to update.
 
     Attributes:
-        copies: of experts, and of parts of matrices.
+        copies: of experts, of parts of matrices, and of rows of embeddings.
     """
 
     def __init__(self, device: Device, streaming: Streaming, placement: DevicePlacement, counters: Counters) -> None:
         assert streaming.host_side is not None
         super().__init__(device, placement, streaming.host_side, streaming.pager, counters, is_cyclic=True)
         self._image_bytes = placement.image_bytes
-        self.copies = NewCopies(device, counters)
+        self.copies = NewCopies(device, counters, self._allocate)
         self._passing_frames = streaming.pool.frame_count
 
     def image(
@@ -181,6 +182,20 @@ class InferenceDevice(ModelDevice):
     def has_room_for(self, group: StreamedGroup) -> bool:
         """Return True if all of it fits the device's budget. A group that is read by rows or parts may be larger."""
         return group.image_bytes <= self._image_bytes
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory for a copy; if that is short, idle images are dropped for it."""
+        try:
+            return self.device.empty(nbytes)
+        except OUT_OF_MEMORY:
+            self.tier.evict_idle()
+        try:
+            return self.device.empty(nbytes)
+        except OUT_OF_MEMORY as error:
+            raise BudgetError(
+                f"{self.device} has no {format_bytes(nbytes)} left for rows of a weight, after everything that is not in use "
+                f"was given up: lower device_memory, or what else is on the device ({error})"
+            ) from error
 
     def close(self) -> None:
         self.copies.finish()

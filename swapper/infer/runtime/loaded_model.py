@@ -299,10 +299,10 @@ class LoadedModel:
         self._groups, self._small = making.groups, making.small
         self._names, self._recipes = making.names, making.recipes
         making.make_all()
+        copies = None if self._on_device is None else self._on_device.copies
         for embedding, recipe in plan.lookups:
-            look_up_by_rows(embedding, recipe, self._streaming.read_part, self._where)
+            look_up_by_rows(embedding, recipe, self._streaming.read_part, self._where, copies)
         if plan.cuts:
-            copies = None if self._on_device is None else self._on_device.copies
             parts = RowPrefetcher(self._streaming.take(plan.parts_bytes), self._streaming.read_part, copies, made.empty)
             for linear in plan.cuts:
                 multiply_by_parts(linear, parts, self._where)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NEVER = 1 << 62
 """The next use of a page that the schedule does not know."""
@@ -46,12 +46,14 @@ class Access:
         pages: indices of all pages, in the order in which they are needed.
         fresh: those that are overwritten: they need a frame but no read.
         writes: those that are changed.
+        in_frames: those that are used in their frames only, as by copies to a device, and not at their windows' addresses.
     """
 
     key: Hashable
     pages: tuple[int, ...]
     fresh: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
+    in_frames: frozenset[int] = field(default=frozenset(), compare=False)
 
 
 class Schedule:

@@ -158,7 +158,7 @@ class DeviceGradients(PagedGradients):
         if before is not None:
             self.settle([slot.parameter])  # copies of an earlier backward
         flat = gradient.view(-1)
-        for part in self._parts(slot):
+        for part in map(_in_frame, self._parts(slot)):
             self._lease(slot, part)
             self._in_flight[id(slot.parameter)] += 1
             landing = _Landing(slot, partial(self._landed, slot, part))
@@ -207,6 +207,11 @@ class DeviceGradients(PagedGradients):
     def _release(self, part: GradientPart) -> None:
         self._pages_leased -= part.access is not None
         super()._release(part)
+
+
+def _in_frame(part: GradientPart) -> GradientPart:
+    """Return the part with an access to its frame alone."""
+    return part if part.access is None else replace(part, access=replace(part.access, in_frames=part.access.writes))
 
 
 class _Landing:

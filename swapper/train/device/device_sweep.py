@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
@@ -84,6 +84,7 @@ class DeviceSweep(Sweep):
             device_scratch_bytes(self.trainables, self._page_bytes), self._there, on_device.new_storage
         )
         self._unheld: dict[int, StateError] = {}  # by group: an error that came down with a slice of the step
+        self._accesses: dict[Access, Access] = {}  # of slices
         self._usual_bytes = 0  # of a slot
         self._has_updated = False  # in this step
 
@@ -188,9 +189,10 @@ class DeviceSweep(Sweep):
         storage = slot.storage
         if storage is None:
             raise InvariantError("a slice was to be updated in a slot without memory")
-        self._pager.lease(part.access)
+        access = self._access(update.trainable, part)
+        self._pager.lease(access)
         self._release_arrived()
-        self._pager.wait(part.access)
+        self._pager.wait(access)
         started = time.monotonic()
         try:
             parts = parts_of(update, part, self.gradient_of)
@@ -211,18 +213,28 @@ class DeviceSweep(Sweep):
             self._counts.clear()
             self._views.clear()
             self.on_device.finish()  # some of its copies may be in flight
-            self._pager.release(part.access)
+            self._pager.release(access)
             raise
         self._views.clear()
         slot.is_free, group = False, update.trainable.group
         self._in_flight[group] += 1
         slot.last_use = self.on_device.downloads.send(
             down + counts,
-            lambda: self._arrived(group, part.access, slot, error_in()),
-            lambda error: self._lost(group, part.access, slot),
+            lambda: self._arrived(group, access, slot, error_in()),
+            lambda error: self._lost(group, access, slot),
             is_held=False,
         )
-        self._counters.updated(started, part.access.key)
+        self._counters.updated(started, access.key)
+
+    def _access(self, trainable: Trainable, part: Slice) -> Access:
+        """Return the access of a slice: its pages are used in their frames, but for those with state of other shapes."""
+        access = self._accesses.get(part.access)
+        if access is None:
+            others = [place for piece in part.pieces for place in trainable.places[piece.parameter].others.values()]
+            addressed = {page for place in others for page in place.pages(0, place.slot.spec.numel)}
+            access = replace(part.access, in_frames=frozenset(part.access.pages) - addressed)
+            self._accesses[part.access] = access
+        return access
 
     def _arrived(self, group: int, access: Access, slot: _Slot, error: StateError | None) -> None:
         self._in_flight[group] -= 1

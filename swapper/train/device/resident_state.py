@@ -79,7 +79,7 @@ class DeviceResidentState:
             {place: torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype) for place in others},
         )
         for section in dict.fromkeys(place.section for place in (*others, *places)):
-            for copy in page_copies(section, spans.get(section, ()), lambda page: Access(None, (page,))):
+            for copy in page_copies(section, spans.get(section, ()), _in_frame):
                 group.pages.append(_Page(copy, _on_page(copy.page, group.others)))
         return group
 
@@ -129,7 +129,7 @@ class DeviceResidentState:
         self._on_device.fill(group.storage, [page.copy for page in group.pages])
         for page in group.pages:
             if page.others:
-                access = Access(None, _paged(page.copy.page))
+                access = Access(None, _paged(page.copy.page), in_frames=frozenset(_paged(page.copy.page)))
                 self._pager.acquire(access)
                 memory = self._on_device.host.of(page.copy.page)
                 for begin, other in page.others:
@@ -164,7 +164,7 @@ class DeviceResidentState:
 
     def _bring_page(self, storage: DeviceStorage, page: _Page) -> None:
         copy, only = page.copy, frozenset(_paged(page.copy.page))
-        access = Access(None, tuple(only), fresh=only, writes=only)  # these pages have nothing else
+        access = Access(None, tuple(only), only, only, only)  # these pages have nothing else
         self._pager.acquire(access)
         try:
             memory = self._on_device.host.of(copy.page)
@@ -180,6 +180,10 @@ class DeviceResidentState:
         """Discard the device's copies: the locations are valid."""
         for group in self._groups.values():
             group.is_filled = group.is_changed = False
+
+
+def _in_frame(page: int) -> Access:
+    return Access(None, (page,), in_frames=frozenset({page}))
 
 
 def _on_page(page: Page, others: Mapping[TensorLocation, torch.Tensor]) -> list[tuple[int, torch.Tensor]]:

@@ -184,7 +184,7 @@ class TrainingDevice(ModelDevice):
         image.storage.wait_for_users()
         for copy in image.copies:
             only = frozenset() if copy.page.section.resident else frozenset({copy.page.index})
-            access = Access(None, tuple(only), writes=only)
+            access = Access(None, tuple(only), writes=only, in_frames=only)
             self._pager.acquire(access)
             try:
                 memory = self.host.of(copy.page)

@@ -134,6 +134,8 @@ class TrainingSession:
         directory.require_space(plan.space_by_drive(plan.turns - len(origin.files)))
         if device is None and plan.request.model.device is not None:  # FSDP2 copies from this memory to its mesh
             self._resources.memory.node = Device(plan.request.model.device).node
+        for section in everything:  # the CPU updates gradients and state, which come for that
+            section.in_frames = device is not None and (section.plan.family == "param" or plan.request.updates_there)
         self._resources.open(
             [*self.sections, *(section for section in self._grad_sections if section.pages)],
             plan.budget,
