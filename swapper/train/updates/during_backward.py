@@ -243,7 +243,7 @@ class StepInBackward(Updates):
                 if group not in self._next and not self._have_arrived(self._trainables[group]):
                     self._next.add(group)  # see [Note: one module behind]
                     continue
-                if not self._done and not self._begin():
+                if not self._done and not self._may_begin():
                     self._waits = True
                     return
                 self._update(group)
@@ -287,6 +287,14 @@ class StepInBackward(Updates):
             came_in.get(id(parameter)) == task or not _gets_gradient(parameter)
             for parameter in self._trainables[group].parameters
         )
+
+    def _may_begin(self) -> bool:
+        """Begin a step, with the optimizers' settings of this moment. Return False if it must wait for `step`."""
+        if not self._begin():
+            return False
+        for member in self._sweep.members:
+            self._sweep.begin(member)
+        return True
 
     def _awaited(self) -> str:
         """Return what the open step waits for, for people."""
