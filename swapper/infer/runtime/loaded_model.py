@@ -218,7 +218,7 @@ class LoadedModel:
             self._on_device.move_back()
         self._groups, self._small = [], []  # their tensors keep memory and files
         self._hooks = self._experts = None
-        del paged
+        del paged, self._made
         self._close_streaming(stay)
         self._on_device = None
 
