@@ -288,7 +288,7 @@ def _print_tables(upgrades: list[Upgrade], rows: list[SettingCosts]) -> None:
     console.print(better)
     if rows:
         settings = Table("codec", "update", "on NVMe", "passes", "s a step", "memory", "written a step")
-        settings.title = "Settings that no other beats in all three"
+        settings.title = "Settings that no other beats in all three, exact ones by exact ones"
         for row in rows:
             costs = f"{row.step_s:.2f}", format_bytes(row.memory_bytes), format_bytes(row.written_bytes)
             settings.add_row(row.codec, row.update, row.on_nvme, str(row.passes), *costs)
