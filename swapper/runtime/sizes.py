@@ -52,9 +52,7 @@ def _bytes_in(text: str, option: str) -> int:
 
 
 def _no_size(value: object, option: str) -> ConfigError:
-    return ConfigError(
-        f'{option}={value!r} is not a size: give bytes as an int, or a string like "8GiB" or "500MB"'
-    )
+    return ConfigError(f'{option}={value!r} is not a size: give bytes as an int, or a string like "8GiB" or "500MB"')
 
 
 def parse_bytes_a_second(value: int | str, option: str) -> int:

@@ -23,7 +23,14 @@ from swapper.runtime.sizes import parse_bytes, parse_bytes_a_second
 
 AMBIGUOUS = {"64Gb": "say 64GB for bytes of 1000, 64GiB for", "64G": "say 64GB for bytes of 1000", "64": "say 64GiB"}
 COMMANDS = Path(swapper.__file__).parent / "cli"
-PLAN = {"--host": "1GiB", "--nvme": "1GB/s,1GB/s", "--tokens": "8", "--flops": "1e12", "--updates": "1e9", "--ranks": "2"}
+PLAN = {
+    "--host": "1GiB",
+    "--nvme": "1GB/s,1GB/s",
+    "--tokens": "8",
+    "--flops": "1e12",
+    "--updates": "1e9",
+    "--ranks": "2",
+}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +56,7 @@ def test_a_size_that_can_mean_one_thing_only(text: int | str, nbytes: int) -> No
         ("64Gib", "Gib could mean bits or bytes: say 64GiB for bytes"),
         ("64mi", "mi could mean bits or bytes: say 64MiB for bytes"),
         ("7b", "b could mean bits or bytes: say 7B for bytes"),
-        ("64", "'64' has no unit: say 64GiB, or 64B for single bytes"),
+        ("64", " has no unit: say 64GiB, or 64B for single bytes"),
         ("64GB/h", "is not a size"),
         ("9" * 400 + "GB", "is not a size"),
         ("64 gigs", "is not a size"),
@@ -122,7 +129,8 @@ ENTRIES: dict[str, Entry] = {
     },
     **{
         f"Plan.drive_rates.{name}": lambda size, at, name=name: managed(
-            at, lambda manager, *ours: manager.plan(*ours).drive_rates(**{"drive_read": 1, "drive_write": 1, name: size})
+            at,
+            lambda manager, *ours: manager.plan(*ours).drive_rates(**{"drive_read": 1, "drive_write": 1, name: size}),
         )
         for name in ("drive_read", "drive_write")
     },

@@ -207,7 +207,12 @@ def test_what_is_chosen_is_what_is_predicted_and_what_is_done(
         assert said is not None and plan.found.why in str(plan), plan.found.why
         predicted, options = plan.found.step, plan.request.options
         assert predicted is not None and said[5] == f"{predicted.wall_s:.3f}"
-        assert said.groups("exact")[:4] == (plan.places["param"], plan.places["state"], options.update, options.state_codec)
+        assert said.groups("exact")[:4] == (
+            plan.places["param"],
+            plan.places["state"],
+            options.update,
+            options.state_codec,
+        )
         others = [float(seconds) for seconds in re.findall(r"(?:next|slowest) .*?, ([\d.]+) s", plan.found.why)]
         assert others and (said[6] == "simplest" or predicted.wall_s <= min(others) + 5e-4)
         assert predicted.wall_s <= min(others) * 1.0101 + 5e-4

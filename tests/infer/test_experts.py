@@ -177,7 +177,9 @@ def test_results_that_are_computed_at_each_use_take_one_memory_in_turn(tmp_path)
                 x, chosen = rows(0, 3, 5, 7)
                 model(x.to(dtype), chosen)
         is_inside = [0 <= place < made._nbytes for place in places]
-        assert len(places) == 24 and (not any(is_inside) if dtype else all(is_inside)), "a result that is kept has its own"
+        assert len(places) == 24 and (not any(is_inside) if dtype else all(is_inside)), (
+            "a result that is kept has its own"
+        )
         swapper.loaded(model).unload()
 
 

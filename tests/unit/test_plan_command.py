@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from e2e.browser import labels_wrong, needs_browser, shown
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from e2e.browser import labels_wrong, needs_browser, shown
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.cli import app
 from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting

@@ -134,9 +134,7 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
     for codec, (params, state), update, share in itertools.product(codecs, PREFERENCES, updates, MEMORY_SHARES):
         on = replace(machine, host_bytes=machine.host_bytes // share)
         for gradients in dict.fromkeys((setting.gradients, "nvme")):
-            of = replace(
-                setting, codec=codec, update=update, params=params, optimizer_state=state, gradients=gradients
-            )
+            of = replace(setting, codec=codec, update=update, params=params, optimizer_state=state, gradients=gradients)
             try:
                 for more in PASSES:
                     rows += _row(forecaster, on, replace(of, passes=setting.passes * more), rows)
@@ -171,7 +169,9 @@ def _least(plan: Plan, compute: ComputeTimes, machine: Machine, setting: Setting
     updated = sum(parameter.numel() for group in inventory.groups for _, parameter in group.parameters)
     computing_s = setting.passes * sum((*compute.forward_s.values(), *compute.backward_s.values()))
     drive = machine.rank_drive
-    return max(computing_s + updated * compute.update_s, moved / drive.read, moved / drive.write), moved * machine.of_node
+    return max(
+        computing_s + updated * compute.update_s, moved / drive.read, moved / drive.write
+    ), moved * machine.of_node
 
 
 def saved_for_backward(model: nn.Module) -> int:

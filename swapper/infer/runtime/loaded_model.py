@@ -303,7 +303,9 @@ class LoadedModel:
             look_up_by_rows(embedding, recipe, self._streaming.read_part, self._where)
         if plan.cuts:
             copies = None if self._on_device is None else self._on_device.copies
-            parts = RowPrefetcher(self._streaming.take(plan.parts_bytes), self._streaming.read_part, copies, self._made.empty)
+            parts = RowPrefetcher(
+                self._streaming.take(plan.parts_bytes), self._streaming.read_part, copies, self._made.empty
+            )
             for linear in plan.cuts:
                 multiply_by_parts(linear, parts, self._where)
         for name, module in model.named_modules():
