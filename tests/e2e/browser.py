@@ -24,14 +24,22 @@ DARK = ("--force-dark-mode",)
 LOOKING = r"""<!doctype html><meta charset="utf-8"><body><pre id="found"></pre><script>
 const page = PAGE, widths = WIDTHS, found = [];
 const numbers = color => (color.match(/[\d.]+/g) || []).map(Number);
-const light = color => { const [r, g, b] = numbers(color).slice(0, 3).map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
-  return .2126 * r + .7152 * g + .0722 * b; };
-const backdrop = (element, view) => { for (let at = element; at; at = at.parentElement) {
-  const color = view.getComputedStyle(at).backgroundColor, parts = numbers(color); if (parts.length === 3 || parts[3] > 0) return color; } return "rgb(255, 255, 255)"; };
+const linear = value => (value /= 255) <= .03928 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4;
+const light = color => { const [r, g, b] = numbers(color).map(linear); return .2126 * r + .7152 * g + .0722 * b; };
+const shows = color => numbers(color).length === 3 || numbers(color)[3] > 0;
+const backdrop = (element, view) => {
+  for (let at = element; at; at = at.parentElement) {
+    const color = view.getComputedStyle(at).backgroundColor;
+    if (shows(color)) return color;
+  }
+  return "rgb(255, 255, 255)";
+};
+const common = (a, b, from, to) => Math.min(a[to], b[to]) - Math.max(a[from], b[from]);
 function look(width, view) {
-  const wrong = (what, element) => found.push([width, what, element ? element.textContent.trim().slice(0, 40) : ""]), root = view.document;
+  const root = view.document, text = element => element ? element.textContent.trim().slice(0, 40) : "";
+  const wrong = (what, element) => found.push([width, what, text(element)]);
   if (root.documentElement.scrollWidth > root.documentElement.clientWidth) wrong("wider than the window");
-  const labels = [...root.querySelectorAll("svg text, h1, h2, p, td, th, label")].filter(one => one.textContent.trim());
+  const labels = [...root.querySelectorAll("svg text, h1, h2, p, td, th, label")].filter(text);
   if (labels.length < 8) wrong("few labels: " + labels.length);
   for (const one of labels) {
     const style = view.getComputedStyle(one), box = one.getBoundingClientRect(), svg = one.ownerSVGElement;
@@ -39,10 +47,13 @@ function look(width, view) {
     const [a, b] = [light(svg ? style.fill : style.color), light(backdrop(one, view))].sort((x, y) => y - x);
     if ((a + .05) / (b + .05) < 4.5) wrong("too pale", one);
     if (!svg) continue;
-    const frame = svg.getBoundingClientRect();
-    if (box.left < frame.left || box.right > frame.right + 1 || box.top < frame.top || box.bottom > frame.bottom + 1) wrong("cut off", one);
-    for (const other of svg.querySelectorAll("text")) { const its = other.getBoundingClientRect();
-      if (other !== one && Math.min(box.right, its.right) - Math.max(box.left, its.left) > 1 && Math.min(box.bottom, its.bottom) - Math.max(box.top, its.top) > 2) wrong("covers " + other.textContent, one); }
+    const frame = svg.getBoundingClientRect(), isIn = box.left >= frame.left && box.right <= frame.right + 1;
+    if (!isIn || box.top < frame.top || box.bottom > frame.bottom + 1) wrong("cut off", one);
+    for (const other of svg.querySelectorAll("text")) {
+      const its = other.getBoundingClientRect();
+      if (other !== one && common(box, its, "left", "right") > 1 && common(box, its, "top", "bottom") > 2)
+        wrong("covers " + other.textContent, one);
+    }
   }
 }
 let left = widths.length;

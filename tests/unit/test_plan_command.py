@@ -257,7 +257,9 @@ def test_the_table_has_each_placement_that_none_beats_and_what_is_not_simulated_
     on_host = [row for row in rows if "grad" not in row.on_nvme]
     assert {row.costs for row in undominated(everything)} >= {row.costs for row in on_host}
     assert not any(other.beats(row) for row in rows for other in everything)
-    assert len({row.on_nvme for row in rows}) >= 2 and {row.codec for row in rows} == {"exact", "8bit"}
+    assert {row.codec for row in rows} == {"exact", "8bit"}
+    places = {row.on_nvme for row in rows}
+    assert places == {"-"} if host_bytes == 160 << 20 else len(places) >= 2
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])

@@ -118,7 +118,7 @@ def draw(path: Path, machine: Machine, setting: Setting, forecast: Forecast) -> 
     above.set_xlabel("seconds")
     above.set_title(f"a predicted step: {forecast.step.wall_s:.2f} s", loc="left")
     _legend(above, {kind: color for kind, color in COLORS.items() if kind not in rows})
-    for number, (tier, name) in enumerate(TIERS.items()):
+    for number, tier in enumerate(TIERS):
         left = 0.0
         for family, nbytes in tier_bytes(forecast, tier, machine).items():
             below.barh(number, nbytes / 1e9, left=left, color=FAMILY_COLORS[family])
