@@ -152,6 +152,7 @@ class Forecaster:
     _inventories: dict[Any, Inventory] = field(default_factory=dict)
     _plans: dict[Any, Plan] = field(default_factory=dict)
     _measured: dict[Any, ComputeTimes] = field(default_factory=dict)
+    _checked: set[Any] = field(default_factory=set)
 
     def of_rank(self, ranks: int, is_rough: bool = False) -> nn.Module:
         """Return the model whose parameters one of the ranks pages. `is_rough`: with ROUGH_LAYERS layers at most."""
@@ -193,7 +194,9 @@ class Forecaster:
         if key not in self._inventories:
             self._inventories[key] = request.inventory(may_be_meta=True)
         inventory = self._inventories[key]
-        check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
+        if (key, setting.update) not in self._checked:
+            check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
+            self._checked.add((key, setting.update))
         try:
             return plan_run(request, inventory)
         except BudgetError as error:

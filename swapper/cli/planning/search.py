@@ -130,13 +130,14 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
     can cost is beaten already.
     """
     codecs, updates = dict.fromkeys((*CODECS, setting.codec)), dict.fromkeys((*UPDATES, setting.update))
+    passes = PASSES if machine.device_bytes is None else PASSES[:1]  # which save no memory that is counted there
     rows: list[SettingCosts] = []
     for codec, (params, state), update, share in itertools.product(codecs, PREFERENCES, updates, MEMORY_SHARES):
         on = replace(machine, host_bytes=machine.host_bytes // share)
         for gradients in dict.fromkeys((setting.gradients, "nvme")):
             of = replace(setting, codec=codec, update=update, params=params, optimizer_state=state, gradients=gradients)
             try:
-                for more in PASSES:
+                for more in passes:
                     rows += _row(forecaster, on, replace(of, passes=setting.passes * more), rows)
                 break
             except (BudgetError, ConfigError, UnsupportedError):  # these options do not fit, or go together
