@@ -153,8 +153,8 @@ def _row(
     saved_bytes = saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
     memory = memory_of(exact) * machine.of_node + (saved_bytes if machine.device_bytes is None else 0)
     placement = ", ".join(family for family in FAMILIES if plan.places[family] == "nvme") or "-"
-    least_s, least_bytes = _least(plan, compute, machine, setting)
-    row = SettingCosts(setting.codec, setting.update, placement, setting.passes, least_s, memory, least_bytes)
+    min_s, min_bytes = _least(plan, compute, machine, setting)
+    row = SettingCosts(setting.codec, setting.update, placement, setting.passes, min_s, memory, min_bytes)
     if any(other.beats(row) for other in rows):
         return []
     found = forecaster.forecast(machine, setting, TABLE_PAGES)
