@@ -46,6 +46,9 @@ function look(width, view) {
     if (box.height < 8) wrong("too small", one);
     const [a, b] = [light(svg ? style.fill : style.color), light(backdrop(one, view))].sort((x, y) => y - x);
     if ((a + .05) / (b + .05) < 4.5) wrong("too pale", one);
+    const content = root.createRange(), isWord = one.matches("td, th") && !/\s/.test(text(one));
+    content.selectNodeContents(one);
+    if (isWord && content.getBoundingClientRect().height > 30) wrong("a word in pieces", one);
     if (!svg) continue;
     const frame = svg.getBoundingClientRect(), isIn = box.left >= frame.left && box.right <= frame.right + 1;
     if (!isIn || box.top < frame.top || box.bottom > frame.bottom + 1) wrong("cut off", one);

@@ -123,7 +123,7 @@ def draw(path: Path, machine: Machine, setting: Setting, forecast: Forecast) -> 
         for family, nbytes in tier_bytes(forecast, tier, machine).items():
             below.barh(number, nbytes / 1e9, left=left, color=FAMILY_COLORS[family])
             left += nbytes / 1e9
-        below.text(left, number, f" {left:.1f} GB", va="center")
+        below.annotate(f"{left:.3g} GB", (left, number), (4, 0), textcoords="offset points", va="center")
     below.set_yticks(range(len(TIERS)), list(TIERS.values()))
     below.margins(x=0.15)
     below.set_xlabel("GB a node")
