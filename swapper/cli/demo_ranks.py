@@ -94,7 +94,7 @@ def measure(task: RanksTask, directory: Path, watch: Watch) -> RanksRecord:
         "batch": task.batch,
         "learning_rate": task.learning_rate,
     }
-    swapped = {**order, "directory": str(directory / "run"), "host_memory": f"{task.budget_bytes}/node"}
+    swapped = {**order, "directory": str(directory / "run"), "host_memory": f"{task.budget_bytes}B/node"}
     watch("moving shards to the drive", [])
     record.killed_after = max(task.steps // 2, 1)
     with StartedRanks(task.ranks, swapped, directory) as ranks:

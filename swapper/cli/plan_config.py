@@ -29,10 +29,10 @@ from swapper.cli.planning.search import (
     largest_model,
     smallest_budget,
 )
-from swapper.cli.planning.units import joined, parse_drives, parse_rate, parse_seconds, parse_size
+from swapper.cli.planning.units import joined, parse_drives, parse_seconds
 from swapper.errors import ConfigError
 from swapper.options import UPDATES
-from swapper.runtime.sizes import format_bytes
+from swapper.runtime.sizes import format_bytes, parse_bytes, parse_bytes_a_second
 from swapper.train.layout.state_codecs import PRESETS
 
 DAY_S = 86400
@@ -111,14 +111,14 @@ def plan(
             raise ConfigError("--network is between ranks: give --ranks")
         drives = parse_drives(nvme)
         machine = Machine(
-            parse_size(host, "--host"), joined(drives), len(drives), flops, updates,
-            None if device is None else parse_size(device, "--device"),
-            math.inf if link is None else parse_rate(link, "--link"),
-            math.inf if network is None else parse_rate(network, "--network"), ranks, nodes,
+            parse_bytes(host, "--host"), joined(drives), len(drives), flops, updates,
+            None if device is None else parse_bytes(device, "--device"),
+            math.inf if link is None else parse_bytes_a_second(link, "--link"),
+            math.inf if network is None else parse_bytes_a_second(network, "--network"), ranks, nodes,
         )  # fmt: skip
         wishes = Wishes(
             None if at_most is None else parse_seconds(at_most, "--at-most"),
-            None if endurance is None else parse_size(endurance, "--endurance"),
+            None if endurance is None else parse_bytes(endurance, "--endurance"),
         )
         if picture is not None:
             check_picture(picture)
@@ -288,7 +288,7 @@ def _print_tables(upgrades: list[Upgrade], rows: list[SettingCosts]) -> None:
     console.print(better)
     if rows:
         settings = Table("codec", "update", "on NVMe", "passes", "s a step", "memory", "written a step")
-        settings.title = "Settings that no other beats in all three"
+        settings.title = "Settings that no other beats in all three, exact ones by exact ones"
         for row in rows:
             costs = f"{row.step_s:.2f}", format_bytes(row.memory_bytes), format_bytes(row.written_bytes)
             settings.add_row(row.codec, row.update, row.on_nvme, str(row.passes), *costs)

@@ -15,7 +15,7 @@ import torch
 from swapper.device.device import Device
 from swapper.errors import CheckpointError, UnsupportedError
 from swapper.infer.mapping.adoption import without_weights
-from swapper.infer.runtime.load_model import load
+from swapper.infer.runtime.load_model import Budgets, load
 
 
 def from_pretrained(
@@ -41,6 +41,7 @@ def from_pretrained(
         CheckpointError: `path` has no config.json; its names are not the model's, as in checkpoints that diffusers renames.
         UnsupportedError: the model is quantized, or keeps some modules in fp32.
     """
+    Budgets.of(host_memory, device, device_memory)  # before anything slow
     if not Path(path, "config.json").is_file():
         raise CheckpointError(f"{path} has no config.json: name the folder of one model, as save_pretrained writes it")
     config = cls.load_config(path, local_files_only=True)

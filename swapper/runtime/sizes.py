@@ -6,55 +6,58 @@ import re
 
 from swapper.errors import ConfigError
 
-_UNITS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+_MULTIPLES = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-_BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?b|[kmgt]i?b|[KMGTkmgt]i?)(?:/s|ps)?\s*")
+_SIZE = re.compile(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*((?:[kmgt]i?)?)(b?)\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str, option: str) -> int:
-    """Return `value` in bytes.
+    """Return `value` in bytes: the one way to read a size, of Python's options and of the commands'.
 
     Args:
-        value: an int in bytes, or a string like "8GiB" (2**30) or "500MB" (10**6).
+        value: an int in bytes, or a string like "8GiB" (2**30) or "500MB" (10**6). A string whose unit could mean two things is
+            refused: "8G" (bytes or bits, of 1000 or 1024), "8Gb" (a small b is a bit), "8" alone.
         option: the option's name, for the error message.
 
     Raises:
-        ConfigError: not a size, or not positive.
+        ConfigError: not a size, or one that could mean two things, or not positive.
     """
-    allowed = f'{option}={value!r} is not a size: give bytes as an int, or a string like "8GiB" or "500MB"'
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(allowed)
+    given = value
     if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(allowed)
-        value = int(float(match[1]) * _UNITS[match[2].lower()])
+        value = _bytes_in(value, option)
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise _no_size(value, option)
     if value <= 0:
-        raise ConfigError(f"{option}={value!r} must be more than 0 bytes")
+        raise ConfigError(f"{option}={given!r} must be more than 0 bytes")
     return value
 
 
-def refuse_bits(value: str, option: str) -> None:
-    """Raise ConfigError for a size that could be in bits."""
-    found = _BITS.fullmatch(value)
-    if found:
-        unit = found[2][0].upper() + ("i" if "i" in found[2] else "") + "B"
+def _bytes_in(text: str, option: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise _no_size(text, option)
+    number, multiple, unit = match.groups()
+    if not multiple and not unit:
+        raise ConfigError(f"{option}={text!r} has no unit: say {number}GiB, or {number}B for single bytes")
+    if unit != "B":
+        letter, binary = multiple[:1].upper(), multiple[1:].lower()
+        is_decimal = bool(letter) and not binary
         raise ConfigError(
-            f"{option} {value}: {found[2]} could mean bits or bytes, of 1000 or 1024: say {found[1]}{unit} for bytes"
-            + ("" if "i" in unit else f" of 1000, {found[1]}{unit[0]}iB for those of 1024")
+            f"{option}={text!r}: {multiple}{unit} could mean bits or bytes{', of 1000 or 1024' if is_decimal else ''}: say "
+            f"{number}{letter}{binary}B for bytes"
+            + (f" of 1000, {number}{letter}iB for those of 1024" if is_decimal else "")
         )
+    return int(float(number) * _MULTIPLES[multiple.lower()])
+
+
+def _no_size(value: object, option: str) -> ConfigError:
+    return ConfigError(f'{option}={value!r} is not a size: give bytes as an int, or a string like "8GiB" or "500MB"')
 
 
 def parse_bytes_a_second(value: int | str, option: str) -> int:
-    """Return `value` as `parse_bytes` does, also of "7GB/s". Raises ConfigError for what could be bits, too."""
-    if isinstance(value, str):
-        refuse_bits(value, option)
-        value = re.sub(r"\s*/s\s*$", "", value)
-    return parse_bytes(value, option)
+    """Return `value` as `parse_bytes` does, also of "7GB/s"."""
+    return parse_bytes(re.sub(r"\s*(/s|ps)\s*$", "", value) if isinstance(value, str) else value, option)
 
 
 def format_bytes(nbytes: int | float) -> str:

@@ -140,6 +140,22 @@ def test_a_drive_that_is_too_small_is_refused_before_anything_is_moved(
     assert train_step(model, optimizer).isfinite()  # plain torch goes on with both
 
 
+def test_a_run_in_memory_is_told_and_goes_on(
+    small_drive: Callable[[int], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    drive, on_drive = small_drive(64 << 20), not mounts.is_on(mounts.IN_MEMORY, tmp_path / "file")
+    for directories in ([drive], [tmp_path / "run", drive], [tmp_path / "alone"]):
+        caplog.clear()
+        with swapper.SwapManager(directories, host_memory=BUDGET, resume="discard") as manager:
+            model, optimizer = manager.offload(model := Net(), adamw(model.parameters()), params="nvme")
+            assert train_step(model, optimizer).isfinite()
+        told = [record.getMessage() for record in caplog.records if "file system in memory" in record.getMessage()]
+        in_memory = [path for path in directories if path == drive or not on_drive]
+        assert len(told) == len(in_memory)
+        for path, said in zip(in_memory, told, strict=True):
+            assert said.startswith(f"{path}/rank-0-of-1 is on") and "give a directory on a drive" in said
+
+
 def begin_and_fill(drive: Path, twins: Callable[..., Twins]) -> tuple[Twins, Path]:
     """Return a run on a drive that others have filled since it began, and the file of theirs."""
     pair = twins(Net(), wait=True)

@@ -165,7 +165,7 @@ COMMANDS: dict[str, tuple[int, str]] = {
     "doctor none": (1, "Directory.* bad .*none .*name another"),
     "bench none": (1, "none is not a directory"),
     "tune none": (1, "none is not a directory"),
-    "bench . --sizes 1000": (2, "--sizes 1000.*multiples"),
+    "bench . --sizes 1000B": (2, "--sizes 1000B.*multiples"),
     "bench . --file-size big": (2, "--file-size='big'.*8GiB"),
     "plan none.json --host 8GiB --nvme 1GB/s,1GB/s": (2, "none.json does not exist: give"),
     "plan net.pt --host many --nvme 1GB/s,1GB/s": (2, "--host.*8GiB"),

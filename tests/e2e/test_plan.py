@@ -264,7 +264,7 @@ def test_a_prediction_needs_to_know_the_drive(tmp_path: Path) -> None:
         plan.predict(tokens=64, drive_read="1GB", drive_write="fast")
     with pytest.raises(swapper.ConfigError, match="tokens=0"):
         plan.predict(tokens=0, drive_read="1GB", drive_write="1GB")
-    with pytest.raises(swapper.ConfigError, match="drive_write 7Gb: Gb could mean bits or bytes"):
+    with pytest.raises(swapper.ConfigError, match="drive_write='7Gb': Gb could mean bits or bytes"):
         plan.predict(tokens=64, drive_read="1GB/s", drive_write="7Gb")
     predicted = plan.predict(tokens=64, drive_read="1MB/s", drive_write="1MB")
     assert predicted.total.computing_s > 0 and predicted.total.update_s > 0

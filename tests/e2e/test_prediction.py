@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,43 @@ def test_the_fastest_setting_is_the_one_whose_step_is_shortest(tmp_path: Path) -
         layers_step(model, optimizer)
     with swapper.SwapManager(tmp_path / "small", host_memory="1MiB") as manager, pytest.raises(swapper.BudgetError):
         manager.fastest(layers(), None, tokens=4, example=example, params="host", **slow)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codecs", [("exact",), ("8bit", "exact")], ids=str)
+@pytest.mark.parametrize("host_bytes", [10 << 20, 16 << 20, 64 << 20], ids=str)
+def test_what_is_chosen_is_what_is_predicted_and_what_is_done(
+    tmp_path: Path, host_bytes: int, codecs: tuple[str, ...]
+) -> None:
+    model = layers()
+    optimizer, example = adamw(model.parameters()), (torch.zeros(4, LAYER_WIDTH),)
+    with swapper.SwapManager(tmp_path, host_memory=host_bytes) as manager:
+        plan = manager.fastest(
+            model, optimizer, tokens=4, example=example, state_codecs=codecs, updates=("deferred", "step", "backward"),
+            drive_read="20MB", drive_write="10MB",
+        )  # fmt: skip
+        said = re.match(
+            r"parameters on (\w+), state on (\w+), update='(\w+)'(?:, state in (\w+))?, ([\d.]+) s: the (fastest|simplest)",
+            plan.found.why,
+        )
+        assert said is not None and plan.found.why in str(plan), plan.found.why
+        predicted, options = plan.found.step, plan.request.options
+        assert predicted is not None and said[5] == f"{predicted.wall_s:.3f}"
+        assert said.groups("exact")[:4] == (
+            plan.places["param"],
+            plan.places["state"],
+            options.update,
+            options.state_codec,
+        )
+        others = [float(seconds) for seconds in re.findall(r"(?:next|slowest) .*?, ([\d.]+) s", plan.found.why)]
+        assert others and (said[6] == "simplest" or predicted.wall_s <= min(others) + 5e-4)
+        assert predicted.wall_s <= min(others) * 1.0101 + 5e-4
+        again = manager.plan(
+            model, optimizer, params=said[1], optimizer_state=said[2], update=said[3], state_codec=said[4] or "exact"
+        )
+        assert (again.places, again.budget, again.traffic) == (plan.places, plan.budget, plan.traffic)
+        assert plan.found.compute is not None
+        assert again.simulate(plan.drive_rates("20MB", "10MB"), plan.found.compute).wall_s == predicted.wall_s
+        model, optimizer = manager.offload(model, optimizer, plan)
+        layers_step(model, optimizer)
+        assert manager.current.run.plan is plan and manager.stats().predicted is predicted

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from e2e.browser import labels_wrong, needs_browser, shown
 from e2e.models import layers, layers_step
 from e2e.twins import Twins
 from swapper.cli import app
@@ -20,9 +19,6 @@ from swapper.cli.report import BINS, figures, page_of
 from swapper.io.tuning import Tuning, keep_tuning
 
 MakeTwins = Callable[..., Twins]
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
-)
 
 
 @pytest.fixture
@@ -70,16 +66,7 @@ def test_the_figures_are_those_of_the_steps(traced: tuple[Path, list[dict[str, A
             assert kinds["param"] + kinds["state"] > 0
 
 
-def shown(page: Path, *options: str) -> str:
-    """Return the page's document after its script has run in the browser."""
-    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *options]
-    command += [f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.skipif(not BROWSER, reason="no chromium is installed (apt-get install chromium)")
+@needs_browser
 def test_a_browser_shows_the_page(traced: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     path, _ = traced
     done = CliRunner().invoke(app, ["report", str(path)])
@@ -100,6 +87,14 @@ def test_a_browser_shows_the_page(traced: tuple[Path, list[dict[str, Any]]], tmp
     drawn = document.split('<div id="page">')[1].split("<script")[0]
     assert "NaN" not in drawn and "undefined" not in drawn
     assert document.count("<option") == len(figures(path)["steps"])
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_each_label_can_be_read(traced: tuple[Path, list[dict[str, Any]]], dark: bool) -> None:
+    path, _ = traced
+    assert CliRunner().invoke(app, ["report", str(path)]).exit_code == 0
+    assert labels_wrong(path.with_suffix(".html"), dark) == []
 
 
 def test_a_page_is_not_replaced_and_a_wrong_file_is_named(tmp_path: Path) -> None:

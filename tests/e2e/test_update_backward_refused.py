@@ -160,6 +160,26 @@ def test_what_was_used_must_not_change_before_the_step(backward: MakeTwins, name
         pair.close()
 
 
+@pytest.mark.parametrize("codec", ["exact", "8bit"])
+def test_a_setting_that_a_pass_in_one_has_used_must_not_change(tmp_path: Path, codec: str) -> None:
+    """AdamW is not called for these: swapper's own passes update."""
+    model = Net().bfloat16()
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        model, optimizer = manager.offload(
+            model,
+            AdamW(model.parameters(), lr=1e-3),
+            update="backward",
+            optimizer_state="nvme",
+            master_weights=torch.float32,
+            state_codec=codec,
+        )
+        train_step(model, optimizer)
+        loss_of(model, tokens()).backward()
+        optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(swapper.StateError, match="'lr' of .* changed between backward and optimizer.step"):
+            optimizer.step()
+
+
 # --- what fails -------------------------------------------------------------------------------------------------------
 
 

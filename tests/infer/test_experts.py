@@ -162,6 +162,25 @@ def test_experts_in_another_dtype_or_quantised(tmp_path):
         swapper.loaded(model).unload()
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "computed at each use"])
+def test_results_that_are_computed_at_each_use_take_one_memory_in_turn(tmp_path, is_kept):
+    _, path = saved(tmp_path)
+    export(path, tmp_path / "quantised", "safetensors", quantize="int4")
+    source, dtype = (path, torch.bfloat16) if is_kept else (tmp_path / "quantised", None)
+    model = swapper.load(empty(), source, host_memory="8MiB", dtype=dtype)
+    made, places = swapper.loaded(model)._made, []
+    begin = torch.frombuffer(made._memory, dtype=torch.uint8).data_ptr()
+    for layer in model.layers:
+        for expert in layer.experts:
+            expert.up.register_forward_pre_hook(lambda module, _: places.append(module.weight.data_ptr() - begin))
+    with torch.no_grad():
+        for _ in range(2):
+            x, chosen = rows(0, 3, 5, 7)
+            model(x.to(dtype), chosen)
+    assert len(places) == 24 and {0 <= place < made._nbytes for place in places} == {not is_kept}
+    swapper.loaded(model).unload()
+
+
 def test_an_expert_that_could_not_be_read_is_read_again(tmp_path):
     reference, path = saved(tmp_path)
     model = swapper.load(empty(), path, host_memory="6MiB")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from functools import partial
+
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
 import swapper
-from infer.small import TOKENS, make, on_meta
+from infer.small import TOKENS, make, on_meta, run
 from swapper.checkpoint.exporting import export
 from swapper.infer.runtime.weights import MadeMemory
 from swapper.integrations.transformers import from_pretrained
@@ -134,3 +138,38 @@ def test_memory_is_used_again_once_nobody_holds_it():
     assert memory.empty((0, 4), dtype=torch.float32).shape == (0, 4)
     large = take(64 << 20)  # more than it has
     assert large.nbytes == 64 << 20 and not begin <= large.data_ptr() < begin + (1 << 20)
+
+
+def test_two_threads_are_never_given_the_same_memory():
+    memory, found = MadeMemory(1 << 20), []
+
+    def work(number: int) -> None:
+        for _ in range(1000):
+            mine = [memory.empty((256,), dtype=torch.int64).fill_(number) for _ in range(4)]
+            found.append(all(bool((one == number).all()) for one in mine))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(partial(work, 1), partial(work, 2))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [True] * 2000
+
+
+def test_threads_that_pass_at_once_compute_the_same(tmp_path, scheme):
+    save_file(make().state_dict(), tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "quantised", "safetensors", quantize=scheme)
+    model = swapper.load(on_meta(), tmp_path / "quantised", host_memory="3MiB")
+    expected, found = run(model), []
+    in_threads(*[lambda: found.extend(torch.equal(run(model), expected) for _ in range(4))] * 2)
+    assert found == [True] * 8
+    swapper.loaded(model).unload()
+
+
+def in_threads(*functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

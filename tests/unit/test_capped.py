@@ -68,13 +68,13 @@ def groups_left():
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("500MB", 500 * MB), ("1GiB", 1 << 30), ("1.5kB", 1500), ("4096", 4096), ("500MB/s", 500 * MB), ("7b", 7)],
+    [("500MB", 500 * MB), ("1GiB", 1 << 30), ("1.5kB", 1500), ("4096", 4096), ("500MB/s", 500 * MB), ("7B", 7)],
 )
 def test_sizes_are_decimal_or_binary(text, nbytes):
     assert capped.parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "MB", "5xb", "-1MB", "0", "1 2MB", "5ib"])
+@pytest.mark.parametrize("text", ["", "MB", "5xb", "-1MB", "0", "1 2MB", "5ib", "500Mb", "500M"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
         capped.parse_bytes(text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from e2e.browser import labels_wrong, needs_browser, shown
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -20,11 +23,23 @@ from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.cli import app
 from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting
 from swapper.cli.planning.model_source import layers_of, make_model, with_layers
-from swapper.cli.planning.search import SettingCosts, smallest_budget, undominated
+from swapper.cli.planning.search import (
+    CODECS,
+    MEMORY_SHARES,
+    PASSES,
+    TABLE_PAGES,
+    UPDATES,
+    SettingCosts,
+    find_table,
+    saved_for_backward,
+    smallest_budget,
+    undominated,
+)
 from swapper.errors import BudgetError
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.manager import SwapManager
 from swapper.paging.virtual_drive import DriveRates
+from swapper.train.layout.train_placement import PREFERENCES
 
 SMALL = GptConfig(vocabulary=512, context=32, layers=4, width=256)
 GIVEN = ["--host", "24MB", "--nvme", "100MB/s,50MB/s", "--flops", "1e12", "--updates", "1e9", "--tokens", "64"]
@@ -216,6 +231,35 @@ def test_of_settings_only_those_stay_that_no_other_beats() -> None:
 
     best, smaller, beaten, equal = row(1, 9, 5), row(2, 4, 5), row(2, 5, 5), row(1, 9, 5)
     assert undominated([beaten, best, equal, smaller]) == [best, smaller]
+    inexact, cheaper = replace(best, codec="8bit"), replace(best, codec="8bit", written_bytes=4)
+    assert undominated([inexact, best]) == [best] and undominated([best, cheaper]) == [best, cheaper]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_bytes", [24 << 20, 64 << 20, 160 << 20])
+def test_the_table_has_each_placement_that_none_beats_and_what_is_not_simulated_is_beaten(host_bytes: int) -> None:
+    forecaster, on = Forecaster(meta_gpt(), 64), machine(host_bytes)
+    rows = find_table(forecaster, on, Setting())
+    everything = []
+    for codec, (params, state), update, share, passes in itertools.product(
+        CODECS, PREFERENCES, UPDATES, MEMORY_SHARES, PASSES
+    ):
+        of = Setting(codec=codec, update=update, params=params, optimizer_state=state, passes=passes)
+        smaller = replace(on, host_bytes=host_bytes // share)
+        with contextlib.suppress(BudgetError):
+            found = forecaster.forecast(smaller, of, TABLE_PAGES)
+            saved_bytes = saved_for_backward(forecaster.model) * 64 // passes
+            places = ", ".join(name for name in ("param", "state", "grad") if found.plan.places[name] == "nvme") or "-"
+            memory_bytes = found.memory_bytes + saved_bytes
+            everything.append(
+                SettingCosts(codec, update, places, passes, found.step.wall_s, memory_bytes, found.written_bytes)
+            )
+    on_host = [row for row in rows if "grad" not in row.on_nvme]
+    assert {row.costs for row in undominated(everything)} >= {row.costs for row in on_host}
+    assert not any(other.beats(row) for row in rows for other in everything)
+    assert {row.codec for row in rows} == {"exact", "8bit"}
+    places = {row.on_nvme for row in rows}
+    assert places == {"-"} if host_bytes == 160 << 20 else len(places) >= 2
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
@@ -227,6 +271,29 @@ def test_a_picture_has_the_step_and_the_tiers(tmp_path: Path, suffix: str) -> No
     assert path.read_bytes().startswith(begins[suffix])
     again = run("plan", SOURCE, *GIVEN, "--no-table", "--picture", str(path))
     assert again.exit_code == 2 and "exists" in again.output
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_each_label_of_a_picture_can_be_read(tmp_path: Path, dark: bool) -> None:
+    pytest.importorskip("matplotlib")
+    for more in ([], ["--update", "deferred", "--gradients", "nvme", "--accumulate", "3"]):
+        page = tmp_path / f"step{len(more)}.html"
+        figures(SOURCE, *GIVEN, *more, "--no-table", "--picture", str(page))
+        assert labels_wrong(page, dark) == []
+
+
+@needs_browser
+def test_a_browser_shows_pictures_of_their_size(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for suffix in (".svg", ".png"):
+        figures(SOURCE, *GIVEN, "--no-table", "--picture", str(tmp_path / f"step{suffix}"))
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<!doctype html><body><img src='step.svg'><img src='step.png'><script>onload = () => document.body.dataset.sizes = "
+        "[...document.images].map(one => [one.naturalWidth, one.naturalHeight])</script>"
+    )
+    assert 'data-sizes="1056,528,1100,550"' in shown(page)
 
 
 def test_without_matplotlib_a_picture_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,11 +333,11 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
         ([SOURCE, "--host", "much"], "--host='much' is not a size"),
         ([SOURCE, "--host", "64Gb"], "say 64GB for bytes of 1000, 64GiB for those of 1024"),
         ([SOURCE, "--host", "64G"], "G could mean bits or bytes"),
-        ([SOURCE, "--nvme", "7Gb/s,5GB/s"], "--nvme 7Gb: Gb could mean bits or bytes"),
+        ([SOURCE, "--nvme", "7Gb/s,5GB/s"], "--nvme='7Gb': Gb could mean bits or bytes"),
         ([SOURCE, "--nvme", "7gbps,5GB/s"], "say 7GB for bytes"),
-        ([SOURCE, "--host", "64"], "--host 64 has no unit: say 64GiB"),
-        ([SOURCE, "--endurance", "600"], "--endurance 600 has no unit"),
-        ([SOURCE, "--nvme", "7,5"], "--nvme 7 has no unit"),
+        ([SOURCE, "--host", "64"], "--host='64' has no unit: say 64GiB"),
+        ([SOURCE, "--endurance", "600"], "--endurance='600' has no unit"),
+        ([SOURCE, "--nvme", "7,5"], "--nvme='7' has no unit"),
         ([SOURCE, "--nvme", "7GB/s"], "--nvme 7GB/s is one rate: give two, read and write, as 7GB/s,7GB/s"),
         ([SOURCE, "--nvme", "1GB/s,2GB/s,3GB/s"], "give two rates, read and write"),
         ([SOURCE, "--nvme", "/no/drive"], "--nvme /no/drive: there is no such directory"),

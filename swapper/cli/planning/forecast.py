@@ -152,6 +152,7 @@ class Forecaster:
     _inventories: dict[Any, Inventory] = field(default_factory=dict)
     _plans: dict[Any, Plan] = field(default_factory=dict)
     _measured: dict[Any, ComputeTimes] = field(default_factory=dict)
+    _checked: set[Any] = field(default_factory=set)
 
     def of_rank(self, ranks: int, is_rough: bool = False) -> nn.Module:
         """Return the model whose parameters one of the ranks pages. `is_rough`: with ROUGH_LAYERS layers at most."""
@@ -193,7 +194,9 @@ class Forecaster:
         if key not in self._inventories:
             self._inventories[key] = request.inventory(may_be_meta=True)
         inventory = self._inventories[key]
-        check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
+        if (key, setting.update) not in self._checked:
+            check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
+            self._checked.add((key, setting.update))
         try:
             return plan_run(request, inventory)
         except BudgetError as error:
@@ -210,6 +213,16 @@ class Forecaster:
         Args:
             pages: simulate a plan of more pages than this with coarser ones, about this number.
         """
+        exact, plan, compute = self.prepare(machine, setting, pages)
+        step = plan.simulate(machine.rank_drive, compute, setting.passes)
+        read_bytes, written_bytes = step.read_bytes, step.written_bytes
+        if plan is exact and pages == EXACT_PAGES:
+            traffic = exact.traffic_of(setting.passes)
+            read_bytes, written_bytes = traffic.total_read_bytes, traffic.total_written_bytes
+        return Forecast(plan, step, compute, read_bytes, written_bytes, memory_of(exact), plan is exact)
+
+    def prepare(self, machine: Machine, setting: Setting, pages: int = EXACT_PAGES) -> tuple[Plan, Plan, ComputeTimes]:
+        """Return the plan of one rank, the one that is simulated, and what that computes. Args: see `forecast`."""
         of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
         if (of, 0) not in self._plans:  # the same for other drives
             self._plans[of, 0] = self.plan(machine, setting)
@@ -219,14 +232,7 @@ class Forecaster:
                 exact if pages == EXACT_PAGES else self._rough(exact, machine, setting), pages
             )
         plan = self._plans[of, pages]
-        compute = self.compute(exact, plan, machine, setting)
-        step = plan.simulate(machine.rank_drive, compute, setting.passes)
-        read_bytes, written_bytes = step.read_bytes, step.written_bytes
-        if plan is exact and pages == EXACT_PAGES:
-            traffic = exact.traffic_of(setting.passes)
-            read_bytes, written_bytes = traffic.total_read_bytes, traffic.total_written_bytes
-        memory_bytes = exact.budget.resident_bytes + exact.budget.pool_bytes
-        return Forecast(plan, step, compute, read_bytes, written_bytes, memory_bytes, plan is exact)
+        return exact, plan, self.compute(exact, plan, machine, setting)
 
     def _rough(self, exact: Plan, machine: Machine, setting: Setting) -> Plan:
         """Return a plan of the model with ROUGH_LAYERS layers, which has the same places; the exact one if that does not fit."""
@@ -263,6 +269,11 @@ class Forecaster:
             forward_s={group: max(seconds, forward[group]) for group, seconds in found.forward_s.items()},
             backward_s={group: max(seconds, backward[group]) for group, seconds in found.backward_s.items()},
         )
+
+
+def memory_of(plan: Plan) -> int:
+    """Return the host memory that a plan takes."""
+    return plan.budget.resident_bytes + plan.budget.pool_bytes
 
 
 def coarser(plan: Plan, pages: int) -> Plan:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,22 @@ from swapper.train.session.compute_times import ComputeTimes
 
 SUFFIXES = (".svg", ".png", ".html")
 COLORS = {"forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b", "read": "#72b7b2", "write": "#e45756"}
+FAMILY_COLORS = dict(zip((*FAMILIES.values(), "pool"), ("#4c78a8", "#54a24b", "#f58518", "#bab0ac"), strict=True))
 TIERS = {"host": "host memory", "nvme": "NVMe"}
+PAGE = b"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>swapper plan</title>
+<style>
+body { background: #fff; color-scheme: light; margin: 0 auto; max-width: 1200px; }
+div { overflow-x: auto; }
+svg { display: block; height: auto; min-width: 860px; width: 100%; }
+</style>
+<div>PICTURE</div>
+</html>
+"""
+"""A picture is as wide as the window, but not narrower than its labels can be read: then it is scrolled."""
 
 
 class RecordingDrive(VirtualDrive):
@@ -94,25 +109,26 @@ def draw(path: Path, machine: Machine, setting: Setting, forecast: Forecast) -> 
     figure = _figure_class()(figsize=(11, 5.5), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
     rows = {"computing": 2, "read": 1, "write": 0}
-    for kind, begin, end in spans:
+    for kind, color in COLORS.items():
         row = rows.get(kind, rows["computing"])
-        above.broken_barh([(begin, end - begin)], (row - 0.4, 0.8), facecolors=COLORS[kind])
+        bars = [(begin, end - begin) for what, begin, end in spans if what == kind]
+        above.broken_barh(bars, (row - 0.4, 0.8), facecolors=color)
+    above.set_xlim(0, forecast.step.wall_s)
     above.set_yticks(list(rows.values()), list(rows))
     above.set_xlabel("seconds")
-    above.set_title(f"a predicted step: {forecast.step.wall_s:.2f} s")
-    phases = [kind for kind in COLORS if kind not in rows]
-    above.legend(handles=[_patch(COLORS[kind], kind) for kind in phases], loc="upper right", ncols=len(phases))
-    for number, (tier, name) in enumerate(TIERS.items()):
+    above.set_title(f"a predicted step: {forecast.step.wall_s:.2f} s", loc="left")
+    _legend(above, {kind: color for kind, color in COLORS.items() if kind not in rows})
+    for number, tier in enumerate(TIERS):
         left = 0.0
         for family, nbytes in tier_bytes(forecast, tier, machine).items():
-            below.barh(number, nbytes / 1e9, left=left, color=_family_color(family))
+            below.barh(number, nbytes / 1e9, left=left, color=FAMILY_COLORS[family])
             left += nbytes / 1e9
-        below.text(left, number, f" {name}: {left:.1f} GB", va="center")
+        below.annotate(f"{left:.3g} GB", (left, number), (4, 0), textcoords="offset points", va="center")
     below.set_yticks(range(len(TIERS)), list(TIERS.values()))
-    below.margins(x=0.25)
+    below.margins(x=0.15)
     below.set_xlabel("GB a node")
-    names = (*FAMILIES.values(), "pool")
-    below.legend(handles=[_patch(_family_color(name), name) for name in names], loc="lower right", ncols=len(names))
+    below.set_title("tiers", loc="left")
+    _legend(below, FAMILY_COLORS)
     _save(figure, path)
 
 
@@ -136,26 +152,22 @@ def tier_bytes(forecast: Forecast, tier: str, machine: Machine) -> dict[str, int
     return found
 
 
-def _family_color(name: str) -> str:
-    colors = ("#4c78a8", "#54a24b", "#f58518", "#bab0ac")
-    return dict(zip((*FAMILIES.values(), "pool"), colors, strict=True))[name]
-
-
-def _patch(color: str, label: str) -> Any:
+def _legend(axes: Any, colors: Mapping[str, str]) -> None:
+    """Put the legend above the axes, where it hides nothing."""
     from matplotlib.patches import Patch
 
-    return Patch(color=color, label=label)
+    handles = [Patch(color=color, label=label) for label, color in colors.items()]
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), frameon=False)
 
 
 def _save(figure: Any, path: Path) -> None:
+    from matplotlib import rc_context
+
     stream = io.BytesIO()
-    figure.savefig(stream, format="svg" if path.suffix != ".png" else "png")
+    with rc_context({"svg.fonttype": "none"}):  # letters, not their outlines: they can be searched, and copied
+        figure.savefig(stream, format="svg" if path.suffix != ".png" else "png")
     content = stream.getvalue()
     if path.suffix == ".html":
-        image = base64.b64encode(content).decode()
-        content = (
-            '<!doctype html><html lang="en"><meta charset="utf-8"><title>swapper plan</title>'
-            f'<img alt="timeline of a predicted step, and tiers" src="data:image/svg+xml;base64,{image}"></html>\n'
-        ).encode()
+        content = PAGE.replace(b"PICTURE", content[content.index(b"<svg") :])
     with path.open("xb") as file:
         file.write(content)

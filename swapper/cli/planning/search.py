@@ -11,11 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting
+from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting, memory_of
 from swapper.cli.planning.model_source import layers_of, with_layers
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import format_bytes
+from swapper.train.layout.train_placement import PREFERENCES, is_resident
+from swapper.train.session.compute_times import ComputeTimes
+from swapper.train.session.plan import Plan
 
 GIB = 1 << 30
 FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
@@ -24,6 +27,7 @@ TABLE_PAGES = 200
 MAX_LAYERS = 1 << 14
 """No model is tried with more."""
 CODECS, UPDATES, PASSES = ("exact", "8bit"), ("step", "deferred"), (1, 4)
+EXACT_CODECS = ("exact", "split")
 MEMORY_SHARES = (1, 2)
 """The table has the host memory divided by each."""
 
@@ -109,37 +113,66 @@ class SettingCosts:
     written_bytes: int
 
     @property
-    def costs(self) -> tuple[float, int, int]:
-        return self.step_s, self.memory_bytes, self.written_bytes
+    def costs(self) -> tuple[float, int, int, bool]:
+        """What is compared; the last one: results differ from those without a codec."""
+        return self.step_s, self.memory_bytes, self.written_bytes, self.codec not in EXACT_CODECS
+
+    def beats(self, other: SettingCosts) -> bool:
+        """Whether no cost is higher, and one is lower."""
+        return self.costs != other.costs and all(ours <= its for ours, its in zip(self.costs, other.costs, strict=True))
 
 
 def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> list[SettingCosts]:
-    """Return the settings that no other one beats in seconds, memory and bytes written at once, fastest first.
+    """Return the settings that no other one beats in seconds, memory, bytes written and exactness at once, fastest first.
 
-    Tried are codecs and times of updates, the given ones too, all and half of the memory, and more passes of fewer tokens; and
-    gradients on NVMe where they do not fit.
+    Tried are codecs and times of updates, the given ones too, each placement of parameters and state, all and half of the memory,
+    and more passes of fewer tokens; and gradients on NVMe where they do not fit. A setting is not simulated if the least that it
+    can cost is beaten already.
     """
     codecs, updates = dict.fromkeys((*CODECS, setting.codec)), dict.fromkeys((*UPDATES, setting.update))
-    rows = []
-    for codec, update, share in itertools.product(codecs, updates, MEMORY_SHARES):
+    passes = PASSES if machine.device_bytes is None else PASSES[:1]  # which save no memory that is counted there
+    rows: list[SettingCosts] = []
+    for codec, (params, state), update, share in itertools.product(codecs, PREFERENCES, updates, MEMORY_SHARES):
         on = replace(machine, host_bytes=machine.host_bytes // share)
         for gradients in dict.fromkeys((setting.gradients, "nvme")):
-            of = replace(setting, codec=codec, update=update, gradients=gradients)
+            of = replace(setting, codec=codec, update=update, params=params, optimizer_state=state, gradients=gradients)
             try:
-                rows += [_row(forecaster, on, replace(of, passes=setting.passes * more)) for more in PASSES]
+                for more in passes:
+                    rows += _row(forecaster, on, replace(of, passes=setting.passes * more), rows)
                 break
             except (BudgetError, ConfigError, UnsupportedError):  # these options do not fit, or go together
                 continue
     return sorted(undominated(rows), key=lambda row: row.costs)
 
 
-def _row(forecaster: Forecaster, machine: Machine, setting: Setting) -> SettingCosts:
-    found = forecaster.forecast(machine, setting, TABLE_PAGES)
+def _row(
+    forecaster: Forecaster, machine: Machine, setting: Setting, rows: Sequence[SettingCosts]
+) -> list[SettingCosts]:
+    """Return the row of a setting; none if one of `rows` beats the least that it can cost."""
+    exact, plan, compute = forecaster.prepare(machine, setting, TABLE_PAGES)
     saved_bytes = saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
-    memory = found.memory_bytes * machine.of_node + (saved_bytes if machine.device_bytes is None else 0)
-    placement = ", ".join(family for family in FAMILIES if found.plan.places[family] == "nvme") or "-"
-    written = found.written_bytes * machine.of_node
-    return SettingCosts(setting.codec, setting.update, placement, setting.passes, found.step.wall_s, memory, written)
+    memory = memory_of(exact) * machine.of_node + (saved_bytes if machine.device_bytes is None else 0)
+    placement = ", ".join(family for family in FAMILIES if plan.places[family] == "nvme") or "-"
+    min_s, min_bytes = _least(plan, compute, machine, setting)
+    row = SettingCosts(setting.codec, setting.update, placement, setting.passes, min_s, memory, min_bytes)
+    if any(other.beats(row) for other in rows):
+        return []
+    found = forecaster.forecast(machine, setting, TABLE_PAGES)
+    return [replace(row, step_s=found.step.wall_s, written_bytes=found.written_bytes * machine.of_node)]
+
+
+def _least(plan: Plan, compute: ComputeTimes, machine: Machine, setting: Setting) -> tuple[float, int]:
+    """Return the seconds that a step takes at least, and the bytes that a node writes: what changes and has no frame to stay in."""
+    inventory, unchanging = plan.inventory, plan.inventory.unchanging
+    changing = [of for number, of in enumerate(inventory.plans) if number not in unchanging]
+    paged = sum(of.nbytes for of in changing if not is_resident(of, plan.places))
+    moved = max(paged - plan.budget.pool_bytes, 0)
+    updated = sum(parameter.numel() for group in inventory.groups for _, parameter in group.parameters)
+    computing_s = setting.passes * sum((*compute.forward_s.values(), *compute.backward_s.values()))
+    drive = machine.rank_drive
+    return max(
+        computing_s + updated * compute.update_s, moved / drive.read, moved / drive.write
+    ), moved * machine.of_node
 
 
 def saved_for_backward(model: nn.Module) -> int:
@@ -149,18 +182,9 @@ def saved_for_backward(model: nn.Module) -> int:
 
 
 def undominated(rows: Sequence[SettingCosts]) -> list[SettingCosts]:
-    """Return the rows than which no other is at most as large in all costs, and less in one. Of equal ones the first stays."""
-    found: list[SettingCosts] = []
-    for number, row in enumerate(rows):
-        others = (other for at, other in enumerate(rows) if at != number)
-        beaten = any(
-            all(theirs <= ours for theirs, ours in zip(other.costs, row.costs, strict=True))
-            and (other.costs != row.costs or rows.index(other) < number)
-            for other in others
-        )
-        if not beaten:
-            found.append(row)
-    return found
+    """Return the rows that no other beats. Of those with equal costs the first stays."""
+    first = {row.costs: row for row in reversed(rows)}
+    return [row for row in rows if row is first[row.costs] and not any(other.beats(row) for other in rows)]
 
 
 def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at_most_s: float) -> dict[str, Any]:

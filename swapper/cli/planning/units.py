@@ -1,4 +1,4 @@
-"""Reads sizes and rates of a command line. What could mean two things (Gb, G, or 64 alone) is refused: a bit is not a byte."""
+"""Reads drives and times of a command line."""
 
 from __future__ import annotations
 
@@ -9,30 +9,10 @@ from pathlib import Path
 from swapper.errors import ConfigError
 from swapper.io.tuning import Tuning, find_tuning, tuning_path
 from swapper.paging.virtual_drive import DriveRates
-from swapper.runtime.sizes import parse_bytes, refuse_bits
+from swapper.runtime.sizes import parse_bytes_a_second
 
-_BARE = re.compile(r"\s*\d+(?:\.\d+)?\s*")
-_RATE = re.compile(r"\s*([^/]+?)\s*(/s)?\s*")
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
-
-
-def parse_size(value: str, option: str) -> int:
-    """Return bytes: "64GiB", "600TB". Raises ConfigError if it is no size, has no unit, or could be bits."""
-    if _BARE.fullmatch(value):
-        raise ConfigError(
-            f"{option} {value} has no unit: say {value.strip()}GiB, or {value.strip()}GB for those of 1000"
-        )
-    refuse_bits(value, option)
-    return parse_bytes(value, option)
-
-
-def parse_rate(value: str, option: str) -> int:
-    """Return bytes a second: "7GB/s", or "7GB". Raises ConfigError if it is none, or could be bits."""
-    found = _RATE.fullmatch(value)
-    if found is None:
-        raise ConfigError(f"{option} {value} is not a rate: give bytes a second, as 7GB/s or 6.5GiB/s")
-    return parse_size(found[1], option)
 
 
 def parse_seconds(value: str, option: str) -> float:
@@ -62,7 +42,7 @@ def _drive(text: str, option: str) -> DriveRates:
             raise ConfigError(
                 f"{option} {text}: give two rates, read and write, as 7GB/s,5GB/s; repeat {option} for another drive"
             )
-        read, write = (parse_rate(part, option) for part in parts)
+        read, write = (parse_bytes_a_second(part, option) for part in parts)
         return DriveRates(read, write, read + write)
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B(/s)?", text, re.IGNORECASE) and not Path(text).exists():
         raise ConfigError(f"{option} {text} is one rate: give two, read and write, as {text},{text}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
+from swapper.formats.stored import Empty
 from swapper.infer.mapping.adoption import view_of
 from swapper.infer.mapping.matching import Recipe
 from swapper.infer.mapping.tracing import recipe_of_row
@@ -48,9 +50,15 @@ class ExpertWeights:
         return sum(recipe.stored_bytes for recipe in self.recipes)
 
     @property
+    def made_bytes(self) -> int:
+        """Memory of the result that is computed for one expert."""
+        first = self.recipes[0]
+        return 0 if first.make is None else math.prod(self.parameter.shape[1:]) * first.dtype.itemsize
+
+    @property
     def largest_bytes(self) -> int:
         """Return the memory of one expert while it is read: its parts, and the result."""
-        return max(recipe.stored_bytes * (1 if recipe.make is None else 2) for recipe in self.recipes)
+        return max(recipe.stored_bytes for recipe in self.recipes) + self.made_bytes
 
 
 def are_experts(name: str, module: nn.Module) -> bool:
@@ -117,13 +125,18 @@ class _CachedWeight:
         wait_for_all(self.tickets)
         self.tickets = []
 
-    def ready(self) -> torch.Tensor:
-        """Return the value, in host memory."""
+    def ready(self, empty: Empty) -> torch.Tensor:
+        """Return the value, in host memory: in `empty`'s if it is larger than what is stored, and computed at each use."""
+
+        def memory(shape: Sequence[int], **options: Any) -> torch.Tensor:
+            is_larger = math.prod(shape) * options["dtype"].itemsize > self.recipe.stored_bytes
+            return (empty if is_larger else torch.empty)(shape, **options)
+
         self.wait()
         if self.value is not None:
             return self.value
         with torch.inference_mode(False), torch.no_grad():
-            value = self.recipe.from_parts(self.parts)
+            value = self.recipe.from_parts(self.parts, memory)
         if value.nbytes <= self.recipe.stored_bytes:
             self.value, self.parts, self.memory, self.version = value, [], [], value._version
         return value
@@ -140,14 +153,16 @@ class Experts:
     Args:
         read: submits reads.
         cache_bytes: their maximum.
+        empty: memory for results that are computed at each use.
 
     Attributes:
         there: those on the device of their use, if that is not the CPU.
     """
 
-    def __init__(self, read: ReadInto, cache_bytes: int) -> None:
+    def __init__(self, read: ReadInto, cache_bytes: int, empty: Empty = torch.empty) -> None:
         self.there: DeviceExperts[Key] | None = None
         self._read = read
+        self._empty = empty
         self._cache_bytes = cache_bytes
         self._used_bytes = 0
         self._cache: OrderedDict[Key, _CachedWeight] = OrderedDict()  # last used last
@@ -180,7 +195,7 @@ class Experts:
             value = self._value_there(self.there, key, weights.recipes[number])
         for other in others:
             self._prefetch(("parameter", id(other.parameter), number), other.recipes[number])  # it will be used next
-        return found.ready() if self.there is None else value
+        return found.ready(self._empty) if self.there is None else value
 
     def lease(
         self, recipes: Sequence[tuple[Key, Recipe]], next_ones: Sequence[tuple[Key, Recipe]]
@@ -199,7 +214,7 @@ class Experts:
                 found.append(part)
             for key, recipe in next_ones:
                 self._want(key, recipe)
-            return [part.ready() for part in found]
+            return [part.ready(self._empty) for part in found]
         except BaseException:
             for part in found:
                 part.leases -= 1

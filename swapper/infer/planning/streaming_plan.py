@@ -177,6 +177,12 @@ class StreamingPlan:
         return max(sizes, default=0)
 
     @property
+    def made_expert_bytes(self) -> int:
+        """Memory of the results computed for one expert."""
+        sizes = [sum(weights.made_bytes for weights in layer) for layer in self.experts]
+        return max([*sizes, *(sum(w.made_bytes for w in expert) for expert in self._expert_weights)], default=0)
+
+    @property
     def _expert_weights(self) -> list[list[Weight]]:
         """The weights of each expert that is a module of its own."""
         return [[weight for group in expert for weight in self.groups[group].weights] for expert in self.demanded]

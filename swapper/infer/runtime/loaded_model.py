@@ -106,7 +106,8 @@ class LoadedModel:
         self._streaming = Streaming(source, plan, placement, backend, self._counters, device)
         self._cycle = self._streaming.cycle
         self._device = device
-        self._experts: Experts | None = Experts(self._streaming.read_part, cache_bytes)
+        self._made = MadeMemory(plan.made_at_once_bytes + plan.made_expert_bytes)
+        self._experts: Experts | None = Experts(self._streaming.read_part, cache_bytes, self._made.empty)
         self._on_device: InferenceDevice | None = None
         try:
             self._take_over(model, fitting, buffers, self._experts)
@@ -217,7 +218,7 @@ class LoadedModel:
             self._on_device.move_back()
         self._groups, self._small = [], []  # their tensors keep memory and files
         self._hooks = self._experts = None
-        del paged
+        del paged, self._made
         self._close_streaming(stay)
         self._on_device = None
 
@@ -294,8 +295,7 @@ class LoadedModel:
     def _adopt(self, model: nn.Module, fitting: Fit, experts: Experts) -> None:
         """Give every loaded parameter its memory."""
         plan = fitting.plan
-        made = MadeMemory(plan.made_at_once_bytes)
-        making = GroupMaking(model, fitting, self._streaming, self._on_device, self._where, self, experts, made)
+        making = GroupMaking(model, fitting, self._streaming, self._on_device, self._where, self, experts, self._made)
         self._groups, self._small = making.groups, making.small
         self._names, self._recipes = making.names, making.recipes
         making.make_all()
@@ -303,7 +303,9 @@ class LoadedModel:
         for embedding, recipe in plan.lookups:
             look_up_by_rows(embedding, recipe, self._streaming.read_part, self._where, copies)
         if plan.cuts:
-            parts = RowPrefetcher(self._streaming.take(plan.parts_bytes), self._streaming.read_part, copies, made.empty)
+            parts = RowPrefetcher(
+                self._streaming.take(plan.parts_bytes), self._streaming.read_part, copies, self._made.empty
+            )
             for linear in plan.cuts:
                 multiply_by_parts(linear, parts, self._where)
         for name, module in model.named_modules():

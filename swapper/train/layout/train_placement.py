@@ -163,7 +163,11 @@ def place_on_accelerator(
     images = {g.index: place_in_storage(p.nbytes for _, p in g.parameters)[1] for g in inventory.groups}
     units = [sorted(groups) for groups in working_sets(inventory.units)]
     where = [unit.name or type(unit.module).__name__ for unit in inventory.units]
-    wishes = [(gradients, _bytes_by_group(inventory.grad_plans)), (optimizer_state, state_bytes(inventory))]
+    may_stay = optimizer_state in ("device", "auto")
+    wishes = [
+        (gradients, _bytes_by_group(inventory.grad_plans)),
+        (optimizer_state, state_bytes(inventory) if may_stay else {}),
+    ]
     down_bytes = 0 if gradients == "device" else _down_bytes(inventory, budget)
     kept = [frozenset(sizes) if wish == "device" else frozenset[int]() for wish, sizes in wishes]
     kept_bytes = sum(sizes[group] for (_, sizes), groups in zip(wishes, kept, strict=True) for group in groups)

@@ -61,7 +61,7 @@ def choose_fastest(
         if codec not in computing:
             computing[codec] = plan.measure_compute(tokens, example)
         compute = plan.with_gradients(computing[codec])
-        found.append((plan.simulate(drive, compute).wall_s, _describe(options), plan, drive, compute))
+        found.append((plan.simulate(drive, compute).wall_s, _describe(plan), plan, drive, compute))
     if not found:
         raise refusals[-1]
     min_s = min(seconds for seconds, *_ in found)
@@ -71,7 +71,8 @@ def choose_fastest(
     next_best = f"; next {others[0][1]}, {others[0][0]:.3f} s" if others else ""
     slowest = f"; slowest {others[-1][1]}, {others[-1][0]:.3f} s" if len(others) > 1 else ""
     refused = f"; {len(refusals)} do not fit or are refused" if refusals else ""
-    plan.found.why = f"{words}, {seconds:.3f} s: the fastest of {len(found)}{next_best}{slowest}{refused}"
+    rank = "the fastest" if seconds == min_s else f"the simplest within {SAME:.0%} of the fastest"
+    plan.found.why = f"{words}, {seconds:.3f} s: {rank} of {len(found)}{next_best}{slowest}{refused}"
     return plan
 
 
@@ -86,8 +87,7 @@ def _combinations(given: Mapping[str, Any], codecs: Sequence[Any], updates: Sequ
         yield {**given, **dict(zip(PLACED, place, strict=True)), "update": update, "state_codec": codec}
 
 
-def _describe(options: Mapping[str, Any]) -> str:
-    codec = "" if options["state_codec"] == "exact" else f", state in {options['state_codec']}"
-    return (
-        f"parameters on {options['params']}, state on {options['optimizer_state']}, update={options['update']!r}{codec}"
-    )
+def _describe(plan: Plan) -> str:
+    options, places = plan.request.options, plan.places
+    codec = "" if options.state_codec == "exact" else f", state in {options.state_codec}"
+    return f"parameters on {places['param']}, state on {places['state']}, update={options.update!r}{codec}"

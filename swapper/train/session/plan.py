@@ -446,7 +446,7 @@ def plan_run(
         0,
         frozenset(),
         gradients=frozenset(plan.group for plan in inventory.grad_plans if stays[0] == "device"),
-        state=frozenset(group for group in state_bytes(inventory) if stays[1] == "device"),
+        state=frozenset(state_bytes(inventory)) if stays[1] == "device" else frozenset(),
     )
     found, budget = divide(always, page_bytes)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
