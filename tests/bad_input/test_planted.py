@@ -1,4 +1,4 @@
-"""What others may have put where a run's directory, or a file in it, is expected: nothing outside of the directory is touched."""
+"""Files planted in place of a run's directory, or of a file in it: nothing outside of the directory is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How weights lie on a device, what stays there, and how host memory is registered with it."""
+"""Weights in a device's memory, those that stay there, and host memory that is registered with the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may do to a model that was loaded by swapper.load, and what comes of it."""
+"""Users' changes of a model that was loaded by swapper.load, and their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several processes saved together, each its part of every tensor, runs in place, and becomes one file, bit for bit."""
+"""A checkpoint of several processes, each with a part of every tensor, runs in place, and becomes one file, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepNVMe does wrong without a word, or by ending the process, each by its name: here the bytes are right, or it raises.
+"""Failures of DeepNVMe that are silent or end the process, each by its name: here the bytes are right, or it raises.
 
 Checked against DeepSpeed 0.19. What could end the process runs in one of its own.
 """

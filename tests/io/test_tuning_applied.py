@@ -1,4 +1,4 @@
-"""What `swapper tune` kept is in force wherever an engine is opened for that drive."""
+"""The settings that `swapper tune` kept are in force wherever an engine is opened for that drive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch reads of a container: the state, in every way it reads, and files of which only the sizes are large."""
+"""Torch's reading of a container: the state, in every way it reads, and files of which only the sizes are large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory may still be taken is what the system and a control group around the process say."""
+"""The memory that may still be taken is what the system and a control group around the process say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tensors of torch checkpoints lie, and that no file makes us believe what is not so."""
+"""Locations of the tensors in torch checkpoints; no file makes us believe what is not so."""
 
 from __future__ import annotations
 

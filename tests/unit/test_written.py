@@ -1,4 +1,4 @@
-"""What `written_among` says of a call of torch's is what the call does, as versions tell: of functions found by introspection,
+"""`written_among` says of a call of torch's what the call does, as versions tell: of functions found by introspection,
 and of the table of operations on cold parameters."""
 
 from __future__ import annotations
