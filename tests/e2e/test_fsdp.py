@@ -10,16 +10,20 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from sampling import runs_a_sample
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import swapper
 from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_tensor_parallel, fsdp_unfrozen, replicated_run
 from e2e.processes import run_python
 from e2e.twins import named_budget
+from swapper.checkpoint.dcp import StorageReader
 from swapper.device.device import Device
 from swapper.train.sharded.shards import param_groups_of
 
@@ -295,6 +299,57 @@ def test_a_snapshot_of_one_rank_has_what_torch_saves(tmp_path: Path) -> None:
     """Of more ranks: test_fsdp_ranks.py."""
     fsdp_snapshot.stage(tmp_path, None)
     fsdp_snapshot.damage(tmp_path / "ours-1")
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("case", "update"),
+    [
+        ("on meta, tied, by a function", "deferred"),
+        ("on meta, frozen, tied, from a file", "step"),
+        ("gradients on NVMe, clipped and accumulated", "step"),
+        ("external", "step"),
+        ("unfrozen, gradients on NVMe", "deferred"),
+    ],
+)
+def test_a_rank_alone_goes_the_way_of_plain_fsdp2(
+    tmp_path: Path, case: str, update: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of all loops, and more ranks: test_every_loop."""
+    fsdp_run.run(tmp_path / "run", case, update)
+    assert capfd.readouterr().out == f"rank 0, {case}: same\n"
+
+
+@pytest.mark.usefixtures("alone")
+def test_encoded_state_of_a_snapshot_is_loaded_as_its_values(tmp_path: Path) -> None:
+    """Of more ranks: test_resharding.py."""
+    model, optimizer = fsdp_run.make({})
+    options = {"params": "nvme", "optimizer_state": "nvme", "state_codec": "8bit"}
+    with swapper.SwapManager(tmp_path / "run", host_memory="64MiB") as manager:
+        _, paged = manager.offload(model, optimizer, **options)
+        fsdp_run.train(model, paged, {}, None, 0)
+        manager.snapshot(tmp_path / "snapshot").result()
+        saved = get_optimizer_state_dict(model, paged)
+        expected = {name: value.full_tensor().clone() for name, value in moments(saved)}
+    assert StorageReader(tmp_path / "snapshot").read_metadata().state_dict_metadata.keys() > expected.keys()
+    other, plain = fsdp_run.make({})
+    fsdp_run.train(other, plain, {}, None, 1)
+    state = {"optimizer": get_optimizer_state_dict(other, plain)}
+    dcp.load(state, storage_reader=StorageReader(tmp_path / "snapshot"))
+    found = {name: value.full_tensor() for name, value in moments(state["optimizer"])}
+    assert found.keys() == expected.keys() and len(found) > 10
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def moments(state: Any) -> list[tuple[str, Any]]:
+    """Return AdamW's moments in a state dict of an optimizer, by their names in a snapshot."""
+    return [
+        (f"optimizer.state.{parameter}.{key}", value)
+        for parameter, values in state["state"].items()
+        for key, value in values.items()
+        if key != "step"
+    ]
 
 
 @pytest.mark.usefixtures("alone")
