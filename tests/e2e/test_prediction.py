@@ -76,7 +76,6 @@ def test_a_recording_knows_the_most_that_is_in_memory_at_once() -> None:
     assert forward == 2 * nbytes and 3 * nbytes <= both <= 5 * nbytes
 
 
-@pytest.mark.slow
 def test_an_operation_that_is_too_large_is_measured_on_a_part_of_it() -> None:
     float32 = torch.float32
     forms = TensorForm((1 << 14, 1024), (1024, 1), float32), TensorForm((1024, 1 << 15), (1, 1024), float32)
@@ -120,7 +119,6 @@ def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind
     )
 
 
-@pytest.mark.slow
 def test_what_was_predicted_is_shown_beside_what_came(tmp_path: Path) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
