@@ -46,7 +46,6 @@ def test_a_predicted_pass_reads_what_a_pass_reads(path, budget):
     loaded.unload()
 
 
-@pytest.mark.slow
 def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
     export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
     plain, coded = (

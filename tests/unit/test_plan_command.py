@@ -218,6 +218,7 @@ def test_of_settings_only_those_stay_that_no_other_beats() -> None:
     assert undominated([beaten, best, equal, smaller]) == [best, smaller]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
 def test_a_picture_has_the_step_and_the_tiers(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
