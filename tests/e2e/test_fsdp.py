@@ -10,20 +10,16 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from sampling import runs_a_sample
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import swapper
 from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_tensor_parallel, fsdp_unfrozen, replicated_run
 from e2e.processes import run_python
 from e2e.twins import named_budget
-from swapper.checkpoint.dcp import StorageReader
 from swapper.device.device import Device
 from swapper.train.sharded.shards import param_groups_of
 
@@ -119,6 +115,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -138,6 +135,7 @@ def test_what_is_not_done_yet_is_refused_by_name(
         manager.offload(model, optimizer, **options)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "part", ["FSDPParamGroup._all_gather_result", "FSDPParamGroup.wait_for_unshard", "FSDPParam._orig_size"]
 )
@@ -178,6 +176,7 @@ def test_a_part_that_is_sharded_in_a_model_that_is_not_is_refused(tmp_path: Path
         manager.offload(model, fsdp_run.adamw(model))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.Muon])
 def test_a_matrix_optimizer_is_refused(tmp_path: Path, alone: None, optimizer: type[torch.optim.Optimizer]) -> None:
     model = fully_shard(torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3))))
@@ -319,37 +318,6 @@ def test_a_rank_alone_goes_the_way_of_plain_fsdp2(
     """Of all loops, and more ranks: test_every_loop."""
     fsdp_run.run(tmp_path / "run", case, update)
     assert capfd.readouterr().out == f"rank 0, {case}: same\n"
-
-
-@pytest.mark.usefixtures("alone")
-def test_encoded_state_of_a_snapshot_is_loaded_as_its_values(tmp_path: Path) -> None:
-    """Of more ranks: test_resharding.py."""
-    model, optimizer = fsdp_run.make({})
-    options = {"params": "nvme", "optimizer_state": "nvme", "state_codec": "8bit"}
-    with swapper.SwapManager(tmp_path / "run", host_memory="64MiB") as manager:
-        _, paged = manager.offload(model, optimizer, **options)
-        fsdp_run.train(model, paged, {}, None, 0)
-        manager.snapshot(tmp_path / "snapshot").result()
-        saved = get_optimizer_state_dict(model, paged)
-        expected = {name: value.full_tensor().clone() for name, value in moments(saved)}
-    assert StorageReader(tmp_path / "snapshot").read_metadata().state_dict_metadata.keys() > expected.keys()
-    other, plain = fsdp_run.make({})
-    fsdp_run.train(other, plain, {}, None, 1)
-    state = {"optimizer": get_optimizer_state_dict(other, plain)}
-    dcp.load(state, storage_reader=StorageReader(tmp_path / "snapshot"))
-    found = {name: value.full_tensor() for name, value in moments(state["optimizer"])}
-    assert found.keys() == expected.keys() and len(found) > 10
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
-def moments(state: Any) -> list[tuple[str, Any]]:
-    """Return AdamW's moments in a state dict of an optimizer, by their names in a snapshot."""
-    return [
-        (f"optimizer.state.{parameter}.{key}", value)
-        for parameter, values in state["state"].items()
-        for key, value in values.items()
-        if key != "step"
-    ]
 
 
 @pytest.mark.usefixtures("alone")

@@ -72,6 +72,7 @@ def test_of_a_mixture_the_hit_rate_says_what_is_waited_for(tmp_path):
     assert none.wall_s < half.wall_s < all_read.wall_s
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("wrong", [{"experts": 0, "hit_rate": 0.5}, {"experts": 2, "hit_rate": 1.5}], ids=str)
 def test_an_impossible_use_of_experts_is_refused(wrong):
     with pytest.raises(swapper.ConfigError, match="give at least 1, and 0 to 1"):

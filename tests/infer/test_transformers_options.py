@@ -69,6 +69,7 @@ def test_ways_to_generate_give_what_they_give_in_memory(path):
     swapper.loaded(model).unload()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "message"),
     [

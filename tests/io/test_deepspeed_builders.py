@@ -122,4 +122,7 @@ def test_the_launcher_starts_python_with_swapper_behind_deepspeed(capsys: pytest
     for arguments, code in (([], 2), (["--help"], 0)):
         with pytest.raises(SystemExit) as ended:
             ours.main(arguments)
-        assert ended.value.code == code and "usage: python -m swapper.integrations.deepspeed SCRIPT" in capsys.readouterr().err
+        assert (
+            ended.value.code == code
+            and "usage: python -m swapper.integrations.deepspeed SCRIPT" in capsys.readouterr().err
+        )

@@ -48,6 +48,7 @@ def run_here(*arguments):
     return runner.invoke(app, [*map(str, arguments)], prog_name="swapper")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -68,6 +69,7 @@ def test_wrong_arguments_exit_2_and_say_what_is_right(arguments, word):
     assert word in done.output
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -30,6 +30,7 @@ def test_no_more_than_a_control_group_leaves(tmp_path):
     assert limit // 2 < int(done.stdout.split()[0]) < limit
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("path", ["/proc/meminfo", "/proc/self/cgroup", "/proc/self/smaps_rollup"])
 def test_the_kernels_files_are_read_whole(path):
     if not Path(path).exists():

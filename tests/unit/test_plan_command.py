@@ -187,6 +187,7 @@ def test_the_largest_model_for_a_time_is_as_fast_as_it_says() -> None:
     assert exact.step.wall_s == pytest.approx(found["largest"]["step_s"], rel=0.15)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 9])
 def test_a_model_has_as_many_layers_as_asked_for(layers: int) -> None:
     with torch.device("meta"):
@@ -250,6 +251,7 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
     assert figures("my_net:net", *GIVEN, "--no-table")["step_s"] > 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -294,6 +296,7 @@ def test_plan_says_what_is_wrong(arguments: list[str], named: str) -> None:
     assert named in done.output.replace("\n", "")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -313,6 +316,7 @@ def test_a_configuration_that_makes_no_model_is_refused(change: dict[str, Any], 
     assert named in done.output.replace("\n", "")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
