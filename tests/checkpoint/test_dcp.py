@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from e2e import fsdp_run
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import swapper
 from checkpoint import dcp_process
 from checkpoint.equality import bytes_of
-from e2e import fsdp_run
 from swapper.checkpoint.dcp import StorageReader, StorageWriter
 from swapper.checkpoint.dcp.storage_writer import split_by_size
 from swapper.formats.dcp_directory import read_directory

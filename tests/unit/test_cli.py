@@ -149,12 +149,12 @@ def test_the_demo_of_one_rank_is_killed_and_resumes_and_what_differs_is_said(tmp
     """Of more ranks, and as a command: above."""
     config = GptConfig(vocabulary=256, context=16, layers=2, width=64)
     task = RanksTask(
-        ranks=1, config=config, masters=False, steps=3, batch=1, given_budget_bytes=None, learning_rate=1e-3, drive_s=0.05,
+        ranks=1, config=config, masters=False, steps=4, batch=1, given_budget_bytes=None, learning_rate=1e-3, drive_s=0.05,
     )  # fmt: skip
     stages = []
     record = demo_ranks.measure(task, tmp_path, lambda stage, losses: stages.append((stage, len(losses))))
-    assert record.is_equal and len(record.losses) == 3 and record.killed_after == 1 and record.resumed_at >= 1
-    assert ("training", 1) in stages and stages[-1] == ("the same in plain FSDP2", 3)
+    assert record.is_equal and len(record.losses) == 4 and record.killed_after == 2 and record.resumed_at in range(1, 5)
+    assert ("training", 1) in stages and stages[-1] == ("the same in plain FSDP2", 4)
     assert task.disk_bytes > 3 * task.state_bytes and task.budget_bytes >= 96 << 20
     console = Console(record=True, width=200, file=io.StringIO())
     demo_ranks.show(console, record)
