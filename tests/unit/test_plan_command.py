@@ -87,6 +87,21 @@ def test_plan_predicts_a_step_from_a_models_function_alone() -> None:
     assert "optimizer state" in text and "a drive twice as fast" in text and "no other beats" in text
 
 
+def two_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(2)))
+
+
+def test_a_forecast_is_told_in_words_and_tables() -> None:
+    """Of a larger model its numbers are looked at: above."""
+    given = [*GIVEN, "--host", "12MB", "--endurance", "1TB"]
+    done = run("plan", "unit.test_plan_command:two_layers", *given, "--optimizer", "muon")
+    assert done.exit_code == 0, done.output
+    for words in ("optimizer state", "What would be faster", "no other beats in all three", "it never wears out"):
+        assert words in done.stdout, done.stdout
+    without = run("plan", "unit.test_plan_command:two_layers", *given, "--no-table").stdout
+    assert "What would be faster" in without and "no other beats" not in without
+
+
 def test_the_smallest_memory_that_is_named_works_and_less_does_not() -> None:
     forecaster = Forecaster(meta_gpt(), 64)
     smallest = smallest_budget(forecaster, machine(1 << 30), Setting())
