@@ -65,20 +65,25 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a sample, if that is asked for: of a test's n cases n to the power of 0.4; of the tests marked `slow` a tenth."""
+    """Keep a sample, if that is asked for: of a test's n cases n to the power of 0.4, of one marked `whole` all; of the tests
+    marked `slow` a tenth."""
     if not runs_a_sample():
         return
     seed = os.environ["SWAPPER_TEST_SEED"]
     tests: dict[str, dict[str, Case]] = {}
     slow: dict[str, Case] = {}
+    whole = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
         tests.setdefault(test, {})[item.nodeid] = case_of(item)
         if item.get_closest_marker("slow") is not None:
             slow[test] = frozenset()
+        if item.get_closest_marker("whole") is not None:
+            whole.add(test)
     for test in slow.keys() - choose(slow, len(slow) // 10, seed):
         del tests[test]
-    kept = {name for cases in tests.values() for name in choose(cases, round(len(cases) ** 0.4), seed)}
+    counts = {test: len(cases) if test in whole else round(len(cases) ** 0.4) for test, cases in tests.items()}
+    kept = {name for test, cases in tests.items() for name in choose(cases, counts[test], seed)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
 
@@ -86,6 +91,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()  # nor need each test's own gc.collect() look through it
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Save what coverage has measured, if it does: xdist kills a process that is not at its end ten seconds after this."""
+    if hasattr(session.config, "workerinput") and "COVERAGE_RUN" in os.environ:
+        import coverage
+
+        if (measured := coverage.Coverage.current()) is not None:
+            measured.save()
 
 
 def pytest_unconfigure() -> None:

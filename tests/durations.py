@@ -1,4 +1,4 @@
-"""How long each test takes, by the clock and of the processors, written to build/test-durations.tsv by a run of all of them."""
+"""Writes the time of each test, by the clock and of the processors, to build/test-durations.tsv after a whole run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases of a test are run: few of them, others with each commit, and with each value of each parameter if they can.
+"""Chooses the cases of a test to run: few, others with each commit, and with each value of each parameter if they can.
 
 A case is what it has: pairs of a parameter's name and its value.
 """

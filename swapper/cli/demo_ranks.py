@@ -135,7 +135,8 @@ def _follow(
     Returns:
         For each rank the digests of its shards and their state, and the growth of the first one's memory.
     """
-    last: list[dict[str, Any]] = [{}]
+    row: dict[str, Any] = {}
+    is_killed = False
     for row in ranks.lines(0):
         if "begun" in row:
             record.resumed_at, record.resume_s = row["begun"], clock()
@@ -147,14 +148,12 @@ def _follow(
             record.read_bytes.append(row.get("read", 0))
             record.written_bytes.append(row.get("written", 0))
             watch("training", record.losses)
-        last = [row]
         if len(record.losses) == kill_after:
-            ranks.kill()  # in the next step; a row that it has printed is still read
-            kill_after = None
-            last = []
-    if not last:
+            ranks.kill()  # in the next step; rows that it has printed are still read
+            is_killed = True
+    if is_killed:
         return [], 0
-    last += [([*ranks.lines(rank)] or [{}])[-1] for rank in range(1, record.task.ranks)]
+    last = [row, *(([*ranks.lines(rank)] or [{}])[-1] for rank in range(1, record.task.ranks))]
     ranks.check()
     return [row["digests"] for row in last], last[0]["growth"]
 

@@ -1,1 +1,1 @@
-"""What goes wrong outside of swapper: each gets a clear error, nothing hangs, nothing leaks."""
+"""Faults from outside of swapper: each gets a clear error, nothing hangs, nothing leaks."""

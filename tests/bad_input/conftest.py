@@ -1,4 +1,4 @@
-"""What the tests of bad input share: twins, the check that nothing leaks, and filesystems that refuse."""
+"""Shared by the tests of bad input: twins, the check that nothing leaks, and filesystems that refuse."""
 
 from __future__ import annotations
 

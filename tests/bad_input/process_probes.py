@@ -1,4 +1,4 @@
-"""What of a process swapper changes, looked at from inside: each probe is a process of its own, with and without SWAPPER_OFF.
+"""Probes swapper's changes of a process from inside: each probe is a process of its own, with and without SWAPPER_OFF.
 
     python process_probes.py DIRECTORY WORD...
 

@@ -66,6 +66,7 @@ def test_what_is_held_stays_within_the_smallest_budget(twins: MakeTwins) -> None
     assert sum(file.stat().st_size for file in files) <= pair.manager._options.host_bytes
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("size", ["0", 0, -5, "12 parsecs", "", None, 3.5, True])
 def test_a_size_that_is_none_is_refused(tmp_path: Path, size: Any) -> None:
     with pytest.raises(swapper.ConfigError, match="host_memory"):
@@ -73,6 +74,7 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path, size: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"resume": "maybe"}, "resume"), ({"backend": "floppy"}, "backend"), ({"commits": "free"}, "commits")],
@@ -83,6 +85,7 @@ def test_an_option_that_is_not_known_is_refused(tmp_path: Path, options: dict[st
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "options",
     [

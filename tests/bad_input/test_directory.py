@@ -38,6 +38,7 @@ def test_a_missing_directory_is_made_with_those_above_it(tmp_path: Path, monkeyp
             assert manager.step == 1
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("parent", ["/", "/mnt", "/media", "/dev"])  # /dev/shm is mounted
 def test_what_may_be_a_drive_that_is_not_mounted_is_not_made(parent: str, tmp_path: Path) -> None:
     missing = Path(parent, "no such drive")
@@ -123,6 +124,7 @@ def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("nbytes", [64 << 10, 6 << 20, 16 << 20])
 def test_a_drive_that_is_too_small_is_refused_before_anything_is_moved(
     small_drive: Callable[[int], Path], nbytes: int

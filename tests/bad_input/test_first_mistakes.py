@@ -150,6 +150,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_first_mistake_names_thing_place_and_remedy(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

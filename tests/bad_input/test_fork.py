@@ -36,5 +36,6 @@ def test_a_child_that_does_not_touch_it_ends_as_any_other(outcomes: dict[str, An
     assert outcomes[way] == {"way": way, "status": 0, "type": None, "message": ""}
 
 
+@pytest.mark.whole
 def test_the_parent_goes_on_bit_equal(outcomes: dict[str, Any]) -> None:
     assert outcomes["parent"]["finished"], outcomes["parent"]["stderr"]

@@ -68,6 +68,7 @@ def test_an_unsupported_optimizer(manager: swapper.SwapManager) -> None:
     refused(manager, model, optimizer, r"SparseAdam cannot be paged: it takes sparse gradients")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])
 def test_an_option_of_the_optimizer_that_cannot_be_paged(manager: swapper.SwapManager, option: str) -> None:
     model = Net()

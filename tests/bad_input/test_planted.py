@@ -1,4 +1,4 @@
-"""What others may have put where a run's directory, or a file in it, is expected: nothing outside of the directory is touched."""
+"""Files planted in place of a run's directory, or of a file in it: nothing outside of the directory is touched."""
 
 from __future__ import annotations
 
@@ -130,6 +130,7 @@ def test_over_drives_no_link_is_followed(tmp_path: Path, victims: Path) -> None:
             path.unlink()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("resume", ["error", "auto", "discard"])
 def test_a_directory_that_is_a_link_is_refused(resume: str, run: Path, victims: Path, tmp_path: Path) -> None:
     run.rmdir()
@@ -152,6 +153,7 @@ def test_a_directory_that_others_may_write_is_refused(mode: int, resume: str, ru
     assert train(run.parent, tmp_path, "discard") == 0
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to somebody else")
 @pytest.mark.parametrize("mode", [0o700, 0o777])
 def test_a_directory_of_somebody_else_is_refused(mode: int, run: Path, tmp_path: Path) -> None:

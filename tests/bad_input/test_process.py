@@ -124,6 +124,7 @@ def test_without_mlock_nothing_is_locked(results: dict[str, dict[str, Any]]) -> 
     assert on["locked"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("said, unknown", [("sigsev", "sigsev"), ("fork, maloc,sigint", "maloc"), ("ALL", "ALL")])
 def test_a_word_that_is_not_known_is_refused_at_import(said: str, unknown: str) -> None:
     variables = {**environment(), "SWAPPER_OFF": said}
@@ -154,6 +155,7 @@ def test_the_page_has_every_variable_that_is_read() -> None:
     assert {name for name in read if f"`{name}`" not in PAGE.read_text()} == set()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_else_changes_the_process(way: str) -> None:
     """A new way, or a new place of an old one, is to be entered here, on the page, and in CHANGES."""

@@ -1,4 +1,4 @@
-"""What ranks give that does not go together is named on every rank, before anything has begun."""
+"""Arguments of ranks that do not go together are named on every rank, before anything has begun."""
 
 from __future__ import annotations
 

@@ -140,6 +140,7 @@ def test_sections_of_any_other_content_are_refused(inner: str, victims: Victims)
     victims.put_back()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "name",
     [
@@ -163,6 +164,7 @@ def test_a_commit_names_plain_swap_files_only(name: str, victims: Victims) -> No
     victims.check()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("missing", FIELDS)
 def test_a_commit_without_a_field_is_refused(missing: str, victims: Victims) -> None:
     republish(victims, lambda content: content.pop(missing))
@@ -192,6 +194,7 @@ def test_a_record_of_drives_is_what_was_written_or_an_error(content: Any, tmp_pa
         read_record(tmp_path)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("key", ["format", "run", "index", "directories", "weights"])
 def test_no_other_value_in_a_record_of_drives_is_believed(key: str, victims: Victims) -> None:
     for odd in [odd for odd in ODD if not isinstance(odd, torch.Tensor)]:
@@ -217,6 +220,7 @@ def test_a_list_of_snapshots_that_is_none_costs_nothing(content: str, victims: V
         victims.check()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", [COMMIT_NAME, FALLBACK_NAME, RECORD_NAME, RETENTION_NAME, "lock", "turn-0.swap"])
 @pytest.mark.parametrize("kind", ["fifo", "directory", "link to itself"])
 def test_what_is_no_file_is_no_record(name: str, kind: str, victims: Victims) -> None:

@@ -30,6 +30,7 @@ def directory_of_the_other_name(path: Path) -> None:
     (path / (COMMIT_NAME + ".partial")).mkdir()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("spoil", "number"),
     [(no_directory, errno.ENOENT), (directory_of_that_name, errno.EISDIR), (directory_of_the_other_name, errno.EISDIR)],
@@ -55,6 +56,7 @@ def test_a_file_whose_directory_went_away_says_what_to_do(tmp_path: Path) -> Non
             directory.rmdir()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("directory", ["", [""], ["", "there"]])
 def test_an_empty_name_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: object) -> None:
     monkeypatch.chdir(tmp_path)

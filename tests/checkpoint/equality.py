@@ -1,4 +1,4 @@
-"""Whether two loaded objects are the same, bit for bit, views and all."""
+"""Compares two loaded objects bit for bit, views and all."""
 
 from __future__ import annotations
 

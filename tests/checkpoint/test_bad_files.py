@@ -135,6 +135,7 @@ def test_a_wrong_checksum_is_found_when_asked_for(tmp_path: Path) -> None:
     assert load(tmp_path / "x.pt")["b"].sum() == 7
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.999])
 def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, part: float) -> None:
     save(STATE, tmp_path / "x.pt")

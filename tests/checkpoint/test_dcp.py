@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from e2e import fsdp_run
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import swapper
 from checkpoint import dcp_process
@@ -58,6 +60,7 @@ def assert_loaded(target: dict[str, Any], state: dict[str, Any]) -> None:
             assert bytes_of(value) == bytes_of(state[name]), name
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False, "thread_count": 2}])
@@ -173,6 +176,7 @@ def _records(metadata: Any) -> list[Any]:
     return [metadata, tensor, tensor.properties, tensor.chunks[0], index, info]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "wrong", [None, 3, -1, "x", "../x", [7], torch.Size([-1]), torch.Size([9, 9, 9]), 1 << 62, "deleted"]
 )
@@ -250,3 +254,36 @@ def test_shares_are_of_about_equal_size() -> None:
     sizes = [sum(one.tensor_data.size[0] for one in share if one.tensor_data) for share in shares]
     assert sum(sizes) == 465 and max(sizes) - min(sizes) <= 20
     assert [len(split_by_size(items[:2], 5)), len(split_by_size([], 5))] == [2, 1]
+
+
+def test_encoded_state_of_a_snapshot_is_loaded_as_its_values(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of more ranks: test_resharding.py."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    model, optimizer = fsdp_run.make({})
+    options = {"params": "nvme", "optimizer_state": "nvme", "state_codec": "8bit"}
+    with swapper.SwapManager(tmp_path / "run", host_memory="64MiB") as manager:
+        _, paged = manager.offload(model, optimizer, **options)
+        fsdp_run.train(model, paged, {}, None, 0)
+        manager.snapshot(tmp_path / "snapshot").result()
+        saved = get_optimizer_state_dict(model, paged)
+        expected = {name: value.full_tensor().clone() for name, value in moments(saved)}
+    assert StorageReader(tmp_path / "snapshot").read_metadata().state_dict_metadata.keys() > expected.keys()
+    other, plain = fsdp_run.make({})
+    fsdp_run.train(other, plain, {}, None, 1)
+    state = {"optimizer": get_optimizer_state_dict(other, plain)}
+    dcp.load(state, storage_reader=StorageReader(tmp_path / "snapshot"))
+    found = {name: value.full_tensor() for name, value in moments(state["optimizer"])}
+    assert found.keys() == expected.keys() and len(found) > 10
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def moments(state: Any) -> list[tuple[str, Any]]:
+    """Return AdamW's moments in a state dict of an optimizer, by their names in a snapshot."""
+    return [
+        (f"optimizer.state.{parameter}.{key}", value)
+        for parameter, values in state["state"].items()
+        for key, value in values.items()
+        if key != "step"
+    ]

@@ -67,6 +67,7 @@ def assert_equal(loaded: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
         assert bytes_of(loaded[name]) == bytes_of(tensor), name
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("source", FORMATS)
 @pytest.mark.parametrize("to", FORMATS)
 def test_every_format_becomes_every_other(source: str, to: str, tmp_path: Path) -> None:

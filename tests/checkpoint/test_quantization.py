@@ -28,6 +28,7 @@ def layout_of(bits: int, columns: int, dtype: torch.dtype) -> QuantizedLayout:
     return layout
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("columns", [64, 192, 256, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [8, 4])
@@ -48,6 +49,7 @@ def test_values_are_near_what_they_were(bits: int, dtype: torch.dtype, columns: 
     assert not found[5].any()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_give_the_same_by_themselves_and_rounding_is_done_once(bits: int) -> None:
     values = torch.randn(4, 3000, 256)
@@ -59,6 +61,7 @@ def test_rows_give_the_same_by_themselves_and_rounding_is_done_once(bits: int) -
     assert torch.equal(layout.dequantise(stored, torch.float32).bfloat16(), whole)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("columns, dtype", [(100, torch.float32), (31, torch.float32), (256, torch.int32)])
 def test_what_does_not_fit_is_not_quantised(columns: int, dtype: torch.dtype) -> None:
     assert QuantizedLayout.of(4, columns, dtype if dtype.is_floating_point else torch.float64) is None
@@ -76,6 +79,7 @@ def state() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("to", ["safetensors", "huggingface"])
 @pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
@@ -134,6 +138,7 @@ def test_the_command_reports_the_error_by_layer(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*command, "--quantize", "int5"]).exit_code != 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "text",
     [

@@ -1,4 +1,4 @@
-"""What `verify` calls whole, everything reads, and it has the bytes that were saved: for every way to change a file."""
+"""A file that `verify` calls whole is read by all readers, with the bytes that were saved: for every change of a file."""
 
 from __future__ import annotations
 

@@ -67,6 +67,7 @@ def _fraction(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     return torch.nn.functional.pad(tensor.reshape(-1), (0, each * world - tensor.numel()))[rank * each :][:each].clone()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 11])
 def test_parameters_are_put_together_from_the_ranks_parts(stage: int, world: int, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Slice:
         return adamw_(self.parameter, self.gradient, master, *self.states[-2:], step, factor=factor, threads=threads)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("isa", _C.codec_isas())
 @pytest.mark.parametrize("gradient", FLOATS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -76,6 +77,7 @@ def test_the_kernels_give_the_references_bits(
             same(one, other)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_threads_and_slices_change_no_bit(combination: tuple[str | None, ...]) -> None:
     count, step = 5 * (1 << 15) + 100, AdamWStep(3)
@@ -112,6 +114,7 @@ def trained(combination: tuple[str | None, ...], steps: int, maximize: bool = Fa
     return part, parameter.detach()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("combination", [("split", "fp32", "fp32"), (None, "fp32", "fp32")])
 def test_exact_state_is_torchs_but_for_the_last_bits(combination: tuple[str | None, ...], maximize: bool) -> None:

@@ -1,4 +1,4 @@
-"""What every backend promises when something goes wrong: an error with the facts in it, and nothing half done."""
+"""Failures of every backend: an error with the facts in it, and nothing half done."""
 
 from __future__ import annotations
 

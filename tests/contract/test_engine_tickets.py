@@ -1,4 +1,4 @@
-"""What every backend promises about tickets: calling off, waiting without raising, and telling an event loop."""
+"""Tickets of every backend: calling off, waiting without raising, and telling an event loop."""
 
 from __future__ import annotations
 

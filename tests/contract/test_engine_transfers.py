@@ -1,4 +1,4 @@
-"""What every backend promises about bytes, order and checksums."""
+"""Transfers of every backend: bytes, order and checksums."""
 
 from __future__ import annotations
 

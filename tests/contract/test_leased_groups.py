@@ -1,4 +1,4 @@
-"""What holds of every leased group: of training and of inference, on the CPU and on a device."""
+"""Holds for every leased group: of training and of inference, on the CPU and on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of the hooks of every model: of training and of inference, on the CPU and on a device."""
+"""Holds for the hooks of every model: of training and of inference, on the CPU and on a device."""
 
 from __future__ import annotations
 

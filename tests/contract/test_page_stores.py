@@ -1,4 +1,4 @@
-"""What holds of every store of pages: swap files, a scratch file, both as one, a checkpoint's files, the dry run's."""
+"""Holds for every store of pages: swap files, a scratch file, both as one, a checkpoint's files, the dry run's."""
 
 from __future__ import annotations
 

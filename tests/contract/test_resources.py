@@ -1,4 +1,4 @@
-"""What holds of the resources of every model: opened and closed in one order, whoever opens them and wherever that ends."""
+"""Holds for the resources of every model: opened and closed in one order, whoever opens them and wherever that ends."""
 
 from __future__ import annotations
 

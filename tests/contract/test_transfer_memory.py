@@ -1,4 +1,4 @@
-"""Whose memory a transfer uses, and that it stays until the transfer is over, whatever becomes of who asked for it.
+"""Memory of a transfer stays until the transfer is over, whatever becomes of its owner.
 
 Each test drops everything that it has while a read is certain to be in flight (behind `gate`), and looks whether the memory is
 still there: of an arena by the process's map of addresses, of any other by a weak reference to its owner.

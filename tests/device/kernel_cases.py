@@ -1,4 +1,4 @@
-"""What each kernel promises, as checks that take a device: the interpreter on a CPU and a GPU run the same ones.
+"""Checks of each kernel that take a device: the interpreter on a CPU and a GPU run the same ones.
 
 As a program, `python kernel_cases.py DEVICE`: runs all and prints {check: "" or what went wrong} as JSON. With TRITON_INTERPRET=1
 the device is "cpu".

@@ -66,6 +66,7 @@ def test_stochastic_rounding_is_right_on_average_and_leaves_what_needs_none() ->
     assert adamw.stochastically_rounded(torch.tensor([torch.nan]), words[:1]).isnan().all()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "act, message",
     [

@@ -44,6 +44,7 @@ def open_on(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, device: s
     return open_device(device)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("reason", [RuntimeError(TOO_OLD), RuntimeError(NO_DRIVER + "\nfrom somewhere")])
 def test_no_driver_and_one_that_is_too_old_are_told_in_torchs_words(
     reason: Exception, monkeypatch: pytest.MonkeyPatch
@@ -54,6 +55,7 @@ def test_no_driver_and_one_that_is_too_old_are_told_in_torchs_words(
     assert "device='cpu' runs anywhere" in str(caught.value) and "somewhere" not in str(caught.value)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "accelerator, device, words",
     [

@@ -28,6 +28,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(there.data_ptr(), there.nbytes)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("offset", [0, 4096, 123])
 def test_a_handle_writes_and_reads_device_memory(tmp_path: Path, offset: int) -> None:
     source, back = noise(), torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
@@ -86,6 +87,7 @@ def test_a_gds_file_says_its_way_and_is_equal(tmp_path: Path) -> None:
     assert torch.equal(back, second)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_checkpoints_of_device_tensors_are_torchs(tmp_path: Path, is_pinned: bool) -> None:
     base = torch.randn(1 << 20, device="cuda")

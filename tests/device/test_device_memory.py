@@ -1,4 +1,4 @@
-"""How weights lie on a device, what stays there, and how host memory is registered with it."""
+"""Weights in a device's memory, those that stay there, and host memory that is registered with the device."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ def test_neighbors_on_both_sides_are_one_copy():
     assert spans_of_page(spans, 0, 4096) == (Span(64, 4032, 0),)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("switch", ["1", "0", None])
 def test_profilers_see_ranges_if_they_are_asked_for(monkeypatch, switch):
     seen, module = [], HostDevice().module
@@ -178,6 +179,7 @@ class Memory:
         self.taken.append(nbytes)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("frame_bytes", [1 << 20, 3 << 20, SLAB_BYTES + 4096])
 def test_all_frames_are_registered_and_none_lies_in_two_slabs(frame_bytes):
     device, offset, count = Registering(), 8192, 1000
@@ -407,6 +409,7 @@ def test_no_copy_crosses_the_border_of_registered_memory(registered, begin, nbyt
         )
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("nbytes", [1 << 20, 3 * SLAB_BYTES - 4096])
 def test_memory_without_units_is_registered_in_slabs(nbytes):
     device = Registering()

@@ -22,6 +22,7 @@ def machine(root: Path, nodes: str, node_of_gpu: str) -> Path:
     return root
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("nodes", "of_gpu", "expected"),
     [("0-1", "1", 1), ("0-3", "0", 0), ("0", "0", None), ("0-1", "-1", None), ("0-1", "", None)],

@@ -33,6 +33,7 @@ def step(model: nn.Module, optimizer: Any, device: str, number: int) -> float:
     return float(loss)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("update_on", ["cpu", "device"])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_models_on_two_devices_train_by_turns_as_each_alone(tmp_path: Path, update: str, update_on: str) -> None:

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: twins that are closed at the end, and the check that nothing leaks."""
+"""Shared by the end-to-end tests: twins that are closed at the end, and the check that nothing leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups `update="backward"` has updated before `optimizer.step()` is called."""
+"""Lists the groups that `update="backward"` has updated before `optimizer.step()` is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process holds of swapper's: open files, threads, and memory. After each test there is nothing of it left."""
+"""Finds swapper's resources in a process: open files, threads, and memory. After each test there are none left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether training stays within its budget and one working set, for every architecture of the test list, held by a control group.
+"""Checks that training of each architecture stays within its budget and one working set, in a control group.
 
     PYTHONPATH=tests python tests/e2e/memory_check.py [--only Llama,T5] [--width 512] [--layers 8] [--directory DIR] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What the tests of saved activations share: a model that saves a lot, its gradients, and transfers that fail."""
+"""Shared by the tests of saved activations: a model that saves a lot, its gradients, and transfers that fail."""
 
 from __future__ import annotations
 

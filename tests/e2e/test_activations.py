@@ -148,6 +148,7 @@ def test_retain_graph_and_double_backward(manager: swapper.SwapManager) -> None:
     assert activations.counters.read_bytes > activations.counters.written_bytes > 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("nbytes", ["4KiB", "1MiB"])  # moved, and left alone
 def test_a_change_in_place_is_noticed(manager: swapper.SwapManager, nbytes: str) -> None:
     value = torch.randn(64, 64, requires_grad=True)

@@ -252,6 +252,7 @@ def test_what_hooks_assign_in_a_backward_is_used(pair: MakeTwins, place: str) ->
     made.assert_same_state()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("place", ["nvme", "host", "with the parameters"])
 def test_what_no_gradient_can_be_is_refused_by_name(pair: MakeTwins, place: str) -> None:
     made = pair(place)

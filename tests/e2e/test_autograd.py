@@ -1,4 +1,4 @@
-"""What users do between forward and step: checkpointing, accumulation, retained graphs, evaluation in between."""
+"""Users' calls between forward and step: checkpointing, accumulation, retained graphs, evaluation in between."""
 
 from __future__ import annotations
 

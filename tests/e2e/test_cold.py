@@ -44,6 +44,7 @@ def test_what_needs_the_data_is_refused_by_an_error_that_names_gather(outcomes: 
     assert "manager.gather" in outcome["message"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", WORKS)
 def test_what_can_be_done_gives_the_right_result(outcomes: dict[str, Outcome], name: str) -> None:
     assert outcomes[name]["result"] == "works", outcomes[name].get("message")

@@ -148,6 +148,7 @@ def test_together_with_parameters_on_the_device(twins: MakeTwins, order: str, ch
     pair.finish()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("order", ["late", "by chance 2"])
 def test_retain_graph_and_double_backward(manager: swapper.SwapManager, order: str) -> None:
     value = torch.randn(64, 64, requires_grad=True)

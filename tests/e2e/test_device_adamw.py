@@ -158,6 +158,7 @@ def with_settings(**settings: Any) -> Any:
     return lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, **settings)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "make, options, match",
     [

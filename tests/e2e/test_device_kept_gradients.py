@@ -163,6 +163,7 @@ def test_gradients_from_before_offload_are_taken_along(on_device: MakeTwins) -> 
     assert all(parameter.grad is None for parameter in pair.swapped.parameters())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "options, match",
     [

@@ -239,6 +239,7 @@ def test_a_device_without_room_for_it_fails_the_step_and_it_can_be_taken_again(o
     pair.finish(paged=False)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "options, match",
     [

@@ -1,4 +1,4 @@
-"""What a step with a device reads from the drive, and what it sends to the device: what was planned, whenever groups are updated.
+"""A step with a device reads from the drive, and sends to the device, what was planned, whenever groups are updated.
 
 Copies go on during updates, and who comes first is another in each step. The pager is to read nothing twice for that. The drive is
 one that is done with everything at once: so what is counted does not depend on how fast it is.

@@ -224,6 +224,7 @@ def test_each_wait_is_needed(
         pair.assert_same_parameters()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("then", [DeviceStorage.free, DeviceStorage.invalidate])
 @pytest.mark.parametrize("waits", [True, False])
 def test_memory_is_given_back_and_filled_anew_behind_the_kernels_of_every_stream(

@@ -150,6 +150,7 @@ def test_a_device_budget_that_is_too_small_is_refused_with_the_smallest_that_wor
     pair.finish(paged=False)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "options, match",
     [
@@ -165,6 +166,7 @@ def test_what_cannot_be_had_is_refused_by_name(on_device: MakeTwins, options: di
         on_device(budget=64 * MIB, **options)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("update_on", ["cpu", "device"])
 @pytest.mark.parametrize("is_before", [True, False])
 def test_ddp_is_refused_where_gradients_leave_the_device_before_it_averages_them(

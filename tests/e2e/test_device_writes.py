@@ -1,5 +1,5 @@
-"""What is written while pages are being copied to a device: those too. A step leaves its parameters changed and, ahead of the next
-forward, in copies; where no commit is due in each step, their writes wait."""
+"""Pages are written even while they are being copied to a device. A step leaves its parameters changed and, ahead of the
+next forward, in copies; where no commit is due in each step, their writes wait."""
 
 from __future__ import annotations
 

@@ -97,6 +97,7 @@ def test_of_a_loaded_model(tmp_path: Path, mesh: DeviceMesh) -> None:
         assert_reads(model.head.weight, plain.head.weight, mesh, lambda: None)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_parameters_that_are_dtensors_are_refused_by_name(tmp_path: Path, mesh: DeviceMesh, place: Any) -> None:
     layer = nn.Linear(64, 64)

@@ -169,6 +169,7 @@ def test_what_an_optimizer_counts_outside_of_its_state_advances_once_a_step(twin
     pair.close()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

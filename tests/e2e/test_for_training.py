@@ -121,6 +121,7 @@ def test_adapters_by_peft_have_their_values(tmp_path: Path) -> None:
     assert_same(dict(again.state_dict()), dict(plain.state_dict()))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "option", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}], ids=str
 )

@@ -115,6 +115,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -134,6 +135,7 @@ def test_what_is_not_done_yet_is_refused_by_name(
         manager.offload(model, optimizer, **options)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "part", ["FSDPParamGroup._all_gather_result", "FSDPParamGroup.wait_for_unshard", "FSDPParam._orig_size"]
 )
@@ -174,6 +176,7 @@ def test_a_part_that_is_sharded_in_a_model_that_is_not_is_refused(tmp_path: Path
         manager.offload(model, fsdp_run.adamw(model))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.Muon])
 def test_a_matrix_optimizer_is_refused(tmp_path: Path, alone: None, optimizer: type[torch.optim.Optimizer]) -> None:
     model = fully_shard(torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3))))
@@ -295,6 +298,26 @@ def test_a_snapshot_of_one_rank_has_what_torch_saves(tmp_path: Path) -> None:
     """Of more ranks: test_fsdp_ranks.py."""
     fsdp_snapshot.stage(tmp_path, None)
     fsdp_snapshot.damage(tmp_path / "ours-1")
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("case", "update"),
+    [
+        ("on meta, tied, by a function", "deferred"),
+        ("on meta, frozen, tied, from a file", "step"),
+        ("gradients on NVMe, clipped and accumulated", "step"),
+        ("external", "step"),
+        ("unfrozen, gradients on NVMe", "deferred"),
+    ],
+)
+def test_a_rank_alone_goes_the_way_of_plain_fsdp2(
+    tmp_path: Path, case: str, update: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of all loops, and more ranks: test_every_loop."""
+    fsdp_run.run(tmp_path / "run", case, update)
+    assert capfd.readouterr().out == f"rank 0, {case}: same\n"
 
 
 @pytest.mark.usefixtures("alone")

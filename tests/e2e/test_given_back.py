@@ -184,6 +184,7 @@ def test_a_backward_that_failed_leaves_nothing_mapped(tmp_path: Path, way: Any, 
         assert arena_addresses() == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_an_offload_that_failed_half_way_keeps_no_memory(tmp_path: Path, way: Any) -> None:
     with torch.device("meta"):

@@ -135,6 +135,7 @@ def test_edits_of_the_groups_are_followed_as_in_plain_torch(twins: MakeTwins, ma
     pair.finish(paged=False)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("params, state", [("host", "host"), ("nvme", "host"), ("host", "nvme")])
 def test_edits_are_followed_wherever_things_live(twins: MakeTwins, params: str, state: str) -> None:
     pair = twins(layers(), adamw, select=three_groups, params=params, optimizer_state=state)
@@ -146,6 +147,7 @@ def test_edits_are_followed_wherever_things_live(twins: MakeTwins, params: str, 
     pair.assert_same_parameters()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("whose", ["the returned one", "the user's own"])
 def test_the_whole_list_of_groups_can_be_replaced(twins: MakeTwins, whose: str) -> None:
     pair = twins(layers(), select=three_groups)

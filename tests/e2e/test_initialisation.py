@@ -137,6 +137,7 @@ def test_a_meta_model_without_values_is_refused(tmp_path: Path) -> None:
         manager.offload(model, adamw(model))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("change", "message"),
     [

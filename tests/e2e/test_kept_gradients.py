@@ -1,4 +1,4 @@
-"""Where parameters are always in memory, gradients are what autograd made: no copy, no place, and torch's own in all they do."""
+"""Gradients of parameters that are always in memory are autograd's own: no copy, no place, and torch's in all they do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many lines of a script change: each is run as it was and as it is with swapper, and gives the same, bit for bit.
+"""Counts the lines of a script that change: each is run as it was and with swapper, and gives the same, bit for bit.
 
 A line that begins with `-` is only in the plain script, one with `+` only in the other. Imports are not counted.
 """

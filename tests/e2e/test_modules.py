@@ -1,4 +1,4 @@
-"""What modules do in real models: ties, outputs of all kinds, frozen and unused parts, weights that others use."""
+"""Modules of real models: ties, outputs of all kinds, frozen and unused parts, weights that others use."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -329,10 +330,44 @@ def test_lightning_logs_them(tmp_path: Path) -> None:
     assert "swapper/wall_s" in path.read_text().splitlines()[0]
 
 
+def test_any_writer_run_and_callback_get_the_same_numbers(twins: MakeTwins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what they have of TensorBoard, W&B and Lightning: these themselves are above, where they are installed."""
+    run = trained(twins)
+    manager = manager_of(run)
+    written: dict[int, dict[str, float]] = {}
+    flushed: list[bool] = []
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: written.setdefault(step, {}).update({name: value}),
+        flush=lambda: flushed.append(True),
+    )
+    logged: list[dict[str, float]] = []
+    axes: list[tuple[str, str]] = []
+    of_wandb = SimpleNamespace(
+        define_metric=lambda name, step_metric: axes.append((name, step_metric)), log=logged.append
+    )
+    ends = [monitoring.log_to_tensorboard(manager, writer), monitoring.log_to_wandb(manager, of_wandb)]
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", SimpleNamespace(Callback=object))  # type: ignore[arg-type]
+    shown: list[dict[str, float]] = []
+    callback = monitoring.lightning_callback(lambda: manager)
+    run.train(layers_step, steps=2)
+    callback.on_train_batch_end(None, SimpleNamespace(log_dict=shown.append), None, None, 0)
+    expected = monitoring.scalars(manager.stats())
+    assert sorted(written) == [2, 3] and written[3] == expected
+    assert axes == [("swapper/*", "swapper/step")] and len(logged) == 2
+    assert logged[-1] == {"swapper/step": 3, **expected} and shown == [expected]
+    for end in ends:
+        end()
+    run.train(layers_step, steps=1)
+    assert sorted(written) == [2, 3] and len(logged) == 2 and flushed == [True]
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))  # type: ignore[arg-type]
+    with pytest.raises(swapper.ConfigError, match=r"call wandb\.init\(\) before"):
+        monitoring.log_to_wandb(manager)
+
+
 def test_a_library_that_is_missing_is_named(twins: MakeTwins, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(twins)
     for name in ("lightning.pytorch", "pytorch_lightning", "wandb", "torch.utils.tensorboard"):
-        monkeypatch.setitem(__import__("sys").modules, name, None)
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(swapper.ConfigError, match="pip install lightning"):
         monitoring.lightning_callback(manager_of(run))
     with pytest.raises(swapper.ConfigError, match="pip install wandb"):

@@ -32,6 +32,7 @@ def values(manager: swapper.SwapManager, model: nn.Module) -> list[torch.Tensor]
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("params", ["auto", "host", "nvme"])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -57,6 +58,7 @@ def test_a_model_that_was_offloaded_without_its_optimizer_is_not_trained_by_it(
             optimizer.step(lambda: backward(model))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_a_second_optimizer_beside_that_of_the_manager_is_refused(twins: MakeTwins, update: str) -> None:
     def step(model: nn.Module, optimizer: Any) -> None:
@@ -123,6 +125,7 @@ class OwnGroups(SharesGroups):
         self.param_groups = [dict(group) for group in inner.param_groups]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("wrapper", [SharesGroups, OwnGroups])
 def test_an_optimizer_that_wraps_the_managers_steps_it(twins: MakeTwins, wrapper: Callable[[Any], Any]) -> None:
     pair = twins(layers())

@@ -64,6 +64,7 @@ def test_of_a_model_that_was_loaded(tmp_path: Path) -> None:
     swapper.loaded(loaded).unload()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("when", ["pre-hook", "between"])
 def test_a_parameter_that_is_set_to_other_memory_is_named(twins: MakeTwins, when: str) -> None:
     pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))

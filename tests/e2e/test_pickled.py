@@ -1,4 +1,4 @@
-"""What is pickled of an offloaded model is plain, and what cannot be pickled is refused by what to do instead."""
+"""Pickles of an offloaded model are plain; where none can be made, an error says what to do instead."""
 
 from __future__ import annotations
 

@@ -166,6 +166,7 @@ def narrow(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.weight.data = model.weight.data.half()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("change", [add_layer, add_group, replace_parameter, freeze, narrow])
 def test_a_plan_of_what_has_changed_since_is_refused(tmp_path: Path, change: Callable[..., None]) -> None:
     model, optimizer = linear()
@@ -210,6 +211,7 @@ def test_a_plan_for_something_else_is_refused_by_name(tmp_path: Path) -> None:
         manager.offload(dict(several), optimizer, manager.plan(several, optimizer))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "said, match",
     [
@@ -253,7 +255,6 @@ def test_a_predicted_step_moves_what_is_planned_and_takes_the_time_of_what_limit
     assert computed.wall_s <= computed.total.computing_s + drive_s + pool_s
 
 
-@pytest.mark.slow
 def test_a_prediction_needs_to_know_the_drive(tmp_path: Path) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="8MiB") as manager:

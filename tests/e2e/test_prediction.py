@@ -77,7 +77,6 @@ def test_a_recording_knows_the_most_that_is_in_memory_at_once() -> None:
     assert forward == 2 * nbytes and 3 * nbytes <= both <= 5 * nbytes
 
 
-@pytest.mark.slow
 def test_an_operation_that_is_too_large_is_measured_on_a_part_of_it() -> None:
     float32 = torch.float32
     forms = TensorForm((1 << 14, 1024), (1024, 1), float32), TensorForm((1024, 1 << 15), (1, 1024), float32)
@@ -121,7 +120,6 @@ def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind
     )
 
 
-@pytest.mark.slow
 def test_what_was_predicted_is_shown_beside_what_came(tmp_path: Path) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
@@ -159,6 +157,22 @@ def test_a_model_that_cannot_be_recorded_counts_its_products(tmp_path: Path, cap
         plan = manager.plan(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
         predicted = plan.predict(4, **RATES)  # takes no integers
     assert "could not be recorded" in caplog.text and predicted.phases["forward"].computing_s > 0
+
+
+def test_of_two_settings_the_fastest_is_planned_and_why_is_said(tmp_path: Path) -> None:
+    """Of more: test_the_fastest_setting_is_the_one_whose_step_is_shortest."""
+    model, example = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), (torch.zeros(4, 64),)
+    slow: dict[str, Any] = {"drive_read": "1MB", "drive_write": "1MB", "tokens": 4, "example": example}
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        plan = manager.fastest(model, adamw(model.parameters()), params="nvme", updates=["step", "deferred"], **slow)
+        assert plan.places["param"] == "nvme" and "the fastest of" in plan.found.why and "; next " in plan.found.why
+        assert plan.found.step is not None and plan.found.step.total.update_s > 0 and "chosen" in str(plan)
+        with pytest.raises(swapper.ConfigError, match="colour: not an option"):
+            manager.fastest(model, tokens=4, colour="red")
+        with pytest.raises(swapper.ConfigError, match="state_codecs='8bit': give a list"):
+            manager.fastest(model, state_codecs="8bit", **slow)
+    with swapper.SwapManager(tmp_path / "small", host_memory=1) as manager, pytest.raises(swapper.BudgetError):
+        manager.fastest(model, **slow)
 
 
 @pytest.mark.slow

@@ -136,6 +136,7 @@ def test_a_matrix_for_each_vector_is_paged_without_a_trial_of_a_large_one(twins:
     pair.finish(paged=False)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["Shampoo", "AdaFactor", "Lion"])
 def test_pytorch_optimizers_of_tensors_are_bit_equal(twins: MakeTwins, name: str) -> None:
     model = nn.Sequential(*(nn.Linear(96, 64, bias=False) for _ in range(6)))
@@ -218,6 +219,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_paged_is_refused_at_offload_with_what_to_use(twins: MakeTwins, name: str) -> None:
     make, words = REFUSED[name]

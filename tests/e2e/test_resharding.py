@@ -99,6 +99,7 @@ def held(*steps: int, job: str = "a") -> Held:
 OLD: HeldBySize = {2: {0: held(6, 5), 1: held(5)}}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("mine", "theirs", "chosen"),
     [
@@ -118,6 +119,7 @@ def test_the_newest_run_that_all_have_is_continued(mine: list[Held], theirs: Hel
     assert choose_size(mine, [theirs] * len(mine)) == chosen
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("mine", "theirs", "said"),
     [

@@ -345,6 +345,7 @@ def test_on_another_filesystem_it_is_copied(tmp_path: Path, mount: Callable[...,
     assert path.stat().st_nlink == 1
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("nameless", [True, False])
 def test_a_draft_has_no_name_before_it_is_whole_and_takes_none_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool

@@ -428,6 +428,7 @@ WRONG = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_encoded_is_refused_by_name(tmp_path: Path, case: str) -> None:
     codec, options, error, words = WRONG[case]
@@ -461,6 +462,7 @@ def test_shards_have_the_state_of_the_whole_model(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["rank 0: same", "rank 1: same"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "codec, beta2, is_warned", [("bf16", 0.999, True), ("bf16", 0.99, False), ("8bit", 0.999, False)]
 )

@@ -187,6 +187,7 @@ def test_it_can_be_read_after_the_manager_is_closed_but_not_in_a_forked_child(tw
     assert_same(shown["state"], expected["state"])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "rename", [lambda number: -number, lambda number: f"module.{number}"], ids=["numbers", "names"]
 )

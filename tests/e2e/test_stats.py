@@ -1,4 +1,4 @@
-"""What `manager.stats()` says of a step is what happened in it."""
+"""`manager.stats()` says of a step what happened in it."""
 
 from __future__ import annotations
 

@@ -108,6 +108,7 @@ class Counting(Trainer):
         return super()._prepare_inputs(inputs)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("kind", "at_once", "error", "message"),
     [
@@ -213,6 +214,7 @@ class Sharded(Trainer):
         self.is_deepspeed_enabled = True
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

@@ -163,6 +163,7 @@ SCRIPTED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("verb", ["offload", "load"])
 @pytest.mark.parametrize("make", SCRIPTED.values(), ids=SCRIPTED)

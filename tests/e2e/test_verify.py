@@ -86,6 +86,7 @@ def test_a_changed_tensor_is_named_with_record_and_offset(directory: Path) -> No
     assert "CRC-32" in fault.what
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kept", [0, 1000, 0.5, 0.999])
 def test_a_cut_off_snapshot_is_found(directory: Path, kept: float) -> None:
     path = directory / "whole.pt"
@@ -128,6 +129,7 @@ def cut(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("harm", "found"),
     [

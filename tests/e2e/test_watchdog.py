@@ -114,6 +114,7 @@ def test_a_handler_of_the_user_stays_and_default_comes_back(tmp_path: Path) -> N
         signal.signal(signal.SIGUSR1, previous)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stall_s", [0, -1.0, float("nan")])
 def test_a_stall_that_is_no_time_is_refused(tmp_path: Path, stall_s: float) -> None:
     with pytest.raises(swapper.ConfigError, match="stall_s"):

@@ -1,4 +1,4 @@
-"""What the tests of models on a device share: loading one within two budgets, running it, and looking at its frames."""
+"""Shared by the tests of models on a device: loading one within two budgets, running it, and looking at its frames."""
 
 from __future__ import annotations
 

@@ -139,6 +139,7 @@ def test_a_user_who_changes_streams(saved, device, opened):
         assert torch.equal(run(model), run(reference))
 
 
+@pytest.mark.whole
 def test_an_output_that_is_a_view_of_a_weight_is_the_users_own(saved, device, opened):
     class Shows(nn.Module):
         def __init__(self):

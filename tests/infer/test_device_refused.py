@@ -16,6 +16,7 @@ def test_a_device_that_is_not_there_is_named(saved):
         swapper.load(on_meta(), saved(make()), device="cuda")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("device", ["banana", "meta", 1.5])
 def test_what_is_no_device_is_refused(saved, device):
     with pytest.raises(swapper.ConfigError, match="device="):
@@ -27,6 +28,7 @@ def test_device_memory_without_a_device_is_refused(saved):
         swapper.load(on_meta(), saved(make()), device_memory="1GiB")
 
 
+@pytest.mark.whole
 def test_models_that_share_memory_run_on_the_cpu(saved, device):
     path = saved(make())
     with pytest.raises(swapper.UnsupportedError, match="share memory run on the CPU"):

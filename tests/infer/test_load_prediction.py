@@ -46,7 +46,6 @@ def test_a_predicted_pass_reads_what_a_pass_reads(path, budget):
     loaded.unload()
 
 
-@pytest.mark.slow
 def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
     export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
     plain, coded = (
@@ -73,6 +72,7 @@ def test_of_a_mixture_the_hit_rate_says_what_is_waited_for(tmp_path):
     assert none.wall_s < half.wall_s < all_read.wall_s
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("wrong", [{"experts": 0, "hit_rate": 0.5}, {"experts": 2, "hit_rate": 1.5}], ids=str)
 def test_an_impossible_use_of_experts_is_refused(wrong):
     with pytest.raises(swapper.ConfigError, match="give at least 1, and 0 to 1"):

@@ -1,4 +1,4 @@
-"""What a user may do to a model that was loaded by swapper.load, and what comes of it."""
+"""Users' changes of a model that was loaded by swapper.load, and their results."""
 
 from __future__ import annotations
 
@@ -239,6 +239,7 @@ def test_missing_and_unexpected_names_are_listed(tmp_path):
         swapper.load(model, tmp_path / "model.safetensors", host_memory="8MiB", strict="no")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("rename", [{"extra": "0.bias"}, lambda name: {"extra": "0.bias"}.get(name, name)])
 def test_names_can_be_mapped(tmp_path, rename):
     reference = small().eval()
@@ -254,6 +255,7 @@ def test_names_can_be_mapped(tmp_path, rename):
     assert model[1].num_batches_tracked.item() == 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("rename", [["0.bias"], "0.bias", lambda _: 5])
 def test_what_is_no_map_of_names_is_refused(tmp_path, rename):
     save_file(small().state_dict(), tmp_path / "model.safetensors")

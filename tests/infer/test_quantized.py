@@ -101,6 +101,7 @@ class Keeping(torch.nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.whole
 def test_computed_weights_take_one_memory_in_turn_and_those_that_are_held_keep_theirs(tmp_path, scheme):
     model = torch.nn.Sequential(*(Keeping() for _ in range(4)))
     save_file(model.state_dict(), tmp_path / "model")

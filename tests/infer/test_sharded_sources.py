@@ -1,4 +1,4 @@
-"""What several processes saved together, each its part of every tensor, runs in place, and becomes one file, bit for bit."""
+"""A checkpoint of several processes, each with a part of every tensor, runs in place, and becomes one file, bit for bit."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def test_a_sharded_checkpoint_runs_in_place_and_is_exported(tmp_path, how, whose
         assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("how", ["rows", "mesh"])
 def test_a_model_of_transformers_runs_from_what_its_training_saved_sharded(tmp_path, how):
     torch.manual_seed(0)
@@ -73,7 +74,6 @@ def test_a_model_of_transformers_runs_from_what_its_training_saved_sharded(tmp_p
     assert source.kind == "dcp"
 
 
-@pytest.mark.slow
 def test_chunks_are_quantised_as_the_whole_is(tmp_path):
     reference = make()
     save_together("mesh", reference, tmp_path / "dcp", "stock")
@@ -85,6 +85,7 @@ def test_chunks_are_quantised_as_the_whole_is(tmp_path):
     assert any(tensor.dtype == torch.uint8 for tensor in one.values())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("how", "is_refused"), [("rows", False), ("mesh", True)])
 def test_a_training_begins_from_what_was_saved_sharded(tmp_path, how, is_refused):
     reference = make()

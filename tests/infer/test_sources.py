@@ -56,6 +56,7 @@ class Mixed(nn.Module):
         return x * self.bools.sum() + self.counts[-1]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("aligned", [False, True])
 def test_a_torch_checkpoint_of_every_dtype_is_read_in_place(tmp_path, aligned):
     torch.manual_seed(0)

@@ -29,6 +29,7 @@ def test_what_is_computed_and_thrown_away_may_be_changed():
     assert torch.equal(product.from_parts([left, right]), left * right)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "change",
     [

@@ -1,4 +1,4 @@
-"""What people give to transformers' from_pretrained by habit does what it does there, or is refused with what to say instead."""
+"""Usual arguments of transformers' from_pretrained do what they do there, or are refused with what to say instead."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def test_ways_to_generate_give_what_they_give_in_memory(path):
     swapper.loaded(model).unload()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -55,6 +55,7 @@ def both(directory: Path, budget: str) -> tuple[nn.Module, nn.Module]:
     return plain, swapper.load(model, directory / "weights.pt", host_memory=budget)
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("budget", ["1300KiB", "64MiB"])
 @pytest.mark.parametrize("run", EXACT.values(), ids=EXACT)

@@ -1,4 +1,4 @@
-"""When a model is unloaded: what people still have of it, and who is in its forward meanwhile."""
+"""Unloading a model of which people still have something, or while others are in its forward."""
 
 from __future__ import annotations
 

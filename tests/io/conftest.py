@@ -1,4 +1,4 @@
-"""What the tests of the handles share: a handle, a path, and what stands in for NVIDIA's libcufile."""
+"""Shared by the tests of the handles: a handle, a path, and a stand-in for NVIDIA's libcufile."""
 
 from __future__ import annotations
 

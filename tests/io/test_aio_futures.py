@@ -18,6 +18,7 @@ from swapper import AioHandle, IoError, Operation
 # --- futures ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 def test_a_failed_operation_says_so_in_every_way(handle: AioHandle, path: Path) -> None:
     path.write_bytes(bytes(1 << 20))
     operation = handle.submit_read(torch.empty(1 << 20, dtype=torch.uint8), path)

@@ -38,6 +38,7 @@ def test_deepnvmes_defaults() -> None:
         assert (handle.get_single_submit(), handle.get_overlap_events(), handle.get_alignment()) == (False, False, 512)
 
 
+@pytest.mark.whole
 def test_deepnvmes_return_values(handle: AioHandle, path: Path) -> None:
     tensor = noise(8192)
     assert handle.write(tensor, path, True) == 0
@@ -55,6 +56,7 @@ def test_deepnvmes_return_values(handle: AioHandle, path: Path) -> None:
     assert handle.wait() == 1
 
 
+@pytest.mark.whole
 def test_deepnvmes_argument_names(handle: AioHandle, path: Path) -> None:
     tensor = noise(4096)
     handle.async_pwrite(buffer=tensor, filename=os.fspath(path), file_offset=0)
@@ -69,6 +71,7 @@ def test_deepnvmes_argument_names(handle: AioHandle, path: Path) -> None:
         assert names[:2] == ["buffer", "filename"] and "file_offset" in names
 
 
+@pytest.mark.whole
 def test_a_descriptor_in_the_place_of_the_name(handle: AioHandle, path: Path) -> None:
     path.write_bytes(bytes(10_000))
     descriptor = os.open(path, os.O_RDWR)  # without O_DIRECT
@@ -80,6 +83,7 @@ def test_a_descriptor_in_the_place_of_the_name(handle: AioHandle, path: Path) ->
     assert path.read_bytes() == bytes(100) + raw(tensor) + bytes(4900)
 
 
+@pytest.mark.whole
 def test_locked_tensors(handle: AioHandle, path: Path) -> None:
     locked = handle.new_cpu_locked_tensor(num_elem=5000, example_tenosr=torch.empty(0, dtype=torch.float16))
     assert (locked.shape, locked.dtype, locked.any().item()) == ((5000,), torch.float16, False)
@@ -111,6 +115,7 @@ def test_a_locked_tensor_that_nobody_has_gives_its_memory_back() -> None:
         assert len(deepnvme._locked_bytes) == before
 
 
+@pytest.mark.whole
 def test_validation_finds_other_bytes(handle: AioHandle, path: Path) -> None:
     tensor = noise(100_000)
     handle.pwrite(tensor, path, True, True)
@@ -123,6 +128,7 @@ def test_validation_finds_other_bytes(handle: AioHandle, path: Path) -> None:
         handle.wait()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "options",
     [
@@ -136,6 +142,7 @@ def test_an_option_out_of_range_is_named(options: dict[str, object]) -> None:
         AioHandle(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.whole
 def test_what_has_no_bytes_is_refused_with_the_reason(handle: AioHandle, path: Path) -> None:
     path.write_bytes(bytes(100_000))
     refused = {

@@ -24,6 +24,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_strided", [False, True])
 def test_every_dtype(handle: AioHandle, path: Path, dtype: torch.dtype, is_strided: bool) -> None:
@@ -38,6 +39,7 @@ def test_every_dtype(handle: AioHandle, path: Path, dtype: torch.dtype, is_strid
     assert raw(back) == raw(tensor)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "make",
     [
@@ -81,6 +83,7 @@ def test_a_strided_tensor_of_many_slots_takes_bounded_memory(tmp_path: Path) -> 
     assert torch.equal(tensor, back)
 
 
+@pytest.mark.whole
 def test_a_leaf_that_needs_gradients_may_be_read_into(handle: AioHandle, path: Path) -> None:
     path.write_bytes(raw(torch.full((1000,), 7.0)))
     parameter = torch.nn.Parameter(torch.zeros(1000))
@@ -88,6 +91,7 @@ def test_a_leaf_that_needs_gradients_may_be_read_into(handle: AioHandle, path: P
     assert parameter.eq(7).all() and parameter.requires_grad
 
 
+@pytest.mark.whole
 def test_reading_into_what_a_backward_needs_is_noticed(handle: AioHandle, path: Path) -> None:
     path.write_bytes(bytes(4000))
     weight = torch.nn.Parameter(torch.randn(1000))
@@ -131,6 +135,7 @@ def test_neighbours_written_at_the_same_time_do_not_touch_each_other(
     assert all(map(torch.equal, tensors, back))
 
 
+@pytest.mark.whole
 def test_neighbours_in_a_batch_are_one_transfer_and_others_are_not(handle: AioHandle, path: Path) -> None:
     """Tensors that lie side by side in memory and in the file go together; order, gaps, empty ones and strides are kept."""
     memory = noise(500_000)
@@ -156,6 +161,7 @@ def test_neighbours_in_a_batch_are_one_transfer_and_others_are_not(handle: AioHa
     assert [each._version for each in (a, b)] > before, "autograd is told of each"
 
 
+@pytest.mark.whole
 def test_a_batch_lies_in_one_file_in_order(handle: AioHandle, path: Path) -> None:
     tensors = [torch.randn(n, 3).t() if n % 2 else torch.randn(n) for n in range(1, 200)]
     handle.submit_write_batch(tensors, path).wait()
@@ -170,6 +176,7 @@ def test_a_batch_lies_in_one_file_in_order(handle: AioHandle, path: Path) -> Non
 CHAOS = {"seed": 3, "short": 0.2, "interrupt": 0.2, "again": 0.2, "delay": 0.1, "reorder": 0.2}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("backend", ["uring", "aio", "threads"])
 def test_calls_that_come_up_short_lose_nothing(tmp_path: Path, backend: str) -> None:
     tensors = [noise(200_003), noise(400_000).view(400, 1000).t(), noise(1), noise(0), noise(65536)]

@@ -30,6 +30,7 @@ def test_a_closed_handle(path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.whole
 def test_a_file_removed_meanwhile(handle: AioHandle, path: Path) -> None:
     """What was begun goes on in the removed file; what comes after makes a new one, or finds none."""
     first, second = noise(8 << 20), noise(4096, seed=1)
@@ -44,6 +45,7 @@ def test_a_file_removed_meanwhile(handle: AioHandle, path: Path) -> None:
     assert raised.value.errno == errno.ENOENT
 
 
+@pytest.mark.whole
 def test_a_file_cut_while_it_is_read(handle: AioHandle, path: Path) -> None:
     """Either the bytes were read in time, or it raises."""
     content = noise(16 << 20)
@@ -55,6 +57,7 @@ def test_a_file_cut_while_it_is_read(handle: AioHandle, path: Path) -> None:
         assert torch.equal(back, content)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_APPEND])
 def test_a_descriptor_opened_without_direct_io(handle: AioHandle, path: Path, flags: int) -> None:
     path.write_bytes(bytes(4096))
@@ -92,6 +95,7 @@ def test_a_read_only_file(path: Path, run_python: RunPython) -> None:
     assert path.read_bytes() == b"unharmed"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("writing", [True, False])
 def test_a_directory(handle: AioHandle, tmp_path: Path, writing: bool) -> None:
     with pytest.raises(IoError) as raised:
@@ -115,24 +119,28 @@ def test_a_fifo_does_not_hang(path: Path, run_python: RunPython) -> None:
     assert (done.returncode, done.stdout) == (0, "sync_pwrite raised\nsync_pread raised\n"), done.stderr
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("target", ["/dev/null", "/dev/zero"])
 def test_a_device_that_is_no_drive(handle: AioHandle, target: str) -> None:
     with pytest.raises(IoError, match="neither a file nor a drive"):
         handle.sync_pwrite(torch.zeros(10), target)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("target", [True, "a\0b"])
 def test_what_is_no_path(handle: AioHandle, target: object) -> None:
     with pytest.raises(ConfigError):
         handle.sync_pwrite(torch.zeros(10), target)  # type: ignore[arg-type]
 
 
+@pytest.mark.whole
 def test_a_missing_directory(handle: AioHandle, tmp_path: Path) -> None:
     with pytest.raises(IoError) as raised:
         handle.sync_pwrite(torch.zeros(10), tmp_path / "no" / "file")
     assert raised.value.errno == errno.ENOENT
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 @pytest.mark.parametrize("writing", [True, False])
 def test_a_cuda_tensor_where_there_is_no_cuda(handle: AioHandle, path: Path, writing: bool) -> None:
@@ -143,6 +151,7 @@ def test_a_cuda_tensor_where_there_is_no_cuda(handle: AioHandle, path: Path, wri
         (handle.sync_pwrite if writing else handle.sync_pread)(tensor, path)
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_tensor_without_memory(handle: AioHandle, path: Path) -> None:
     with FakeTensorMode():
@@ -156,6 +165,7 @@ def test_a_tensor_without_memory(handle: AioHandle, path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("offset", [-1, -4096, 1 << 63, 1.5, True])
 def test_an_offset_that_is_none(handle: AioHandle, path: Path, offset: object) -> None:
     path.write_bytes(bytes(4096))
@@ -165,6 +175,7 @@ def test_an_offset_that_is_none(handle: AioHandle, path: Path, offset: object) -
     assert path.read_bytes() == bytes(4096)
 
 
+@pytest.mark.whole
 def test_an_offset_beyond_what_a_file_can_hold(handle: AioHandle, path: Path) -> None:
     with pytest.raises(IoError):
         handle.sync_pwrite(torch.zeros(4096), path, (1 << 63) - 4096)
@@ -316,6 +327,7 @@ def hollow_drive(tmp_path: Path):
         subprocess.run(["umount", "--lazy", below], check=False, capture_output=True)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("nbytes", [100, (4 << 20) + 100])
 def test_an_error_of_the_drive_in_the_flush_of_an_edge(hollow_drive: Path, nbytes: int) -> None:
     """write(2) succeeds, into the page cache; only the flush brings the failure to light. It is the operation's."""

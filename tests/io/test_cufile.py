@@ -35,6 +35,7 @@ def test_all_bytes_go_however_short_the_calls(library: ctypes.CDLL, path: Path) 
     assert torch.equal(source, back)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("sector, number", [(77, 0), (78, errno.EIO)])
 def test_an_error_is_raised_with_its_place(library: ctypes.CDLL, path: Path, sector: int, number: int) -> None:
     path.write_bytes(bytes(1 << 20))
@@ -70,6 +71,7 @@ def test_registering_memory(library: ctypes.CDLL) -> None:
         cufile.register_memory(memory.data_ptr(), 13)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mode, reason", [(1, "5001"), (2, "compatibility mode")])
 def test_a_driver_that_does_not_open_or_does_not_go_direct_is_the_reason(
     library: ctypes.CDLL, mode: int, reason: str

@@ -1,4 +1,4 @@
-"""What DeepNVMe does wrong without a word, or by ending the process, each by its name: here the bytes are right, or it raises.
+"""Failures of DeepNVMe that are silent or end the process, each by its name: here the bytes are right, or it raises.
 
 Checked against DeepSpeed 0.19. What could end the process runs in one of its own.
 """
@@ -16,12 +16,14 @@ from swapper import AioHandle, IoError
 from swapper.bench.memory import PeakMemory
 
 
+@pytest.mark.whole
 def test_a_write_of_5000_bytes_leaves_5000_bytes(handle: AioHandle, path: Path) -> None:
     tensor = noise(5000)
     assert handle.sync_pwrite(tensor, path) == 1
     assert path.read_bytes() == raw(tensor)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 4095, 4097, 5000, 65537, 1_000_001])
 def test_an_odd_size_makes_a_round_trip(handle: AioHandle, path: Path, nbytes: int) -> None:
     tensor, back = noise(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
@@ -31,6 +33,7 @@ def test_an_odd_size_makes_a_round_trip(handle: AioHandle, path: Path, nbytes: i
     assert torch.equal(tensor, back)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("offset", [1, 100, 4095, 5000])
 def test_a_write_at_an_odd_offset_is_there(handle: AioHandle, path: Path, offset: int) -> None:
     path.write_bytes(b"\xee" * 20000)
@@ -39,6 +42,7 @@ def test_a_write_at_an_odd_offset_is_there(handle: AioHandle, path: Path, offset
     assert path.read_bytes() == b"\xee" * offset + raw(tensor) + b"\xee" * (15000 - offset)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("offset", [1, 100, 4095, 5000])
 def test_a_read_at_an_odd_offset_is_right(handle: AioHandle, path: Path, offset: int) -> None:
     content = noise(30000)
@@ -66,6 +70,7 @@ def test_many_small_writes_until_the_drive_is_full_raise(small_tmpfs: Path) -> N
     handle.close()
 
 
+@pytest.mark.whole
 def test_reading_a_5000_byte_file_gives_its_bytes(handle: AioHandle, path: Path) -> None:
     content = noise(5000)
     path.write_bytes(raw(content))
@@ -74,6 +79,7 @@ def test_reading_a_5000_byte_file_gives_its_bytes(handle: AioHandle, path: Path)
     assert torch.equal(content, back)
 
 
+@pytest.mark.whole
 def test_a_non_contiguous_view_receives_its_data(handle: AioHandle, path: Path) -> None:
     content = torch.arange(10000, dtype=torch.float32)
     path.write_bytes(raw(content))
@@ -83,6 +89,7 @@ def test_a_non_contiguous_view_receives_its_data(handle: AioHandle, path: Path) 
     assert not back[:, 1::3].any() and not back[:, 2::3].any()
 
 
+@pytest.mark.whole
 def test_a_non_contiguous_view_is_written_in_order(handle: AioHandle, path: Path) -> None:
     tensor = torch.randn(300, 200).t()
     assert handle.sync_pwrite(tensor, path) == 1
@@ -176,6 +183,7 @@ print("written")
     assert path.read_bytes() == raw(torch.full((1 << 20,), 3.0))
 
 
+@pytest.mark.whole
 def test_a_smaller_rewrite_leaves_no_stale_tail(handle: AioHandle, path: Path) -> None:
     handle.sync_pwrite(noise(100_000), path)
     smaller = noise(5000, seed=1)
@@ -183,6 +191,7 @@ def test_a_smaller_rewrite_leaves_no_stale_tail(handle: AioHandle, path: Path) -
     assert path.read_bytes() == raw(smaller)
 
 
+@pytest.mark.whole
 def test_an_offset_of_0_that_is_said_leaves_the_rest_of_the_file(handle: AioHandle, path: Path) -> None:
     whole, head = noise(100_000), noise(5000, seed=1)
     handle.sync_pwrite(whole, path)
@@ -203,6 +212,7 @@ def test_an_async_write_of_ordinary_memory_returns_at_once(tmp_path: Path) -> No
     assert memory.growth_bytes < 64 << 20  # nor is it copied later
 
 
+@pytest.mark.whole
 def test_each_operation_can_be_waited_for_by_itself(handle: AioHandle, tmp_path: Path) -> None:
     good = handle.submit_write(noise(100_000), tmp_path / "good")
     content = tmp_path / "content"
@@ -214,6 +224,7 @@ def test_each_operation_can_be_waited_for_by_itself(handle: AioHandle, tmp_path:
     assert good.wait()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("parallelism", [1, 2, 3, 7])
 def test_a_size_that_does_not_divide_by_the_threads_is_taken(path: Path, parallelism: int) -> None:
     tensor, back = noise(100_003), torch.zeros(100_003, dtype=torch.uint8)
@@ -223,6 +234,7 @@ def test_a_size_that_does_not_divide_by_the_threads_is_taken(path: Path, paralle
     assert torch.equal(tensor, back)
 
 
+@pytest.mark.whole
 def test_a_missing_file_raises_with_its_name(handle: AioHandle, path: Path) -> None:
     with pytest.raises(IoError, match="file") as raised:
         handle.sync_pread(torch.empty(10), path)

@@ -59,6 +59,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_whole_sectors_are_within_and_no_more_could_be(offset: int, nbytes: int) -> None:

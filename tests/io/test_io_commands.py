@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from swapper.bench.measure import Pattern, files_for, measure_deepnvme, measure_while_computing
 from swapper.cli import app
 from swapper.cli.bench import search
 from swapper.io.tuning import Tuning, find_tuning, keep_tuning, tuning_path
@@ -49,6 +50,7 @@ def test_bench_measures_and_writes_figures(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"chart.html", "config"}, "nothing is left behind"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "arguments",
     [["--kinds", "sideways"], ["--sizes", "1000"], ["--depths", "0"], ["--chart", "x.gif"], ["--sizes", "x"]],
@@ -59,6 +61,62 @@ def test_bench_names_a_wrong_option(tmp_path: Path, arguments: list[str]) -> Non
     assert arguments[0] in done.output
 
 
+def program(path: Path, text: str) -> str:
+    """Make a program of the shell, which stands for another one. Returns its name."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+FIO = """
+case "$*" in *--bs=131072*) echo "fio: such blocks it refuses" >&2; exit 1;; esac
+echo "fio: a remark before the figures"
+echo '{"jobs": ['
+for word in "$@"; do
+    case $word in --name=*) kind=${word#--name=}; echo "$comma"; comma=,
+        echo "{\\"jobname\\": \\"$kind\\", \\"$kind\\": {\\"bw_bytes\\": 250000000}, \\"usr_cpu\\": 5.0, \\"sys_cpu\\": 7.5}";;
+    esac
+done
+echo ']}'
+"""
+"""Prints what fio does for the jobs that it is asked for, of 250 MB/s each, for an eighth of a processor."""
+
+
+def test_bench_compares_with_fio_and_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path / "bin" / "fio", FIO)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    arguments = ["bench", str(tmp_path), "--seconds", "0.05", "--file-size", "16MiB", "--depths", "4"]
+    chart = tmp_path / "chart.png"
+    done = runner.invoke(app, [*arguments, "--kinds", "both", "--sizes", "64KiB", "--json", "--chart", str(chart)])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)
+    assert row["programs"]["fio"] == [{"bytes_per_s": 5e8, "cpu_s_per_gb": 0.5, "slowing_byte_s": 0.0}]
+    assert row["ratio_to_fio"] == row["programs"]["swapper"][0]["bytes_per_s"] / 5e8
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    shown = runner.invoke(app, [*arguments, "--kinds", "read", "--sizes", "64KiB"]).output
+    assert "swapper / fio" in shown and "0.25 (0.500)" in shown
+    refused = runner.invoke(app, [*arguments, "--kinds", "read", "--sizes", "128KiB"])
+    assert refused.exit_code == 0 and "without fio: fio failed: fio: such blocks it refuses" in refused.output
+
+
+def test_what_deepnvme_prints_is_its_speed_and_else_its_error_is_named(tmp_path: Path) -> None:
+    pattern, paths = Pattern("read", 1 << 16, 4, 1 << 24, 0.05), {"read": tmp_path / "file"}
+    found = measure_deepnvme(pattern, paths, program(tmp_path / "good", "echo remark; echo RESULT 2.5e8 0.125"))
+    assert (found.bytes_per_s, found.cpu_s_per_gb) == (2.5e8, 0.125)
+    with pytest.raises(OSError, match="DeepNVMe failed: no libaio here"):
+        measure_deepnvme(pattern, paths, program(tmp_path / "bad", "echo no libaio here >&2; exit 1"))
+
+
+def test_transfers_are_measured_while_torch_computes(tmp_path: Path) -> None:
+    pattern = Pattern("both", 1 << 16, 4, 1 << 24, 0.05)
+    with files_for(tmp_path, pattern.file_bytes) as paths:
+        found = measure_while_computing(pattern, paths)
+    assert found.bytes_per_s > 0 and 0 <= found.slowing_byte_s < 1 / found.bytes_per_s
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("command", ["bench", "tune"])
 def test_a_name_in_brackets_is_not_taken_for_markup(command: str) -> None:
     done = runner.invoke(app, [command, "/missing[/red]"])

@@ -28,6 +28,7 @@ def striped(directories: list[Path], **options: object) -> AioHandle:
     return AioHandle(block_size=16 << 10, directories=directories, stripe_bytes=STRIPE, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("backend", ["uring", "aio", "threads"])
 @pytest.mark.parametrize("nbytes", [0, 1, 5000, STRIPE, 3 * STRIPE, 20 * STRIPE + 777])
 def test_what_was_written_is_read(directories: list[Path], nbytes: int, backend: str) -> None:
@@ -168,6 +169,7 @@ def test_what_is_missing_or_strange_is_named(directories: list[Path]) -> None:
             handle.sync_pwrite(tensor, "x")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,4 +1,4 @@
-"""What `swapper tune` kept is in force wherever an engine is opened for that drive."""
+"""The settings that `swapper tune` kept are in force wherever an engine is opened for that drive."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def of_checkpoints(directory: Path) -> tuple[int, int, str]:
     return settings_of(shared_engine(directory / "x.pt"))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("opened", [of_a_training, of_a_loaded_model, of_checkpoints])
 def test_a_kept_tuning_changes_the_settings_of_every_engine(
     tmp_path: Path, opened: Callable[[Path], tuple[int, int, str]]
@@ -74,6 +75,7 @@ def test_doctor_says_which_settings_are_in_force(tmp_path: Path) -> None:
     assert f"in force: {format_bytes(TUNED.piece_bytes)} x {TUNED.depth} by {TUNED.backend}" in found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -1,4 +1,4 @@
-"""What the drive must keep, whatever the pager writes next: contents that the last commit names, and those of snapshots."""
+"""Contents that the drive must keep, whatever the pager writes next: those of the last commit and of snapshots."""
 
 from __future__ import annotations
 

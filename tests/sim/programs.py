@@ -1,4 +1,4 @@
-"""What the simulated pager is asked for: a training run as hooks and sweep would make it, and a program without any sense.
+"""Programs for the simulated pager: a training run as hooks and sweep would make it, and one without any sense.
 
 Both only ask for what they may ask for (`Run.is_allowed`), and go on after errors as a program does that catches them.
 """

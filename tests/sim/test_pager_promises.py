@@ -1,4 +1,4 @@
-"""What the pager promises, one thing at a time. See scripted.py for the drives."""
+"""The pager's promises, one at a time. See scripted.py for the drives."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ def measured(moved_bytes: float) -> tuple[dict[str, Any], dict[str, Any]]:
     return swapped, reference
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("moved_bytes, said", [(0, "no byte was moved"), (12 * MB, "s more a GB")])
 def test_a_step_is_shown_whatever_it_moves(
     bench_train: ModuleType, capsys: pytest.CaptureFixture[str], moved_bytes: float, said: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.processes import run_python, started_python
+from rich.console import Console
 from typer.testing import CliRunner
 
 from swapper.bench.corpus import Corpus
@@ -26,7 +28,8 @@ from swapper.bench.drive import (
 )
 from swapper.bench.gpt import Gpt, GptConfig, make_gpt
 from swapper.bench.plain import PlainTraining
-from swapper.cli import app
+from swapper.cli import app, demo_ranks
+from swapper.cli.demo_ranks import RanksTask
 from swapper.cli.doctor import filesystem_of
 from swapper.errors import DirectoryError
 
@@ -45,6 +48,7 @@ def run_here(*arguments):
     return runner.invoke(app, [*map(str, arguments)], prog_name="swapper")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -65,6 +69,7 @@ def test_wrong_arguments_exit_2_and_say_what_is_right(arguments, word):
     assert word in done.output
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -108,7 +113,6 @@ def test_a_wrong_argument_ends_the_process_with_2_and_no_traceback():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "keeps"), [("bf16", True), ("fp32", False)])
 def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision, keeps):
     kept = tmp_path / "kept.pt"
@@ -139,6 +143,25 @@ def test_the_demo_of_ranks_is_killed_resumes_and_is_plain_fsdp2_bit_for_bit(tmp_
     assert len(measured["losses"]) == 4
     assert measured["resumed_at"] in (1, 2, 3)
     assert sum(measured["written_bytes"]) > 0  # a write that ends in the next step counts there
+
+
+def test_the_demo_of_one_rank_is_killed_and_resumes_and_what_differs_is_said(tmp_path):
+    """Of more ranks, and as a command: above."""
+    config = GptConfig(vocabulary=256, context=16, layers=2, width=64)
+    task = RanksTask(
+        ranks=1, config=config, masters=False, steps=4, batch=1, given_budget_bytes=None, learning_rate=1e-3, drive_s=0.05,
+    )  # fmt: skip
+    stages = []
+    record = demo_ranks.measure(task, tmp_path, lambda stage, losses: stages.append((stage, len(losses))))
+    assert record.is_equal and len(record.losses) == 4 and record.killed_after == 2 and record.resumed_at in range(1, 5)
+    assert ("training", 1) in stages and stages[-1] == ("the same in plain FSDP2", 4)
+    assert task.disk_bytes > 3 * task.state_bytes and task.budget_bytes >= 96 << 20
+    console = Console(record=True, width=200, file=io.StringIO())
+    demo_ranks.show(console, record)
+    assert "plain FSDP2, bit for bit" in console.export_text(clear=False)
+    record.different = ["layers.0 of rank 0"]
+    demo_ranks.show(console, record)
+    assert "They differ from plain FSDP2's (layers.0 of rank 0)" in console.export_text()
 
 
 def processes_with(text):

@@ -99,6 +99,7 @@ def test_the_layout_of_a_small_container_in_full() -> None:
     assert b"archive/data/1FB" in second
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("size", [0, -4096, 1, 4095, 4097])
 def test_sizes_that_cannot_be_written_directly_are_refused(size) -> None:
     with pytest.raises(CheckpointError, match="record 1 of"):
@@ -185,6 +186,7 @@ def test_a_payload_has_the_checksum_of_its_chunks() -> None:
     assert serialization_id(tail) == serialization_id(whole)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "chunks",
     [[], [(4096, 4096)], [(4096, 4096), (12288, 2048)], [(4096, 4096), (4096, 4096), (12288, 4096)], [(4096, 12288)]],
@@ -198,6 +200,7 @@ def test_checksums_that_do_not_fit_the_layout_are_refused(chunks) -> None:
 # Zip tools -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("with_crc32s", [False, True])
 def test_zip_tools_accept_the_file_and_notice_a_changed_payload_byte(tmp_path, with_crc32s) -> None:
     content, state = example()
@@ -211,6 +214,7 @@ def test_zip_tools_accept_the_file_and_notice_a_changed_payload_byte(tmp_path, w
     assert zipfile.ZipFile(path).testzip() == "archive/data/1"
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(not shutil.which("unzip"), reason="unzip is not installed")
 @pytest.mark.parametrize("with_crc32s", [False, True])
 def test_unzip_accepts_the_file_and_extracts_the_payload(tmp_path, with_crc32s) -> None:

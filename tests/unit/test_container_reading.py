@@ -1,4 +1,4 @@
-"""What torch reads of a container: the state, in every way it reads, and files of which only the sizes are large."""
+"""Torch's reading of a container: the state, in every way it reads, and files of which only the sizes are large."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ LOADS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("calculate_offsets", [False, True])
 @pytest.mark.parametrize("options", LOADS.values(), ids=LOADS)
 def test_torch_load_gives_the_state_back(tmp_path, monkeypatch, options, calculate_offsets) -> None:
@@ -72,6 +73,7 @@ def test_any_use_of_the_records_in_any_order_loads_bit_for_bit(tmp_path_factory,
     assert path.stat().st_size % ALIGNMENT == 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mmap", [False, True])
 def test_views_of_one_record_share_storage_after_loading(tmp_path, mmap) -> None:
     content = Content([random_payload(ALIGNMENT, torch.float32)])
@@ -97,6 +99,7 @@ def test_payloads_are_at_the_planned_offsets_of_the_file(tmp_path) -> None:
         assert raw[record.offset : record.end] == bytes_of(payload)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("in_file_order", [False, True])
 def test_fake_tensors_know_the_offset_of_every_storage(tmp_path, in_file_order) -> None:
     content = Content([random_payload(ALIGNMENT, torch.float32, seed) for seed in range(12)])
@@ -178,6 +181,7 @@ def test_an_optimizer_resumed_from_a_container_goes_on_bit_for_bit(tmp_path) -> 
 # Above 4 GiB -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -11,6 +11,7 @@ from swapper.errors import InvariantError
 from swapper.io.extents import Extents
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("seed", range(20))
 def test_no_two_overlap_and_nothing_is_lost(seed: int) -> None:
     chance, extents, held = random.Random(seed), Extents(), {}

@@ -1,4 +1,4 @@
-"""Which parameters are used together: every parameter in one group, and every unit leases all that its forward needs."""
+"""Groups of parameters: every parameter is in one group, and every unit leases all that its forward needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory may still be taken is what the system and a control group around the process say."""
+"""The memory that may still be taken is what the system and a control group around the process say."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def test_no_more_than_a_control_group_leaves(tmp_path):
     assert limit // 2 < int(done.stdout.split()[0]) < limit
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("path", ["/proc/meminfo", "/proc/self/cgroup", "/proc/self/smaps_rollup"])
 def test_the_kernels_files_are_read_whole(path):
     if not Path(path).exists():

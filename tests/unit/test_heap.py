@@ -1,4 +1,4 @@
-"""Who gives free memory back to the system: glibc by itself, or the checks of a run."""
+"""Free memory goes back to the system: by glibc itself, or by the checks of a run."""
 
 from __future__ import annotations
 

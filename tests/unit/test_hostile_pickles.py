@@ -112,6 +112,7 @@ ENDLESS_WORK = {
 """What the unpickler itself must not take."""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("data", ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_nest_without_end_is_refused(data: bytes) -> None:
     skeleton = read_skeleton(data, "x")
@@ -120,6 +121,7 @@ def test_a_nest_without_end_is_refused(data: bytes) -> None:
             pass
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("data", ENDLESS_WORK.values(), ids=ENDLESS_WORK.keys())
 def test_work_without_end_is_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"^x"):
@@ -134,6 +136,7 @@ def archive(path: Path, data: bytes) -> Path:
     return path
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("data", [*ENDLESS.values(), *ENDLESS_WORK.values()], ids=[*ENDLESS, *ENDLESS_WORK])
 def test_whatever_reads_a_file_refuses_them(data: bytes, tmp_path: Path) -> None:
     path = archive(tmp_path / "x.pt", data)
@@ -212,6 +215,7 @@ def test_an_expanded_tensor_is_exported_in_bounded_memory(tmp_path: Path) -> Non
     assert torch.equal(written, torch.arange(6.0).view(2, 1, 3).expand(2, 1_200_000, 3))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "header",
     [
@@ -229,6 +233,7 @@ def test_hostile_headers_are_refused_in_few_words(header: bytes, tmp_path: Path)
     assert len(str(caught.value)) < 2000
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("place", ["file", "index", "shard", "metadata"])
 def test_a_pipe_is_refused_and_not_waited_for(place: str, tmp_path: Path) -> None:
     import os

@@ -1,4 +1,4 @@
-"""Which folder may import which. The architecture is one-way; these rules keep it so.
+"""Rules of imports between folders. The architecture is one-way; these rules keep it so.
 
 Each line of PYTHON_LAYERS is a layer, from the bottom up. A folder (or a module next to the folders) imports from its own layer and
 from those below.

@@ -175,6 +175,7 @@ def test_no_larger_page_would_need_less_memory(section_bytes, pool_bytes):
         assert framed(section_bytes, larger) > framed(section_bytes, page_bytes)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["llama-7b", "gpt2", "one odd size", "two sizes", "one large, many small"])
 @pytest.mark.parametrize("pool_bytes", [64 * MIB, 256 * MIB, GIB, 8 * GIB, 64 * GIB])
 def test_frames_are_hardly_larger_than_what_is_in_them(name, pool_bytes):

@@ -130,6 +130,7 @@ def test_the_dtypes_tested_are_those_that_people_train_with() -> None:
     assert {getattr(torch, name) for name in names.split()} <= set(DTYPES)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_resident", [False, True], ids=["payload", "resident"])
 def test_every_dtype_equals_torch_save(dtype, is_resident) -> None:
@@ -264,6 +265,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
 def test_what_torch_load_refuses_is_refused_by_name(value) -> None:
     file = io.BytesIO()
@@ -311,12 +313,14 @@ REFUSED_TENSORS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("value", "message"), REFUSED_TENSORS.values(), ids=REFUSED_TENSORS)
 def test_tensors_that_cannot_be_written_exactly_are_refused(value, message) -> None:
     with pytest.raises(CheckpointError, match=message):
         pickle_state({"x": value}, {}, lambda tensor: None)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("tensor", "ref", "fits"),
     [
@@ -347,6 +351,7 @@ def test_a_place_outside_of_its_record_is_refused(tensor, ref, fits) -> None:
             write()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.int32, torch.uint16], ids=str)
 def test_two_dtypes_in_one_record_are_refused(other) -> None:
     whole = torch.zeros(1024)

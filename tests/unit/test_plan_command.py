@@ -102,6 +102,21 @@ def test_plan_predicts_a_step_from_a_models_function_alone() -> None:
     assert "optimizer state" in text and "a drive twice as fast" in text and "no other beats" in text
 
 
+def two_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(2)))
+
+
+def test_a_forecast_is_told_in_words_and_tables() -> None:
+    """Of a larger model its numbers are looked at: above."""
+    given = [*GIVEN, "--host", "12MB", "--endurance", "1TB"]
+    done = run("plan", "unit.test_plan_command:two_layers", *given, "--optimizer", "muon")
+    assert done.exit_code == 0, done.output
+    for words in ("optimizer state", "What would be faster", "no other beats in all three", "it never wears out"):
+        assert words in done.stdout, done.stdout
+    without = run("plan", "unit.test_plan_command:two_layers", *given, "--no-table").stdout
+    assert "What would be faster" in without and "no other beats" not in without
+
+
 def test_the_smallest_memory_that_is_named_works_and_less_does_not() -> None:
     forecaster = Forecaster(meta_gpt(), 64)
     smallest = smallest_budget(forecaster, machine(1 << 30), Setting())
@@ -202,6 +217,7 @@ def test_the_largest_model_for_a_time_is_as_fast_as_it_says() -> None:
     assert exact.step.wall_s == pytest.approx(found["largest"]["step_s"], rel=0.15)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 9])
 def test_a_model_has_as_many_layers_as_asked_for(layers: int) -> None:
     with torch.device("meta"):
@@ -262,6 +278,7 @@ def test_the_table_has_each_placement_that_none_beats_and_what_is_not_simulated_
     assert places == {"-"} if host_bytes == 160 << 20 else len(places) >= 2
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
 def test_a_picture_has_the_step_and_the_tiers(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
@@ -316,6 +333,7 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
     assert figures("my_net:net", *GIVEN, "--no-table")["step_s"] > 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -360,6 +378,7 @@ def test_plan_says_what_is_wrong(arguments: list[str], named: str) -> None:
     assert named in done.output.replace("\n", "")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -379,6 +398,7 @@ def test_a_configuration_that_makes_no_model_is_refused(change: dict[str, Any], 
     assert named in done.output.replace("\n", "")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [

@@ -79,6 +79,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_header_is_refused(tmp_path, what):
     path = write(tmp_path / "hostile.safetensors", *HOSTILE[what])
@@ -86,6 +87,7 @@ def test_a_hostile_header_is_refused(tmp_path, what):
         safetensors.read(path)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("claimed", [1 << 63, 100_000_001, 17])
 def test_a_header_larger_than_the_file_is_not_allocated(tmp_path, claimed):
     path = write(tmp_path / "x.safetensors", b"{}", claimed=claimed)
@@ -146,6 +148,7 @@ def test_missing_shards_are_named(tmp_path):
         open_source(tmp_path)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("shard", ["../secret", "/etc/passwd", "..", ""])
 def test_an_index_cannot_lead_out_of_its_directory(tmp_path, shard):
     make_shards(tmp_path)
@@ -154,6 +157,7 @@ def test_an_index_cannot_lead_out_of_its_directory(tmp_path, shard):
         open_source(tmp_path)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("content", ["nonsense", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
 def test_an_index_that_is_none_is_refused(tmp_path, content):
     make_shards(tmp_path)

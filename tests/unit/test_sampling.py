@@ -1,4 +1,4 @@
-"""What `tools/test` runs of large tables: each value, another choice with each seed, the same one with the same; and where."""
+"""Samples of large tables: each value, another choice with each seed, the same one with the same; and where."""
 
 from __future__ import annotations
 

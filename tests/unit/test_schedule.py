@@ -245,6 +245,7 @@ def test_a_schedule_that_knows_nothing_expects_nothing():
     assert schedule.next_use(0) == schedule.position
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("page, expected", [(0, 4), (1, 5), (2, 2), (3, NEVER)])
 def test_a_page_used_in_this_cycle_already_is_next_used_in_the_next_one(page, expected):
     cycle = [use("a", 0), use("b", 1), use("c", 2), use("d", 2)]
@@ -258,6 +259,7 @@ def one_use_each(pages: int) -> list[Access]:
     return [Access(("slice", 0, page), (page,)) for page in range(pages)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("pages, frames, window", [(100, 20, 6), (97, 22, 6), (40, 39, 2), (30, 40, 4)])
 def test_an_even_share_of_pages_that_are_used_once_stays_and_more_of_the_first(
     pages: int, frames: int, window: int

@@ -1,4 +1,4 @@
-"""What the optimizer updates together: every element once, cut where bits do not change, with exactly the pages it needs."""
+"""Slices, updated together: every element once, cut where bits do not change, with exactly the pages it needs."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ def test_where_a_part_ends_is_where_the_file_does(layout: StripeLayout, offset: 
     assert max(ends) == offset + nbytes
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("weights", "pattern"),
     [

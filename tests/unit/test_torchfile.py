@@ -1,4 +1,4 @@
-"""Where the tensors of torch checkpoints lie, and that no file makes us believe what is not so."""
+"""Locations of the tensors in torch checkpoints; no file makes us believe what is not so."""
 
 from __future__ import annotations
 
@@ -145,6 +145,7 @@ def overlap(data: bytearray) -> None:
     data[b + 42 : b + 46] = data[a + 42 : a + 46]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -235,6 +236,7 @@ def test_a_zip_of_another_kind_and_a_compressed_one_are_refused(tmp_path: Path) 
         open_source(tmp_path / "y.pt")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stated", [b"", b"x", b"64 KiB", b"\xff"])
 def test_an_alignment_that_torch_does_not_read_is_refused(tmp_path: Path, stated: bytes) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "whole.pt")

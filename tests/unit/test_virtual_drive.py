@@ -142,6 +142,7 @@ def test_the_mean_of_steps_is_of_each_phase() -> None:
     assert mean.wall_s == 3.0 and mean.phases["forward"].wall_s == 2.0 and mean.read_bytes == 150
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("is_committed", [True, False])
 def test_a_simulated_step_updates_when_the_committed_one_is_written(is_committed: bool) -> None:
     plans = plan_group(0, "state", [TensorSpec("weight", "exp_avg", torch.float32, (1 << 16,))])

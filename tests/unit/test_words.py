@@ -98,6 +98,6 @@ def test_nothing_has_a_private_name() -> None:
 
 
 def test_modules_open_with_what_they_do() -> None:
-    sources = [name for name in _files() if name.endswith((".py", ".h", ".cpp"))]
+    sources = [name for name in _files("tests") if name.endswith((".py", ".h", ".cpp"))]
     found = [f"{name}: {_opening(name).splitlines()[0]}" for name in sources if OPENINGS.match(_opening(name))]
     assert not found, "\n".join(found)

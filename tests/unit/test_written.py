@@ -1,4 +1,4 @@
-"""What `written_among` says of a call of torch's is what the call does, as versions tell: of functions found by introspection,
+"""`written_among` says of a call of torch's what the call does, as versions tell: of functions found by introspection,
 and of the table of operations on cold parameters."""
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("space, least", [(torch.Tensor, 90), (torch, 80)])
 def test_functions_in_place(space: Any, least: int) -> None:
     done = [function for function in named(space, in_place) if tried(function, LIKE)]
