@@ -174,13 +174,16 @@ class OffloadTrainerMixin:
             number, batch = numbered
             awaited: list[torch.Tensor] = []
             _AwaitedLoss.of_thread.losses = awaited
-            losses[number] = step(batch)
+            try:
+                losses[number] = step(batch)
+            finally:
+                del _AwaitedLoss.of_thread.losses
             if len(awaited) != 1:
                 raise UnsupportedError(
                     f"a micro-batch has called accelerator.backward {len(awaited)} times, and once goes with "
                     f"at_once={self.swapper_at_once}: leave at_once= out"
                 )
-            return awaited[0]
+            return awaited.pop()
 
         trainer.model.train()  # as each step does: here while no micro-batch is in the middle
         accelerator.backward = backward  # an instance's attribute, before that of its class

@@ -154,7 +154,7 @@ def test_a_run_that_was_closed_leaves_nothing_to_clean(tmp_path: Path, steps: in
     """After a snapshot, whose file another has replaced, and when it is resumed and no step is taken."""
     directories = [tmp_path / f"drive-{number}" for number in range(drives)]
     expected: dict[str, torch.Tensor] = {}
-    for taken in (3, steps, 0):
+    for number, taken in enumerate((3, steps, 0)):
         model = Net()
         with swapper.SwapManager(directories, host_memory="32MiB", resume="auto") as manager:
             model, optimizer = manager.offload(
@@ -163,7 +163,7 @@ def test_a_run_that_was_closed_leaves_nothing_to_clean(tmp_path: Path, steps: in
             assert_same({name: p.clone() for name, p in model.state_dict().items()} if expected else {}, expected)
             for _ in range(taken):
                 train_step(model, optimizer)
-            manager.snapshot(tmp_path / f"{manager.step}-{taken}.pt")
+            manager.snapshot(tmp_path / f"{number}.pt")
             expected = {name: p.clone() for name, p in model.state_dict().items()}
         found = parsed("runs", tmp_path)
         assert [run["leftovers"] for run in found] == [[]] * drives
