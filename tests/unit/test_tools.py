@@ -24,4 +24,4 @@ def test_help_is_printed_by_any_python(program: str) -> None:
     path = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/nowhere"}
     done = subprocess.run([ROOT / program, "--help"], cwd="/", capture_output=True, text=True, timeout=100, env=path)
     assert done.returncode == 0 and done.stderr == "", done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) > 2 and "Traceback" not in done.stdout
+    assert len(done.stdout.splitlines()) > 1 and "Traceback" not in done.stdout
