@@ -617,8 +617,10 @@ class SwapManager:
                     self.current.end()
                     atexit.unregister(self.close)
                     self._factory.forget()
-                    owned = (run, self._earlier, self._directory, self._ranks)
-                    close_all(owner.close for owner in owned if owner is not None)
+                    endings = [owner.close for owner in (run, self._earlier) if owner is not None]
+                    if run is not None:
+                        endings.append(self._factory.remove_uncommitted)
+                    close_all([*endings, self._directory.close, self._ranks.close])
         if run is not None:
             run.publisher.raise_failure()
 

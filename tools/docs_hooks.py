@@ -1,7 +1,9 @@
-"""Completes the documentation site: the command line's own help, and the decisions. mkdocs calls it (tools/mkdocs.yml)."""
+"""Completes the documentation site: the command line's own help, the decisions, options in one piece. mkdocs calls it
+(tools/mkdocs.yml)."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,16 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     return markdown.replace(MARKER, commands()) if MARKER in markdown else markdown
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Mark the words with hyphens of code within a line, so that no line ends in one."""
+
+    def marked(code: re.Match[str]) -> str:
+        words = [f'<span class="word">{word}</span>' if "-" in word else word for word in code[1].split(" ")]
+        return f"<code>{' '.join(words)}</code>"
+
+    return re.sub(r"<code>([^<\n]+)</code>", marked, html)
 
 
 def commands() -> str:

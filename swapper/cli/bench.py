@@ -235,7 +235,7 @@ def tune(
     seconds: Annotated[float, typer.Option(min=0.05, help="For each measurement; there are some 23.")] = 0.5,
     backend: Annotated[str, typer.Option(help="auto, uring, aio or threads.")] = "auto",
     keep: Annotated[bool, typer.Option(help="Write down the result, for swapper to find.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the DeepSpeed configuration.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures and settings as JSON.")] = False,
 ) -> None:
     """Find and store the settings that suit a drive; print them as a DeepSpeed configuration."""
     console = make_console(stderr=as_json)
@@ -245,6 +245,14 @@ def tune(
         with console.status("measuring"):
             tuning = find(directory, file_bytes, seconds, backend)
         where = keep_tuning(directory, tuning) if keep else None
+    if as_json:
+        found = {
+            "directory": str(directory.absolute()),
+            **asdict(tuning),
+            "kept_in": None if where is None else str(where),
+        }
+        print(json.dumps({**found, "deepspeed": tuning.deepspeed_config()}, indent=2))
+        return
     console.print(
         f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}: "
         f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written, "
@@ -254,8 +262,7 @@ def tune(
     )
     if where is not None:
         console.print(f"Kept in {where}.", soft_wrap=True, highlight=False)
-    if not as_json:
-        console.print("For DeepSpeed:", highlight=False)
+    console.print("For DeepSpeed:", highlight=False)
     print(json.dumps(tuning.deepspeed_config(), indent=2))
 
 

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from swapper.checkpoint.exporting import FORMATS, WHAT, select
 from swapper.checkpoint.exporting import export as run
 from swapper.checkpoint.inspecting import inspect as look
 from swapper.checkpoint.quantization import SCHEMES, Loss
-from swapper.cli.command import make_console, print_table, reported
+from swapper.cli.command import make_console, make_progress, print_table, reported
 from swapper.durability.verify import Fault, Report
 from swapper.durability.verify import verify as verify_path
 from swapper.options import parse_choice
@@ -82,7 +82,7 @@ def verify(
     """
     console = make_console(stderr=as_json)
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with reported(console, failure_code=2), Progress(*columns, console=console, transient=True) as bar:
+    with reported(console, failure_code=2), make_progress(console, *columns) as bar:
         task = bar.add_task("verifying", total=None)
         reports = verify_path(path, lambda done, total: bar.update(task, completed=done, total=total))
     if as_json:
@@ -203,6 +203,6 @@ def _bar(console: Console, title: str, nbytes: int) -> Iterator[Any]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=console.quiet) as bar:
+    with make_progress(console, *columns) as bar:
         task = bar.add_task(escape(title), total=nbytes)
         yield lambda moved: bar.advance(task, moved)

@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, ProgressColumn
 
 from swapper.errors import ConfigError, SwapperError
 from swapper.io.mounts import make_parents
@@ -28,6 +29,11 @@ def make_console(stderr: bool = False, quiet: bool = False) -> Console:
     if not console.is_terminal:
         console.width = PIPED_COLUMNS
     return console
+
+
+def make_progress(console: Console, *columns: ProgressColumn) -> Progress:
+    """Return a bar for the time of its `with`, on a terminal alone: into a pipe rich would print an empty line."""
+    return Progress(*columns, console=console, transient=True, disable=console.quiet or not console.is_interactive)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> None:

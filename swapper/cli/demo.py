@@ -22,7 +22,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import swapper
 from swapper.bench import plain
@@ -31,7 +31,7 @@ from swapper.bench.drive import DriveSpeed, StepLimit, check_directory, choose_d
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.bench.memory import PeakMemory, pss_bytes
 from swapper.cli import demo_ranks
-from swapper.cli.command import make_console, reported
+from swapper.cli.command import make_console, make_progress, reported
 from swapper.cli.demo_ranks import Watch, megabytes, print_facts, steady
 from swapper.errors import CheckpointError, ConfigError
 from swapper.io.mounts import make_parents
@@ -220,7 +220,7 @@ def _progress(console: Console, steps: int) -> Iterator[Watch]:
         TextColumn("{task.fields[loss]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with make_progress(console, *columns) as progress:
         bar = progress.add_task("starting", total=steps, loss="")
 
         def watch(stage: str, losses: list[float]) -> None:

@@ -2,8 +2,9 @@
 
 [Note: leftovers] A swap file is a leftover if no process has the run open and no record names it: a run that never
 committed can never be resumed, and a killed one may have made files that its commit does not name. A manager removes
-the same files when it begins in that directory. On further drives the records of the first drive decide; without them
-nothing is removed. Only names that swapper gives to swap files count, in directories that only their user may write to.
+the same files when it begins in that directory, and when it closes with a commit. On further drives the records of the
+first drive decide; without them nothing is removed. Only names that swapper gives to swap files count, in directories
+that only their user may write to.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Annotated, Any
 import typer
 
 from swapper.cli.command import make_console, print_table, reported
-from swapper.durability.commit import CommitRecord, files_of, read_commit
+from swapper.durability.commit import CommitRecord, named_files, read_commit
 from swapper.durability.described_layout import plans_of
-from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, LockedDirectory
+from swapper.durability.directory import COMMIT_NAME, LockedDirectory
 from swapper.errors import CheckpointError, ConfigError, DirectoryError, SwapperError
 from swapper.io import beneath
 from swapper.io.drives import DrivesRecord, read_record
@@ -229,11 +230,7 @@ def _leftovers(path: Path, drives: DrivesRecord | None) -> Iterator[Path]:
         theirs = read_record(records) if records.is_dir() else None
         if theirs is None or drives is None or theirs.drives.id != drives.drives.id or _holder(records) is not None:
             return  # an unmounted drive, or another run
-    named: set[str] = set()
-    for name in (COMMIT_NAME, FALLBACK_NAME):
-        commit = read_commit(records, name)
-        if commit is not None:
-            named |= {commit.files[number] for number in files_of(commit)} | set(commit.files.values())
+    named = named_files(records)
     for file in beneath.files(path):
         if _SWAP_FILE.fullmatch(file.name) and file.name not in named and file.is_file() and not file.is_symlink():
             yield file

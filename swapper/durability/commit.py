@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from swapper.durability.directory import COMMIT_NAME
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
 from swapper.durability.ranks import CommitId
 from swapper.errors import CheckpointError, IoError, remedy
 from swapper.formats.torch_zip.container import MAX_END_BYTES, ContainerLayout, PreparedTail, find_seal
@@ -254,6 +254,16 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
         raise
     except Exception as error:  # a damaged file can make zipfile or torch raise anything
         raise CheckpointError(f"{path} cannot be read ({error}): {remedy}") from error
+
+
+def named_files(directory: Path) -> set[str]:
+    """Return the names of the swap files that the directory's records name; none without a record.
+
+    Raises:
+        CheckpointError: as `read_commit`.
+    """
+    records = [read_commit(directory, name) for name in (COMMIT_NAME, FALLBACK_NAME)]
+    return {file for record in records if record is not None for file in record.files.values()}
 
 
 def _split(packed: dict[str, Any]) -> list[SectionRecord]:

@@ -22,14 +22,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.manager import SwapManager
 from swapper.options import check_at_once
 from swapper.runtime.process import is_off
 from swapper.train.session.user_state import rng_states, set_rng_states
 
-STATE_FILE = "trainer_state.json"
-"""A Trainer reads its step from this file of a checkpoint (transformers.trainer.TRAINER_STATE_NAME)."""
+STATE_FILE, SCALER_FILE = "trainer_state.json", "scaler.pt"
+"""A Trainer reads its step and its loss scale from these files of a checkpoint (transformers.trainer: TRAINER_STATE_NAME,
+SCALER_NAME)."""
 
 
 def offloaded(
@@ -130,6 +133,8 @@ class OffloadTrainerMixin:
 
     def get_batch_samples(self, *arguments: Any, **others: Any) -> Any:
         """Collect the micro-batches of a step as the Trainer does, for `training_step`."""
+        trainer: Any = self
+        self._place.steps_before = self.manager.step - trainer.state.global_step
         collected = super().get_batch_samples(*arguments, **others)  # type: ignore[misc]
         self._batches, self._losses = list(collected[0]), []
         return collected
@@ -156,24 +161,39 @@ class OffloadTrainerMixin:
         """Run the Trainer's own step of all micro-batches, whose backwards wait for each other. Return their losses."""
         trainer: Any = self
         accelerator = trainer.accelerator
-        kept = threading.local()  # each micro-batch has a thread
+        scale, own = (
+            accelerator.backward,
+            vars(accelerator).get("backward"),
+        )  # accelerate's, or one that the user has set
         losses: dict[int, Any] = {}
 
-        def backward(loss: Any, **_: Any) -> None:
-            scaled = loss / accelerator.gradient_accumulation_steps  # as Accelerator.backward of accelerate
-            kept.loss = scaled if accelerator.scaler is None else accelerator.scaler.scale(scaled)
+        def backward(loss: torch.Tensor, **options: Any) -> None:
+            scale(loss.as_subclass(_AwaitedLoss), **options)
 
         def loss_of(numbered: tuple[int, Any]) -> Any:
             number, batch = numbered
-            losses[number] = step(batch)
-            return kept.loss
+            awaited: list[torch.Tensor] = []
+            _AwaitedLoss.of_thread.losses = awaited
+            try:
+                losses[number] = step(batch)
+            finally:
+                del _AwaitedLoss.of_thread.losses
+            if len(awaited) != 1:
+                raise UnsupportedError(
+                    f"a micro-batch has called accelerator.backward {len(awaited)} times, and once goes with "
+                    f"at_once={self.swapper_at_once}: leave at_once= out"
+                )
+            return awaited.pop()
 
         trainer.model.train()  # as each step does: here while no micro-batch is in the middle
         accelerator.backward = backward  # an instance's attribute, before that of its class
         try:
             self.manager.accumulate_batches(loss_of, enumerate(batches), at_once=self.swapper_at_once)
         finally:
-            del accelerator.backward
+            if own is None:
+                del accelerator.backward
+            else:
+                accelerator.backward = own
         return [losses[number] for number in range(len(batches))]
 
     # --- what a Trainer does with a model and a checkpoint, if swapper has done it ------------------------------------
@@ -203,11 +223,33 @@ class OffloadTrainerMixin:
         if trainer.state.global_step >= trainer.state.max_steps:  # a Trainer would take one more step
             trainer.control.should_training_stop = True
         else:
-            self._place.steps_before = self.manager.step - trainer.state.global_step
             super()._run_epoch(*arguments, **others)  # type: ignore[misc]
 
     def _is_place(self, checkpoint: str | None) -> bool:
         return self._is_offloaded and self._place.folder is not None and checkpoint == self._place.folder
+
+
+class _AwaitedLoss(torch.Tensor):
+    """A micro-batch's loss, and what is computed of it, as scaled by accelerate: `backward` keeps it for the caller to run.
+
+    Attributes:
+        of_thread: `losses` has what was kept; each micro-batch has a thread.
+    """
+
+    of_thread = threading.local()
+
+    def backward(self, *arguments: Any, **options: Any) -> None:
+        """Keep this loss.
+
+        Raises:
+            UnsupportedError: it is given options of torch's `backward`.
+        """
+        if arguments or options:
+            raise UnsupportedError(
+                f"loss.backward({', '.join([*map(repr, arguments), *(f'{name}=' for name in options)])}) does not go with "
+                "at_once=: leave at_once= out"
+            )
+        self.of_thread.losses.append(self.as_subclass(torch.Tensor))
 
 
 def _close_at_exit(manager: SwapManager) -> None:
@@ -269,7 +311,7 @@ class _TrainerPosition:
         folder: contains this state in the Trainer's own form.
         rng: states of the random number generators that a resumed run begins with.
         steps_before: steps of the manager before the first that the Trainer counts: of another train(), or of a Trainer's
-            checkpoint that was gone back to.
+            checkpoint that was gone back to. Less those that the Trainer alone counts, which its loss scaler skipped.
         calls: of train() so far.
     """
 
@@ -286,7 +328,7 @@ class _TrainerPosition:
         It is read after the schedule has stepped, maybe before the Trainer counts: the manager's steps count.
         """
         schedule, state = self._trainer.lr_scheduler, dataclasses.asdict(self._trainer.state)
-        step = self._trainer.manager.step
+        step, scaler = self._trainer.manager.step, self._trainer.accelerator.scaler
         for name in ("log_history", "stateful_callbacks"):
             del state[name]
         return {
@@ -295,6 +337,7 @@ class _TrainerPosition:
             "step_of_run": step,
             "call": self.calls,
             "schedule": None if schedule is None else schedule.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -318,6 +361,8 @@ class _TrainerPosition:
         state = {**json.loads(found["state"]), "global_step": found["step"], "log_history": []}
         state["stateful_callbacks"] = self._callback_states()
         Path(folder, STATE_FILE).write_text(json.dumps(state))
+        if found["scaler"] is not None and self._trainer.accelerator.scaler is not None:
+            torch.save(found["scaler"], Path(folder, SCALER_FILE))
         self.folder = folder
 
     def _callback_states(self) -> dict[str, Any]:

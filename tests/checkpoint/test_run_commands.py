@@ -148,6 +148,28 @@ def test_a_run_that_is_gone_leaves_no_directory(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_run_that_was_closed_leaves_nothing_to_clean(tmp_path: Path, steps: int, drives: int) -> None:
+    """After a snapshot, whose file another has replaced, and when it is resumed and no step is taken."""
+    directories = [tmp_path / f"drive-{number}" for number in range(drives)]
+    expected: dict[str, torch.Tensor] = {}
+    for number, taken in enumerate((3, steps, 0)):
+        model = Net()
+        with swapper.SwapManager(directories, host_memory="32MiB", resume="auto") as manager:
+            model, optimizer = manager.offload(
+                model, torch.optim.AdamW(model.parameters()), params="nvme", optimizer_state="nvme"
+            )
+            assert_same({name: p.clone() for name, p in model.state_dict().items()} if expected else {}, expected)
+            for _ in range(taken):
+                train_step(model, optimizer)
+            manager.snapshot(tmp_path / f"{number}.pt")
+            expected = {name: p.clone() for name, p in model.state_dict().items()}
+        found = parsed("runs", tmp_path)
+        assert [run["leftovers"] for run in found] == [[]] * drives
+        assert run_here("verify", directories[0]).exit_code == 0
+
+
 def test_a_run_in_use_and_its_other_drive_are_left_alone(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     train(first, others=(second,))

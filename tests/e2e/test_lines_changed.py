@@ -46,6 +46,41 @@ ACCELERATE = """
          optimizer.zero_grad()
  result = [value.clone() for value in accelerator.get_state_dict(model).values()]
 """
+PREPARED_FIRST = """
+ import torch
+ from accelerate import Accelerator
++import swapper
+ torch.manual_seed(0)
+ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+ model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+ optimizer = torch.optim.AdamW(model.parameters())
+ model, optimizer = accelerator.prepare(model, optimizer)
++manager = swapper.SwapManager("run", "16MiB")
++manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+ for _ in range(4):
+     with accelerator.accumulate(model):
+         accelerator.backward(model(torch.randn(4, 256)).square().mean())
+         optimizer.step()
+         optimizer.zero_grad()
+ result = [value.clone() for value in accelerator.get_state_dict(model).values()]
+"""
+PEFT = """
+ import torch
+ from peft import LoraConfig, get_peft_model
+ from transformers import AutoModelForCausalLM
++import swapper
+ torch.manual_seed(0)
+ model = AutoModelForCausalLM.from_pretrained("model")
+ model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+ optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
++manager = swapper.SwapManager("run", "16MiB")
++model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+ for _ in range(3):
+     model(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None]).loss.backward()
+     optimizer.step()
+     optimizer.zero_grad()
+ result = [value.clone() for value in model.state_dict().values()]
+"""
 TRAINER = """
  from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 +from swapper.integrations.transformers import offloaded
@@ -83,6 +118,30 @@ PIPELINE = """
 +    generate = pipeline("text-generation", model="model", device="cpu")
  result = [generate("the fox", max_new_tokens=4, do_sample=False)[0]["generated_text"]]
 """
+SENTENCES = """
+ from sentence_transformers import SentenceTransformer
++from swapper.integrations.transformers import streamed
+-model = SentenceTransformer("model", device="cpu")
++with streamed(host_memory="4MiB"):
++    model = SentenceTransformer("model", device="cpu")
+ result = [model.encode(["the fox", "the old dog"], convert_to_tensor=True)]
+"""
+GRPO = """
+ from datasets import Dataset
+ from transformers import AutoModelForCausalLM, AutoTokenizer
+ from trl import GRPOConfig, GRPOTrainer
++from swapper.integrations.transformers import offloaded
++GRPOTrainer = offloaded(GRPOTrainer, "run", params="nvme", optimizer_state="nvme")
+ arguments = GRPOConfig(
+     "out", max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=4, learning_rate=1e-3,
+     save_strategy="no", report_to=[], use_cpu=True, bf16=False, disable_tqdm=True)
+ prompts = Dataset.from_list([{"prompt": "the red"}, {"prompt": "the blue fox"}] * 4)
+ reward = lambda completion_ids, **others: [float(sum(tokens) % 7) for tokens in completion_ids]
+ model, tokenizer = AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model")
+ trainer = GRPOTrainer(model, reward_funcs=reward, args=arguments, train_dataset=prompts, processing_class=tokenizer)
+ trainer.train()
+ result = [value.clone() for value in trainer.model.state_dict().values()]
+"""
 DIFFUSERS = """
  import torch
  from diffusers import UNet2DModel
@@ -97,9 +156,13 @@ DIFFUSERS = """
 SCRIPTS = {
     "plain loop": (PLAIN_LOOP, "torch", 2),
     "accelerate": (ACCELERATE, "accelerate", 2),
+    "accelerate, prepared first": (PREPARED_FIRST, "accelerate", 2),
+    "peft": (PEFT, "peft", 2),
     "trainer": (TRAINER, "accelerate", 1),
+    "grpo": (GRPO, "trl", 1),
     "lightning": (LIGHTNING, "lightning", 2),
     "pipeline": (PIPELINE, "transformers", 2),
+    "sentence-transformers": (SENTENCES, "sentence_transformers", 2),
     "diffusers": (DIFFUSERS, "diffusers", 1),
 }
 
@@ -111,7 +174,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def prepare(library: str) -> None:
-    if library in ("accelerate", "transformers"):
+    if library in ("accelerate", "transformers", "peft", "trl", "sentence_transformers"):
         from e2e.test_trainer import write_model_with_words
 
         write_model_with_words(write_model(Path("model")))

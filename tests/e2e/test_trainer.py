@@ -101,6 +101,80 @@ def test_micro_batches_of_a_step_run_together(tmp_path: Path, update: str, dropo
     assert read[None] < read[2] < read[1]
 
 
+class Scaled(Trainer):
+    """A Trainer as fp16=True makes it on a GPU: autocast to fp16, and a loss scale that grows until steps are skipped."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp = True
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+
+
+def scaled_trainer(directory: Path, at_once: int | None, *callbacks: Any, manager: Any = None) -> Any:
+    kind = Scaled if manager is None else offloaded(Scaled, manager, at_once=at_once, **NVME)
+    arguments = arguments_of(directory, fp16=True, max_steps=12)
+    torch.manual_seed(1)
+    return kind(llama(num_hidden_layers=3), arguments, train_dataset=Lines(), callbacks=list(callbacks))
+
+
+@pytest.mark.parametrize("at_once", [1, None])
+def test_a_loss_scale_goes_its_way_through_skipped_steps_and_a_stop(tmp_path: Path, at_once: int | None) -> None:
+    """In each step it is as with plain torch, and a resumed run begins with it, and with the data of its step."""
+    plain = scaled_trainer(tmp_path, 1)
+    assert plain.accelerator.mixed_precision == "fp16"
+    plain.train()
+    expected = list(
+        map(str, logged(plain))
+    )  # norms of skipped steps are not numbers, which are not equal to themselves
+    run = tmp_path / "run"
+    stop = AtStep(8, interrupt)
+    with (first := scaled_trainer(run, at_once, stop, manager=run)).manager, pytest.raises(KeyboardInterrupt):
+        first.train()
+    taken = first.manager.step
+    assert list(map(str, logged(first))) == expected[:8] and 0 < taken < 8, "no step was skipped: nothing is tested"
+    with (last := scaled_trainer(run, at_once, manager=run)).manager:
+        last.train()
+        assert list(map(str, logged(last))) == expected[-len(logged(last)) :] and len(logged(last)) >= 4
+        assert_equal(values(last), values(plain))
+        assert last.accelerator.scaler.state_dict() == plain.accelerator.scaler.state_dict()
+
+
+def test_a_backward_that_the_user_has_set_is_called_and_stays(tmp_path: Path) -> None:
+    def trained(kind: type) -> Any:
+        torch.manual_seed(1)
+        trainer: Any = kind(llama(num_hidden_layers=3), arguments_of(tmp_path), train_dataset=Lines())
+        usual = trainer.accelerator.backward
+        trainer.accelerator.backward = tripled = lambda loss, **options: usual(3 * loss, **options)
+        trainer.train()
+        assert trainer.accelerator.backward is tripled
+        return trainer
+
+    plain = trained(Trainer)
+    ours = trained(offloaded(Trainer, tmp_path / "run", at_once=None, **NVME))
+    with ours.manager:
+        assert logged(ours) == logged(plain)
+        assert_equal(values(ours), values(plain))
+
+
+@pytest.mark.parametrize(
+    ("backward", "message"),
+    [
+        (lambda usual, loss: [usual(loss), usual(loss)], "called accelerator.backward 2 times"),
+        (lambda usual, loss: None, "called accelerator.backward 0 times"),
+        (lambda usual, loss: usual(loss, retain_graph=True), r"backward\(retain_graph=\) does not go with at_once="),
+    ],
+    ids=["twice", "never", "with an option"],
+)
+def test_a_backward_that_cannot_wait_is_refused(tmp_path: Path, backward: Any, message: str) -> None:
+    trainer = offloaded(Trainer, tmp_path / "run", at_once=None, **NVME)(
+        small(), arguments_of(tmp_path), train_dataset=Lines()
+    )
+    usual = trainer.accelerator.backward
+    trainer.accelerator.backward = lambda loss, **options: backward(usual, loss)
+    with trainer.manager, pytest.raises(swapper.UnsupportedError, match=message):
+        trainer.train()
+
+
 class Counting(Trainer):
     """Prepares inputs by a count, as TRL's GRPOTrainer."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -128,9 +129,10 @@ def test_a_name_in_brackets_is_not_taken_for_markup(command: str) -> None:
 def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path) -> None:
     done = runner.invoke(app, ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB", "--json"])
     assert done.exit_code == 0, done.output
-    aio = json.loads(done.stdout)["aio"]
-    found = find_tuning(tmp_path)
-    assert found is not None
+    said = json.loads(done.stdout)
+    aio, found = said["deepspeed"]["aio"], find_tuning(tmp_path)
+    assert found is not None and found == Tuning(**{name: said[name] for name in asdict(found)})
+    assert said["kept_in"] == str(tuning_path()) and said["directory"] == str(tmp_path)
     assert (found.piece_bytes, found.depth) == (aio["block_size"], aio["queue_depth"])
     assert aio["single_submit"] is False and aio["overlap_events"] is True
 

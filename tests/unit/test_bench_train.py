@@ -38,6 +38,7 @@ def measured(moved_bytes: float) -> tuple[dict[str, Any], dict[str, Any]]:
         "step_s": 0.2,
         "mean_step_s": 0.2,
         "cpu_s": 0.3,
+        "parks": [],
         "last_step": "",
         "growth_bytes": 90 * MB,
         "drive": [SPEED, SPEED],
@@ -60,6 +61,19 @@ def test_a_step_is_shown_whatever_it_moves(
     shown = " ".join(capsys.readouterr().out.split())
     assert said in shown
     assert f"{moved_bytes / MB:.0f} MB read" in shown and "equal to those in memory in 2 steps" in shown
+
+
+def test_a_park_is_compared_with_the_time_of_its_bytes(bench_train: ModuleType) -> None:
+    swapped, _ = measured(MB)
+    ways = {
+        "park": {"seconds": 0.6, "read_bytes": 0, "written_bytes": 250 * MB},
+        "take back": {"seconds": 0.2, "read_bytes": 0, "written_bytes": 0},
+    }
+    swapped["parks"] = [ways, {**ways, "park": {**ways["park"], "seconds": 0.5}}, ways]
+    assert bench_train.park_rows({"swapped": swapped}) == [
+        ("Park", "0.60 s; 0 MB read, 250 MB written, which take 0.50 s: 1.20 times"),
+        ("Take back", "0.20 s; 0 MB read, 0 MB written"),
+    ]
 
 
 def test_of_several_ranks_the_processors_of_all_are_shown(bench_train: ModuleType) -> None:

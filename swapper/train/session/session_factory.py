@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
 
 from swapper.durability.beginning import Beginning, EarlierRanks
-from swapper.durability.commit import CommitRecord
+from swapper.durability.commit import CommitRecord, named_files
 from swapper.durability.described_layout import check_group_count, check_same, check_trained, describe_plans
 from swapper.durability.directory import FALLBACK_NAME
 from swapper.durability.ranks import boot_id
 from swapper.durability.recovery import follow_placement, page_bytes_of
-from swapper.errors import ConfigError, StateError, UnsupportedError
+from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.io import beneath
 from swapper.io.tuning import find_tuning_of
 from swapper.paging.store.swap_files import first_free_number
@@ -32,6 +33,8 @@ from swapper.train.session.request import Request
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.session.training_step import TrainingStep
+
+log = logging.getLogger("swapper")
 
 
 class SessionFactory:
@@ -181,6 +184,14 @@ class SessionFactory:
         """Drop the user's optimizers: the manager closes."""
         self._parking.end()
         self._optimizers = ()
+
+    def remove_uncommitted(self) -> None:
+        """Remove files that no commit names, as one that took the turn of a snapshot's. Requires that the session is closed."""
+        try:
+            if named := named_files(self._directory.path):
+                self._directory.remove_strays(named)
+        except (CheckpointError, OSError) as error:  # the next manager in this directory finds the same
+            log.warning("%s: files that no commit names were not removed: %s", self._directory.path, error)
 
     def remove_strays(self) -> None:
         """Remove files in the directory that its commit does not name. Requires that no session is open."""
