@@ -176,7 +176,7 @@ def test_a_setting_that_a_pass_in_one_has_used_must_not_change(tmp_path: Path, c
         train_step(model, optimizer)
         loss_of(model, tokens()).backward()
         optimizer.param_groups[0]["lr"] = 0.5
-        with pytest.raises(swapper.StateError, match="'lr' of .* changed between backward and optimizer.step"):
+        with pytest.raises(swapper.StateError, match=r"'lr' of .* changed between backward and optimizer.step"):
             optimizer.step()
 
 
