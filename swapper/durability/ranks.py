@@ -320,7 +320,9 @@ class Ranks:
                 dist.all_gather_object(actions, what, group=self._group)
         if is_other:
             raise StateError(
-                mismatch("ranks have come to different things", actions, "call the same on all of them, in the same order")
+                mismatch(
+                    "ranks have come to different things", actions, "call the same on all of them, in the same order"
+                )
             )
         return [tuple(rest[: len(numbers)]) for _, *rest in told]
 

@@ -262,7 +262,7 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                 "update": orders.one("update", "step"),
                 "state_codec": orders.one("codec", "exact"),
                 "master_weights": getattr(torch, orders.one("masters", "")) if orders.one("masters") else None,
-                "external": ExternalWeights(orders.one("external")) if orders.one("external") else None,
+                "external": ExternalWeights(path=orders.one("external")) if orders.one("external") else None,
                 "init": initial(orders),
             }
             _, optimizer = manager.offload(wrapped or model, optimizer, **places)

@@ -2,9 +2,9 @@
 
 zero_training.py CONFIGURATION [RENAMES]      a part of DeepSpeed's configuration, as JSON; files go to the present directory
 
-Several ranks by torchrun. It prints each rank's loss of each step. A checkpoint is saved after two steps and loaded after four, and
-two steps are taken "again"; then it prints a digest of what each rank has. With RENAMES the checkpoint's files lose what DeepSpeed's
-fast writer appends to their names, without which its own loader does not find them.
+Several ranks by torchrun. It prints each rank's loss of each step. A checkpoint is saved after two steps and loaded after four,
+and two steps are taken "again"; then it prints a digest of all parameters. With RENAMES the checkpoint's files lose what
+DeepSpeed's fast writer appends to their names, with which its own loader does not find them.
 """
 
 import hashlib
@@ -24,9 +24,7 @@ PLACE = "checkpoints"
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    both = {
-        key: merged(one[key], other[key]) for key in one.keys() & other.keys() if isinstance(other[key], dict)
-    }
+    both = {key: merged(one[key], other[key]) for key in one.keys() & other.keys() if isinstance(other[key], dict)}
     return {**one, **other, **both}
 
 

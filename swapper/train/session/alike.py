@@ -89,8 +89,12 @@ class Given:
         peers, lines, files = request.model.peers(), _subjects(request), ""
         if initial is not None and ranks is not None and ranks.are_together and peers:
             lines["initial values"] = list(_initial_values(request, initial))
-            external = request.options.external
-            files = f" (init={initial.init!r}, external={None if external is None else str(external.path)!r})"
+            external = None if request.options.external is None else request.options.external.path
+            files = "".join(
+                f", {name}={str(path)!r}"
+                for name, path in (("init", initial.init), ("external", external))
+                if isinstance(path, str | os.PathLike)
+            )
         return cls(peers, lines, files)
 
     def digests(self) -> Digests:
