@@ -42,7 +42,9 @@ def digest(engine: Any) -> str:
 def main(configuration: dict[str, Any], renames: bool) -> None:
     os.environ.update({**ALONE, **LAUNCHER, **os.environ})
     import deepspeed
+    import deepspeed.ops
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo's sums are as good, and need no compiler
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = {
         "train_batch_size": 4 * ranks,
