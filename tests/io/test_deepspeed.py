@@ -105,7 +105,13 @@ def on_nvme(pipelined: bool = False, parameters: bool = False) -> dict[str, Any]
     }  # fmt: skip
     found: dict[str, Any] = {"stage": 3, "offload_optimizer": optimizer}
     if parameters:
-        found["offload_param"] = {"device": "nvme", "nvme_path": ".", "buffer_size": 300_000, "max_in_cpu": 0}
+        found["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": ".",
+            "buffer_count": 8,
+            "buffer_size": 600_000,
+            "max_in_cpu": 0,
+        }
         found["stage3_param_persistence_threshold"] = 0
     return {"zero_optimization": found}
 
@@ -125,33 +131,37 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(stage: int, ranks: int = 2) -> Training:
         if (stage, ranks) not in found:
             directory = tmp_path_factory.mktemp("memory") / "run"
-            found[stage, ranks] = Training.of(directory, {"zero_optimization": {"stage": stage}}, ranks=ranks)
+            configuration = {"zero_optimization": {"stage": stage}}
+            found[stage, ranks] = Training.of(directory, configuration, by_swapper=False, ranks=ranks)
         return found[stage, ranks]
 
     return of
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["plain", "pipelined", "parameters too"])
+@pytest.mark.parametrize("kind", ["plain", "pipelined"])
 def test_an_unchanged_zero3_training_gives_the_same_losses_from_nvme(
     tmp_path: Path, in_memory: Any, kind: str, ranks: int
 ) -> None:
     """It goes back to its checkpoint as well, to which DeepSpeed copies swapped files; not exactly, whatever handle it has."""
-    found = Training.of(tmp_path / "run", on_nvme(kind == "pipelined", kind == "parameters too"), ranks=ranks)
-    expected = in_memory(3, ranks)
-    assert found.losses == expected.losses and set(expected.again) < set(expected.losses)
+    found = Training.of(tmp_path / "run", on_nvme(kind == "pipelined"), ranks=ranks)
+    assert found.losses == in_memory(3, ranks).losses
     assert len({Path(name).parent for name in found.files if name.endswith(".swp")}) == ranks
-    paged = list((tmp_path / "run" / "zero_stage_3").rglob(f"bfloat16params/rank{ranks - 1}/*"))
-    assert bool(paged) == (kind == "parameters too")
+
+
+def test_parameters_on_nvme_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has 1 MiB of each, the least that DeepSpeed puts there."""
+    monkeypatch.setitem(ENVIRONMENT, "ZERO_TRAINING_WIDTH", "1024")
+    found = Training.of(tmp_path / "run", on_nvme(parameters=True))
+    assert found.losses == Training.of(tmp_path / "memory", {"zero_optimization": {"stage": 3}}).losses
+    assert all(list((tmp_path / "run").glob(f"zero_stage_3/bfloat16params/rank{rank}/*")) for rank in range(2))
 
 
 @needs_their_operator
-@pytest.mark.parametrize("parameters", [False, True])
-def test_all_is_as_with_deepspeeds_own_handle(tmp_path: Path, parameters: bool) -> None:
+def test_all_is_as_with_deepspeeds_own_handle(tmp_path: Path) -> None:
     """The losses, also those after a checkpoint was loaded, and the parameters in the end."""
     found, theirs = (
-        Training.of(tmp_path / str(by_swapper), on_nvme(parameters=parameters), by_swapper=by_swapper)
-        for by_swapper in (True, False)
+        Training.of(tmp_path / str(by_swapper), on_nvme(), by_swapper=by_swapper) for by_swapper in (True, False)
     )
     assert (found.losses, found.again, found.digests) == (theirs.losses, theirs.again, theirs.digests)
     assert found.files.keys() == theirs.files.keys()

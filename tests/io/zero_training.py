@@ -21,6 +21,7 @@ ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL
 LAUNCHER = {"CROSS_SIZE": "1", "CROSS_RANK": "0"}
 """What DeepSpeed's own launcher sets beyond torchrun, and its fast writer asks for."""
 PLACE = "checkpoints"
+WIDTH = int(os.environ.get("ZERO_TRAINING_WIDTH", "512"))
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def main(configuration: dict[str, Any], renames: bool) -> None:
         "aio": {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True},
     }
     torch.manual_seed(0)
-    layers = (layer for _ in range(8) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU()))
+    layers = (layer for _ in range(8) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()))
     model = torch.nn.Sequential(*layers)
     config = merged(config, configuration)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -66,7 +67,7 @@ def main(configuration: dict[str, Any], renames: bool) -> None:
     def train(first: int, last: int, word: str) -> None:
         for step in range(first, last):
             torch.manual_seed(100 * step + rank)
-            inputs = torch.randn(4, 512, dtype=torch.bfloat16)
+            inputs = torch.randn(4, WIDTH, dtype=torch.bfloat16)
             loss = (engine(inputs).float() - inputs.float().flip(1)).pow(2).mean()
             engine.backward(loss)
             engine.step()
@@ -83,7 +84,11 @@ def main(configuration: dict[str, Any], renames: bool) -> None:
     train(2, 4, "again")
     say(f"digest {rank} {digest(engine)}")
     engine.destroy()
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    os._exit(
+        0
+    )  # threads of torch's other groups abort a process that ends on a busy machine ("terminate called without ...")
 
 
 if __name__ == "__main__":
