@@ -22,6 +22,7 @@ import os
 import re
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,9 @@ REASON_WAIT_S = 5.0
 
 CommitId = tuple[int, int]
 """A step, and the number of changes of parameters from outside since."""
+
+MAX_NUMBERS = 4
+"""Of a comparison: all are of one size, so that ranks that come to different things find out."""
 
 T = TypeVar("T")
 
@@ -127,7 +131,7 @@ class Ranks:
 
     Attributes:
         has_failed: this rank ends with an error, and does not wait for others any more.
-        lacks_one: another rank did not arrive at `gather`, so what that one did is unknown.
+        lacks_one: another rank did not arrive at `gather`, or came to something else, so what that one did is unknown.
         start: random, and the same on all ranks; another one when they start again. Set by the code that opens the run.
     """
 
@@ -218,6 +222,7 @@ class Ranks:
             return [mine]
         found: list[Any] = [None] * self.size
         try:
+            self.compare((), what, missing)
             with _explained(what, missing):
                 dist.all_gather_object(found, mine, group=self._group)
         except StateError:
@@ -296,13 +301,30 @@ class Ranks:
 
         return missing
 
-    def compare(self, numbers: Sequence[int], what: str) -> list[tuple[int, ...]]:
-        """Return the numbers of each rank; as `gather`, and faster."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    def compare(
+        self, numbers: Sequence[int], what: str, missing: Callable[[], str] = lambda: ""
+    ) -> list[tuple[int, ...]]:
+        """Return the numbers of each rank, at most MAX_NUMBERS; as `gather`, and faster.
+
+        Raises:
+            StateError: a rank does not arrive, or comes to something else; names what each comes to.
+        """
+        padding = [0] * (MAX_NUMBERS - len(numbers))
+        mine = torch.tensor([_mark(what), *numbers, *padding], dtype=torch.int64, device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with _explained(what):
+        actions: list[Any] = [None] * self.size
+        with _explained(what, missing):
             dist.all_gather(found, mine, group=self._group)
-        return [tuple(each.tolist()) for each in found]
+            told = [each.tolist() for each in found]
+            if is_other := len({mark for mark, *_ in told}) > 1:
+                dist.all_gather_object(actions, what, group=self._group)
+        if is_other:
+            raise StateError(
+                mismatch(
+                    "ranks have come to different things", actions, "call the same on all of them, in the same order"
+                )
+            )
+        return [tuple(rest[: len(numbers)]) for _, *rest in told]
 
     def agree(self, failure: BaseException | None, what: str) -> None:
         """Raise StateError if `what` failed on another rank. All ranks must call it.
@@ -355,6 +377,11 @@ class Ranks:
         if group is not None and _is_initialized():
             with contextlib.suppress(ValueError, RuntimeError):  # destroyed with the user's own
                 dist.destroy_process_group(group)
+
+
+def _mark(what: str) -> int:
+    """Return a number for an action, the same for any step: ranks at different steps meet, and say which."""
+    return zlib.crc32(re.sub(r"\d+", "", what).encode())
 
 
 def versions_here() -> str:

@@ -1,5 +1,5 @@
 """Puts swapper's engine behind DeepSpeed's `AsyncIOBuilder().load()`, `GDSBuilder().load()` and
-`PinMemoryBuilder().load()`.
+`PinMemoryBuilder().load()`, and what DeepSpeed's fast checkpoints need besides behind `UtilsBuilder().load()`.
 
     import swapper.integrations.deepspeed
     swapper.integrations.deepspeed.install()      # before deepspeed.initialize
@@ -33,7 +33,12 @@ logger = logging.getLogger("swapper.deepspeed")
 
 AUTOSTART = "SWAPPER_DEEPSPEED"
 """An environment variable: processes install swapper when they import deepspeed."""
-_BUILDERS = {"AsyncIOBuilder": "async_io", "GDSBuilder": "gds", "PinMemoryBuilder": "pin_memory"}
+_BUILDERS = {
+    "AsyncIOBuilder": "async_io",
+    "GDSBuilder": "gds",
+    "PinMemoryBuilder": "pin_memory",
+    "UtilsBuilder": "utils",
+}
 _undo: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
 
@@ -173,10 +178,20 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
     return 0
 
 
+def cast_to_byte_tensor(tensors: torch.Tensor | list[torch.Tensor]) -> Any:
+    """Return the bytes of a contiguous tensor, or of each of a list, as tensors that share them. Their shape is flat."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.reshape(-1).view(torch.uint8)
+    return [cast_to_byte_tensor(tensor) for tensor in tensors]
+
+
 def _operator(name: str) -> Any:
     operator: Any = ModuleType(f"swapper_{name}", "DeepSpeed's operator, by swapper.")
     if name == "pin_memory":
         operator.pin_handle = _PinHandle
+        return operator
+    if name == "utils":
+        operator.cast_to_byte_tensor = cast_to_byte_tensor
         return operator
     operator.aio_read, operator.aio_write = _at_once("read"), _at_once("write")
     operator.deepspeed_memcpy = deepspeed_memcpy

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from e2e import ranks_run
+from e2e.models import Net
 from e2e.processes import run_python
 
 import swapper
@@ -48,6 +51,11 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {  # orders, the error on e
         ["lr=1:0.5"],
         "ConfigError",
         ["different optimizers", "lr=0.001 in group 0, and rank 1 has lr=0.5 in group 0", "the same settings"],
+    ),
+    "optimizer of whole matrices": (
+        ["sharded", "optimizer=Muon"],
+        "UnsupportedError",
+        ["Muon does not treat each element by itself", "use an elementwise optimizer", "or DistributedDataParallel"],
     ),
     "update time": (["update=1:deferred"], "ConfigError", ["update='step', and rank 1 has update='deferred'"]),
     "codec of the state": (
@@ -94,6 +102,86 @@ def test_what_does_not_go_together_is_named_on_every_rank(name: str, tmp_path: P
         for text in texts:
             assert text in line, line
     assert [path for path in tmp_path.rglob("*") if path.suffix in (".swap", ".pt")] == []
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files: a model; a copy of it; and the same model trained a little more."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)  # as ranks_run.py's
+    values = Net(depth=1).state_dict()
+    torch.save(values, folder / "one.pt")
+    (folder / "elsewhere").mkdir()
+    shutil.copy(folder / "one.pt", folder / "elsewhere" / "copy.pt")
+    torch.save({name: value + 1e-3 for name, value in values.items()}, folder / "later.pt")
+    return folder
+
+
+VALUES: dict[str, tuple[list[str], list[str]]] = {  # orders, and what the error says
+    "another checkpoint": (
+        ["meta", "init={0}/one.pt", "init=1:{0}/later.pt"],
+        [
+            "rank 0 has embedding.weight from a file, torch.float32 [512, 128], sample ",
+            "and rank 1 has embedding.weight from a file, torch.float32 [512, 128], sample ",
+            ", init='{0}/one.pt', and rank 1",
+            ", init='{0}/later.pt'. Pass",
+        ],
+    ),
+    "another file of frozen parameters": (
+        ["meta", "frozen", "init={0}/one.pt", "external={0}/one.pt", "external=1:{0}/later.pt"],
+        ["rank 0 has blocks.0.norm.weight from a file", "external='{0}/one.pt'", "external='{0}/later.pt'"],
+    ),
+    "values on one rank": (
+        ["init=1:{0}/one.pt"],
+        [
+            "rank 0 has embedding.weight from the model as it is, and rank 1 ",
+            "has embedding.weight from a file",
+        ],
+    ),
+    "another function": (
+        ["meta", "init=ones_", "init=1:zeros_"],
+        ["rank 0 has embedding.weight from the function __main__.ones_, and rank 1", "__main__.zeros_"],
+    ),
+    "a function for a checkpoint": (
+        ["meta", "init=ones_", "init=1:{0}/one.pt"],
+        ["from the function ", "and rank 1 has embedding.weight from a file"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_are_not_the_same_are_named_on_every_rank(name: str, tmp_path: Path, checkpoints: Path) -> None:
+    orders, texts = VALUES[name]
+    for line in launch(tmp_path, "sharded", *(order.format(checkpoints) for order in orders)):
+        assert "ConfigError: ranks give different initial values to manager.offload: " in line
+        for text in (*texts, "Pass the same init= and external= on all ranks, or copies of the same files"):
+            assert text.format(checkpoints) in line, line
+    assert not list(tmp_path.rglob("*.swap"))
+
+
+@pytest.mark.slow
+def test_copies_of_the_same_files_are_taken_and_a_resumed_run_needs_no_values(
+    tmp_path: Path, checkpoints: Path
+) -> None:
+    one, copy = checkpoints / "one.pt", checkpoints / "elsewhere" / "copy.pt"
+    orders = ["sharded", "meta", "frozen", f"init={one}", f"init=1:{copy}", f"external={copy}", f"external=1:{one}"]
+    for begun in range(2):
+        again = [f"init=0:{checkpoints / 'later.pt'}"] if begun else []
+        done = run_python(Path(ranks_run.__file__), tmp_path, 2, *orders, *again, "steps=1", "every=1")
+        assert sorted(done.stdout.splitlines()) == [
+            f"rank {rank}: began at {begun}, ended at {begun + 1}" for rank in range(2)
+        ], done.stderr
+
+
+@pytest.mark.slow
+def test_frozen_parameters_may_be_in_a_file_on_one_rank_and_copied_on_another(
+    tmp_path: Path, checkpoints: Path
+) -> None:
+    """The file has the model's values: they were compared."""
+    orders = ["sharded", "frozen", f"external=1:{checkpoints / 'one.pt'}", "steps=1"]
+    done = run_python(Path(ranks_run.__file__), tmp_path, 2, *orders)
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: began at 0, ended at 1" for rank in range(2)]
 
 
 @pytest.mark.slow

@@ -15,7 +15,9 @@ themselves). "stays=RANK": blocks stay gathered after a forward.
 "absent=RANK": it makes no manager. "gone=RANK": it is killed before its
 first snapshot. "network": file systems in memory pass for those of a network. "held=RANK:N": it waits before its Nth
 step, or of 0 before offload, until somebody writes to the named pipe gate. "comes": it says to which action it comes with the
-others. "rate": it tells the rate of reads that its plan counts on.
+others. "rate": it tells the rate of reads that its plan counts on. "meta": the model is on the meta device. init: of offload, a
+path, or the name of one of torch.nn.init's functions. external: the path of frozen parameters; "frozen": blocks are frozen.
+"snaps=RANK:N" and "adds=RANK:N": before its Nth step it takes a snapshot, or adds a group to the optimizer, alone.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from e2e.killed_run import fork
 from e2e.models import Net, loss_of, tokens, train_step
 from swapper.durability import committer
 from swapper.durability.ranks import Ranks
+from swapper.options import ExternalWeights
 from swapper.train.session.overview import chosen
 
 
@@ -166,6 +169,24 @@ def take_snapshot(rank: int, orders: Orders, manager: Any, path: Path) -> None:
         say(rank, f"{type(error).__name__}: {error}")
 
 
+def fill(name: str, module: torch.nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        getattr(torch.nn.init, name)(parameter)
+
+
+def initial(orders: Orders) -> Any:
+    """Return what `init=` gets."""
+    given = orders.one("init")
+    if given is None or "/" in given:
+        return given
+
+    def filled(module: torch.nn.Module) -> None:
+        fill(given, module)
+
+    filled.__qualname__ = given
+    return filled
+
+
 def cut_off_files(directory: Path, rank: int) -> None:
     for path in directory.glob(f"rank-{rank}-of-*/*.swap"):
         os.truncate(path, 0)
@@ -203,11 +224,13 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
     options["stall_s"] = float(orders.one("stall_s", 60))
     options["commit_every"] = every if every == "free" else int(every)
     torch.manual_seed(0)
-    model = Net(depth=int(orders.one("depth", 1))).to(getattr(torch, orders.one("dtype", "float32")))
+    with torch.device("meta" if orders.is_said("meta") else "cpu"):
+        model = Net(depth=int(orders.one("depth", 1))).to(getattr(torch, orders.one("dtype", "float32")))
+    model.blocks.requires_grad_(not orders.is_said("frozen"))
     wrapped = None if is_late else wrapped_by(orders, model)
-    optimizer: Any = getattr(torch.optim, orders.one("optimizer", "AdamW"))(
-        model.parameters(), lr=float(orders.one("lr", 1e-3))
-    )
+    kind = orders.one("optimizer", "AdamW")
+    trained = [p for p in model.parameters() if p.requires_grad and (kind != "Muon" or p.dim() == 2)]
+    optimizer: Any = getattr(torch.optim, kind)(trained, lr=float(orders.one("lr", 1e-3)))
     if orders.is_said("comes"):
         gather = Ranks.gather
         Ranks.gather = lambda self, mine, what, *more: (say(rank, f"comes to {what}"), gather(self, mine, what, *more))[
@@ -239,6 +262,8 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                 "update": orders.one("update", "step"),
                 "state_codec": orders.one("codec", "exact"),
                 "master_weights": getattr(torch, orders.one("masters", "")) if orders.one("masters") else None,
+                "external": ExternalWeights(path=orders.one("external")) if orders.one("external") else None,
+                "init": initial(orders),
             }
             _, optimizer = manager.offload(wrapped or model, optimizer, **places)
             if orders.is_said("rate"):
@@ -259,6 +284,10 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                         train_step(wrapped, optimizer)
                 if orders.one("held") == number:
                     Path(orders.one("gate")).read_bytes()
+                if orders.one("snaps") == number:
+                    manager.snapshot(directory / "alone")
+                if orders.one("adds") == number:
+                    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
                 if orders.one("torn") == number:
                     cut_off_files(directory, rank)
                 take_step(rank, orders, number, manager, wrapped, optimizer)

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from numa import may_choose_nodes, policies
 from sampling import runs_a_sample
 from torch.distributed.fsdp import fully_shard
 
@@ -290,7 +291,10 @@ def test_memory_is_taken_near_the_device_of_the_mesh(tmp_path: Path, monkeypatch
     model, optimizer = fsdp_run.make({})
     with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
         manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
-        assert ", on node 0" in (said := manager.current.run._resources.describe()) or "node 0 was refused" in said
+        said, lines = manager.current.run._resources.describe(), policies()
+    assert (", on node 0" in said, "node 0 was refused" in said) == (may_choose_nodes(), not may_choose_nodes())
+    if lines:
+        assert any(" prefer" in line for line in lines.values()) == may_choose_nodes()
 
 
 @pytest.mark.usefixtures("alone")

@@ -191,6 +191,26 @@ def test_a_rank_that_skips_a_step_is_waited_for_no_longer_than_the_user_says(tmp
     assert launch(tmp_path, "steps=1")[0] == "rank 0: began at 1, ended at 2"
 
 
+def test_what_one_rank_calls_alone_is_named_on_all_where_they_meet(tmp_path: Path) -> None:
+    """At once, as no collective of the user's comes first; and no rank has done anything."""
+    orders = ["steps=3", "plain", "adds=1:2", "timeout=60"]
+    for said in launch(tmp_path, *orders, ok=False):
+        assert "StateError: ranks have come to different things: | - rank 0: step 2 | - rank 1: train more" in said
+        assert "Call the same on all of them" in said
+    assert launch(tmp_path, "steps=1", "plain")[0] == "rank 0: began at 1, ended at 2"
+
+
+@pytest.mark.parametrize("call, waits", [("snaps", "take this snapshot"), ("adds", "train more parameters")])
+def test_what_one_rank_calls_alone_is_logged_long_before_the_timeout(call: str, waits: str, tmp_path: Path) -> None:
+    """The other one waits for it in FSDP2's collective, whose timeout ends both."""
+    orders = ["sharded", "steps=3", f"{call}=1:2", "timeout=2", "stall_s=0.2", "memory=16MiB"]
+    done = run_python(Path(ranks_run.__file__), tmp_path, 2, *orders)
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert len(said) == 2 and "StateError: rank 0 of 2 did not arrive at " in said[1]
+    assert f"for a rank: to {waits}, which another does not, or not yet" in done.stderr
+    assert len({line.partition(": ")[2] for line in launch(tmp_path, "steps=1", "sharded", "memory=16MiB")}) == 1
+
+
 def test_a_step_that_fails_on_one_rank_is_undone_on_all(tmp_path: Path) -> None:
     """The one that failed tries again alone: the other has ended."""
     said = launch(tmp_path, "steps=4", "fails=0:2", "plain", ok=False)

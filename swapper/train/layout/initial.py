@@ -50,12 +50,10 @@ class Values:
         self._engine = engine
         self._call: Initialize | None = None
         self._source: Source | None = None
-        absent = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
-        self._wanted = absent or {id(parameter) for parameter in model.parameters()}
-        self._wanted -= {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in external}
+        self._wanted = ids_to_fill(model, external)
         if isinstance(init, str | os.PathLike):
             self._source = open_source(init)
-            self._stored = _find(self._source, model, self._wanted)
+            self._stored = find_stored(self._source, model, self._wanted)
         elif callable(init):
             self._call = init
             check = getattr(init, "check", None)
@@ -169,8 +167,23 @@ def check_buffers(model: nn.Module, why: str) -> None:
             )
 
 
-def _find(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, StoredTensor]:
-    """Return the stored tensor of each parameter with its id in `ids`, and of each buffer on meta, by name."""
+def ids_to_fill(model: nn.Module, external: Collection[str]) -> set[int]:
+    """Return the ids of the parameters that get initial values: those on the meta device, or all if none is there.
+
+    Args:
+        external: names of the parameters with external values.
+    """
+    absent = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
+    in_place = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in external}
+    return (absent or {id(parameter) for parameter in model.parameters()}) - in_place
+
+
+def find_stored(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, StoredTensor]:
+    """Return the stored tensor of each parameter with its id in `ids`, and of each buffer on meta, by name.
+
+    Raises:
+        UnsupportedError: it lacks one, or has another shape.
+    """
     if source.grids:
         raise UnsupportedError(
             f"{source.path}: {next(iter(source.grids))} is in chunks along several dimensions: make one file of it by "

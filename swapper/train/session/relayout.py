@@ -34,7 +34,7 @@ from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CarriedSource
-from swapper.train.session.alike import check_alike, digests
+from swapper.train.session.alike import Given, check_alike
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
@@ -75,7 +75,8 @@ class Relayout:
             IoError: a transfer failed.
         """
         run = self._current.running(VERB)
-        self._ranks_of(run.plan).settle(VERB, partial(_write_all, run, step), lambda _: None)
+        with self._current.clock.counters.waiting("rank", f"to {VERB}, which another does not, or not yet"):
+            self._ranks_of(run.plan).settle(VERB, partial(_write_all, run, step), lambda _: None)
         run.committer.before_change_of_layout("add trained parameters")
         run.publisher.raise_failure()
         before, members = run.plan, run.plan.request.optimizers.members
@@ -86,16 +87,17 @@ class Relayout:
             for member, count in zip(members, counts, strict=True):
                 del member.param_groups[count:]
 
-        def prepare() -> Plan | None:
+        def prepare() -> tuple[Plan | None, Given]:
             add()
             plan = _plan_more(before)
             if plan is not None:
                 self._directory.require_space(plan.space_by_drive())
-            return plan
+            return plan, Given.of(before.request)
 
         try:
-            plan, told = self._ranks_of(before).settle(VERB, prepare, lambda _: digests(before.request))
-            check_alike(before.request, self._ranks_of(before), told, "add_param_group")
+            ranks = self._ranks_of(before)
+            (plan, ours), told = ranks.settle(VERB, prepare, lambda found: found[1].digests())
+            check_alike(ours, ranks, told, "add_param_group")
             if plan is not None:
                 self._change(plan, step, undo)
         except BaseException:

@@ -25,10 +25,10 @@ from swapper.train.layout.initial import check_buffers
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.conditions import names_by_group
 from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
-from swapper.train.session.alike import check_alike, digests
+from swapper.train.session.alike import Given, Initial, check_alike
 from swapper.train.session.parking import Parking
 from swapper.train.session.plan import Plan, plan_run
-from swapper.train.session.relayout import Relayout
+from swapper.train.session.relayout import VERB, Relayout
 from swapper.train.session.request import Request
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
@@ -108,7 +108,7 @@ class SessionFactory:
         Returns:
             The replacements of the user's optimizers.
         """
-        plan, ranks = self._agree(lambda: self._with_buffers(make(), init is not None)), self._directory.ranks
+        plan, ranks = self._agree(lambda: self._with_buffers(make(), init is not None), init), self._directory.ranks
         if plan.request.model.is_sharded and ranks.size > 1 and not ranks.are_together:
             raise ConfigError(
                 "a model that fully_shard has sharded needs ranks that resume from the same step: leave out ranks='alone'"
@@ -211,11 +211,19 @@ class SessionFactory:
                     )
         return plan
 
-    def _agree(self, make: Callable[[], Plan]) -> Plan:
+    def _agree(self, make: Callable[[], Plan], init: Any) -> Plan:
         """Return this rank's plan. If a rank can make none, or the plans do not go together, all fail."""
         ranks = self._directory.ranks
-        plan, told = ranks.settle("manager.offload", make, lambda plan: (plan.commit_every, *digests(plan.request)))
-        check_alike(plan.request, ranks, [of for _, *of in told])
+
+        def describe() -> tuple[Plan, Given]:
+            plan = make()
+            is_new = self._record is None and self._earlier is None
+            return plan, Given.of(plan.request, Initial(init, plan.inventory.external) if is_new else None, ranks)
+
+        (plan, ours), told = ranks.settle(
+            "manager.offload", describe, lambda found: (found[0].commit_every, found[1].digests())
+        )
+        check_alike(ours, ranks, [digests for _, digests in told])
         every = [steps for steps, *_ in told]
         if len(set(every)) > 1:
             steps = ["never" if n is None else f"every {n} steps" for n in every]
@@ -267,9 +275,11 @@ class SessionFactory:
         with current.turns.turn():
             current.check()
             current.training_step.check_between("training more parameters")
-            current.running("add_param_group").model.model.prepare_more(self._directory.ranks)
+            counters = self._clock.counters
+            with counters.waiting("rank", f"to {VERB}, which another does not, or not yet"):
+                current.running("add_param_group").model.model.prepare_more(self._directory.ranks)
             self._bind(None)
-            step = self._clock.counters.step
+            step = counters.step
             try:
                 Relayout(current, self._open_run).train_more(add, step)
             except BaseException as error:

@@ -348,7 +348,8 @@ class TrainingSession:
         with self._current.turns.turn(), defer_sigint:
             background = ranks.in_background()
             try:
-                content, told = ranks.settle("take a snapshot", begin, lambda content: (str(path), step))
+                with self._counters.waiting("rank", "to take this snapshot, which another does not, or not yet"):
+                    content, told = ranks.settle("take a snapshot", begin, lambda content: (str(path), step))
                 if len(set(told)) > 1:
                     named = "; ".join(f"rank {rank} {name} of step {of}" for rank, (name, of) in enumerate(told))
                     raise StateError(
