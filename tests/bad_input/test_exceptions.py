@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.models import WIDTH, Block, Net, loss_of, tokens, train_step
-from e2e.twins import Twins
+from e2e.twins import Twins, before_each_update
 from torch import nn
 
 import swapper
@@ -191,18 +191,16 @@ def test_a_step_that_fails_can_be_taken_again(twins: MakeTwins, options: dict[st
     pair = twins(Net().bfloat16() if options else Net(), **options)
     pair.train(train_step, steps=2)
     pair.both(lambda model, _: loss_of(model, tokens()).backward())
-    sweep = pair.manager.current.run.model._sweep
-    apply, calls = sweep._apply, iter(range(1000))
+    calls = iter(range(1000))
 
-    def fail_in_the_middle(*arguments: Any) -> None:
-        apply(*arguments)
+    def fail_in_the_middle() -> None:
         if next(calls) == 7:
             raise Trouble
 
-    sweep._apply = fail_in_the_middle
+    end = before_each_update(pair.manager.current.run.model._sweep, fail_in_the_middle)
     with pytest.raises(Trouble):
         pair.optimizer.step()
-    sweep._apply = apply
+    end()
     pair.check_pager()
     pair.both(lambda _, optimizer: optimizer.step())
     pair.both(lambda model, _: model.zero_grad())
@@ -248,7 +246,7 @@ def test_a_step_that_fails_and_cannot_be_taken_again_ends_the_run_and_says_so(
     def fail(*_: Any) -> None:
         raise Trouble
 
-    pair.manager.current.run.model._sweep._apply = fail
+    before_each_update(pair.manager.current.run.model._sweep, fail)
     with pytest.raises(Trouble):
         pair.optimizer.step()
     for use in (

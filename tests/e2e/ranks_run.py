@@ -44,6 +44,7 @@ import swapper
 from e2e.keywords import for_manager
 from e2e.killed_run import fork
 from e2e.models import Net, loss_of, tokens, train_step
+from e2e.twins import before_each_update
 from swapper.durability import committer
 from swapper.durability.ranks import Ranks
 from swapper.options import ExternalWeights
@@ -89,23 +90,21 @@ def die_before_commit(rank: int, begun: int, step: int) -> None:
 def failing(sweep: Any, error: Exception) -> Iterator[None]:
     """Within, an update fails half-way."""
 
-    def fail(run: Any) -> None:
+    def fail() -> None:
         raise error
 
-    apply, sweep._apply = sweep._apply, fail
+    end = before_each_update(sweep, fail)
     try:
         yield
     finally:
-        sweep._apply = apply
+        end()
 
 
 @contextlib.contextmanager
 def full_drive(sweep: Any) -> Iterator[None]:
     """Within, no file can be written from the first group's update on."""
-    apply = sweep._apply
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, sweep, "_apply", apply)
-        sweep._apply = lambda run: (stack.enter_context(no_room()), apply(run))[1]
+        stack.callback(before_each_update(sweep, lambda: stack.enter_context(no_room())))
         yield
 
 

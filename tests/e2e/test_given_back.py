@@ -21,7 +21,7 @@ from torch import nn
 import swapper
 from e2e.given_back import arena_addresses, arena_bytes, bytes_at, no_collector
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.twins import adamw, named_budget
+from e2e.twins import adamw, before_each_update, named_budget
 
 CAPPED = Path(__file__).resolve().parents[2] / "tools" / "capped"
 NOT_PERMITTED = 77
@@ -131,7 +131,7 @@ def test_an_exception_that_is_kept_keeps_no_memory(tmp_path: Path, way: Any) -> 
         _, optimizer = manager.offload(model, adamw(model.parameters()), **way)
         run(model, optimizer)
         swept = manager.current.run.model._sweep
-        swept._apply = lambda run: 1 / 0
+        before_each_update(swept, lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept:
             run(model, optimizer)
             loss_of(model, tokens())  # of a deferred step

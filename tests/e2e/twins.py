@@ -373,18 +373,28 @@ def alternating_halves(pair: Twins) -> Callable[[Any, Any], torch.Tensor]:
     return run
 
 
+def before_each_update(sweep: Any, act: Callable[[], object]) -> Callable[[], None]:
+    """Have `act` called before each run of elements is updated, by the optimizer or in one pass. Return what ends that."""
+    ways = ("_apply", "_update_in_one_pass")
+
+    def acting(way: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments: (act(), way(*arguments))[1]
+
+    for name in ways:
+        setattr(sweep, name, acting(getattr(sweep, name)))
+    return lambda: [delattr(sweep, name) for name in ways if name in vars(sweep)] and None
+
+
 def fail_in_the_middle(pair: Twins) -> None:
     """Have the update of one of the next runs of elements fail, once."""
-    sweep = pair.manager.current.run.model._sweep
-    apply, calls = sweep._apply, iter(range(100))
+    calls = iter(range(100))
 
-    def fail_once(run: Any) -> None:
+    def fail_once() -> None:
         if next(calls) == 5:
-            sweep._apply = apply
+            end()
             raise RuntimeError("a fault in the middle")
-        apply(run)
 
-    sweep._apply = fail_once
+    end = before_each_update(pair.manager.current.run.model._sweep, fail_once)
 
 
 def assert_closed_runs_go_on(

@@ -49,6 +49,7 @@ class OptimizerProxy:
     """Runs the update of `optimizer` on tensors of ours.
 
     Attributes:
+        kind: the optimizer's qualified class name.
         first: the number in the OptimizerSet of its first group. Constant between `begin_step` and `end_step`.
     """
 
@@ -56,6 +57,7 @@ class OptimizerProxy:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self.kind = kind_of(optimizer)
         self._step = _unhooked_step(type(optimizer))
         # The groups and attributes of the step.
         self._begun: tuple[list[_Settings], dict[str, Any]] | None = None
@@ -207,7 +209,7 @@ class OptimizerProxies:
 
     def kind(self, number: int) -> str:
         """Return the qualified class name of a group's optimizer."""
-        return kind_of(self._optimizers.members[self._optimizers.locate(number)[0]])
+        return self._proxy(number).kind
 
     def _number(self) -> None:
         for proxy, groups in zip(self._proxies, self._optimizers.ranges, strict=True):
