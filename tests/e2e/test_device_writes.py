@@ -49,7 +49,7 @@ def test_a_commit_has_what_is_being_copied(on_device: MakeTwins, tmp_path: Path,
     """It is made when a later forward finds the writes done; what would be found after a kill then is another manager's."""
     pair = with_copies_ahead(on_device, order, commit_every=2)
     committer = pair.manager.current.run.committer
-    for _ in range(20):
+    for _ in range(5000):  # its files are synced meanwhile
         if committer.committed == 2:
             break
         with torch.no_grad():

@@ -226,7 +226,7 @@ def test_unloading_gives_the_budget_back(tmp_path: Path, budget: str) -> None:
         if budget == "smallest":
             with pytest.raises(swapper.BudgetError) as refused:
                 swapper.load(model, tmp_path / "net.pt", host_memory=1)
-            budget = str(named_budget(refused.value))
+            budget = f"{named_budget(refused.value)}B"
         swapper.load(model, tmp_path / "net.pt", host_memory=budget)
         batch = tokens()
         for _ in range(2):

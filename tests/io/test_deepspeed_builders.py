@@ -78,7 +78,7 @@ def test_builders_load_swappers_operators_until_that_is_undone(builders: Any) ->
     assert builders.GDSBuilder().load().gds_handle is swapper.GdsHandle
     assert builders.GDSBuilder().is_compatible() == has_cufile()
     assert sys.modules["deepspeed"].ops.__compatible_ops__ == {
-        "async_io": True, "gds": has_cufile(), "pin_memory": True,
+        "async_io": True, "gds": has_cufile(), "pin_memory": True, "utils": True,
     }  # fmt: skip
     all_ops = sys.modules["deepspeed.ops.op_builder.all_ops"].ALL_OPS
     assert all_ops["pin_memory"].load().pin_handle is builders.PinMemoryBuilder().load().pin_handle
