@@ -161,10 +161,8 @@ class OffloadTrainerMixin:
         """Run the Trainer's own step of all micro-batches, whose backwards wait for each other. Return their losses."""
         trainer: Any = self
         accelerator = trainer.accelerator
-        scale, own = (
-            accelerator.backward,
-            vars(accelerator).get("backward"),
-        )  # accelerate's, or one that the user has set
+        scale = accelerator.backward  # accelerate's, or one that the user has set
+        own = vars(accelerator).get("backward")
         losses: dict[int, Any] = {}
 
         def backward(loss: torch.Tensor, **options: Any) -> None:

@@ -462,9 +462,8 @@ class Frames:
     def _map_to_write(self, page: Page) -> None:
         window, offset = page.section.window, self._pool.offset(page.frame)
         if window.map(page.offset, offset, page.nbytes):
-            window.map(
-                page.offset, offset, page.nbytes
-            )  # unannounced writes while it was not mapped are there, and known
+            # Unannounced writes while it was not mapped are there, and known.
+            window.map(page.offset, offset, page.nbytes)
         page.guarded = False
         page.shown = True
 

@@ -137,9 +137,8 @@ class Section:
         self.page_bytes = page_bytes
         self.page_count = 0 if page_bytes is None else -(-plan.nbytes // page_bytes)
         self._first_page = first_page
-        self.piece = Page(
-            -1, self, 0, plan.nbytes
-        )  # the whole of a resident section: only its places in the store are used
+        # The whole of a resident section: only its places in the store are used.
+        self.piece = Page(-1, self, 0, plan.nbytes)
         self.guards_writes = False  # the user sees its tensors, and may change them without a lease for writing
         self.in_frames = False  # its pages are mostly used in their frames: [Note: lazy windows], frames.py
         self._memory: torch.Tensor | None = None

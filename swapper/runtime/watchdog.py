@@ -34,9 +34,8 @@ class Watchdog:
     """Owns the thread, which calls `describe` for a dump, without locks. `stall_s` limits a wait; None: no limit."""
 
     def __init__(self, counters: Counters, describe: Callable[[], str], stall_s: float | None) -> None:
-        self._queue: queue.SimpleQueue[str | None] = (
-            queue.SimpleQueue()
-        )  # its put is reentrant, as a signal handler needs
+        # Its put is reentrant, as a signal handler needs.
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._thread = threading.Thread(
             target=_watch, args=(self._queue, counters, describe, stall_s), name="swapper-watchdog", daemon=True

@@ -109,9 +109,8 @@ def divide_host_memory(
     Raises:
         BudgetError: with the smallest budget that works.
     """
-    pool_bytes = (
-        (host_bytes - fixed_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
-    )  # an arena takes whole ones
+    # An arena takes whole ones.
+    pool_bytes = (host_bytes - fixed_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
     found = fit(pool_bytes)
     if found is None:
         smallest = fixed_bytes + _smallest_pool(fit)
