@@ -271,7 +271,7 @@ class Frames:
 
     def guard(self, page: Page) -> None:
         """Note writes to the page from now on: no lease for writing has it. [Note: unannounced writes]"""
-        if page.section.guards_writes and page.shown and not page.guarded:
+        if page.shown and not page.guarded:
             page.section.window.guard(page.offset, page.nbytes)
             page.guarded = True
 
@@ -372,9 +372,10 @@ class Frames:
     def settle(self) -> None:
         """Process every transfer that has finished: writes first, then the reads that waited for them."""
         if self._finished is not None:
-            if self._finished() == self._settled:
+            count = self._finished()
+            if count == self._settled:
                 return
-            self._settled = self._finished()
+            self._settled = count
         finished = [p for p in self.in_flight.values() if p.ticket.done]  # type: ignore[union-attr]  # all have one
         if not finished:
             return

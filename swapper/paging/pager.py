@@ -146,7 +146,8 @@ class Pager:
                 page = pages[index]
                 if index in changed:
                     page.fresh = False  # it was filled
-                    self._frames.allow_writes(page)  # what was noted of it is announced now
+                    if page.guarded or not page.shown:
+                        self._frames.allow_writes(page)  # what was noted of it is announced now
                     if page.residency is Residency.CLEAN:
                         page.move(Residency.DIRTY)
                 self._end_lease(page, index in access.writes)
@@ -419,17 +420,13 @@ class Pager:
             for index in access.pages:
                 page = pages[index]
                 residency = page.residency
-                if residency is Residency.CLEAN or residency is Residency.DIRTY:
-                    continue
                 if residency is Residency.WRITING:
                     if index in access.writes or self._frames.is_outside(page):
                         return False
-                elif _is_to_be_overwritten(page, access):
+                elif residency is not Residency.CLEAN and residency is not Residency.DIRTY:
+                    if not _is_to_be_overwritten(page, access):
+                        return False
                     self._frames.fill_fresh(page, index in access.in_frames)
-                else:
-                    return False
-            for index in access.pages:
-                page = pages[index]
                 if not page.shown and (index not in access.in_frames or self._frames.is_outside(page)):
                     self._frames.show(page)
             if access.writes:
@@ -497,7 +494,8 @@ class Pager:
         page.next_use = self._schedule.next_use(page.index)
         if page.residency is Residency.CLEAN and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # it is overwritten next: evict it first
-        self._frames.guard(page)  # before its write is submitted
+        if page.section.guards_writes:
+            self._frames.guard(page)  # before its write is submitted
         if page.residency is Residency.DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content

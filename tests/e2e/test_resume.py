@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import nn
 import swapper
 from e2e import killed_run
 from e2e.keywords import for_manager
-from swapper.durability.commit import encode_commit, publish_commit, read_commit
+from swapper.durability.commit import encode_commit, files_of, publish_commit, read_commit
 
 STEPS = 5
 
@@ -51,6 +53,39 @@ def test_a_run_may_go_on_with_a_larger_budget(tmp_path: Path) -> None:
 def test_only_what_was_committed_is_gone_on_from(tmp_path: Path) -> None:
     go(tmp_path, 3, commit_every=2)
     assert go(tmp_path, 3, commit_every=2) == killed_run.plain_losses(3)[2:]
+
+
+def test_a_swap_file_that_the_commit_names_and_does_not_need_may_be_gone(tmp_path: Path) -> None:
+    """As one that was published as a snapshot, with nothing of the commit in it, before a kill."""
+    go(tmp_path, 2)
+    (path,) = tmp_path.rglob("commit.pt")
+    record = read_commit(path.parent)
+    assert record is not None
+    (unneeded,) = record.files.keys() - files_of(record)
+    (path.parent / record.files[unneeded]).unlink()
+    assert go(tmp_path, STEPS) == killed_run.plain_losses(STEPS)[2:]
+
+
+def test_kills_right_after_snapshots_do_not_gather_swap_files(tmp_path: Path) -> None:
+    run, counts = tmp_path / "run", []
+    go(run, 2)
+    for number in range(4):
+        child = killed_run.fork(lambda number=number: resume_publish_and_die(run, tmp_path / f"snapshot-{number}.pt"))
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        counts.append(len(list(run.rglob("*.swap"))))
+    assert max(counts) <= 4, counts  # what the commit needs, a file that is published, and two that alternate
+    assert go(run, STEPS) == killed_run.plain_losses(STEPS)[2:]
+    assert len(list(run.rglob("*.swap"))) <= 3
+
+
+def resume_publish_and_die(run: Path, snapshot: Path) -> None:
+    model, optimizer, scheduler = killed_run.make()
+    manager = swapper.SwapManager(run, host_memory=killed_run.BUDGET, resume="auto")
+    manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+    manager.register(scheduler=scheduler)
+    manager.snapshot(snapshot).wait()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_without_commits_a_run_begins_anew(tmp_path: Path) -> None:
@@ -122,11 +157,11 @@ def damage_record(run: Path) -> None:
 
 
 def remove_file(run: Path) -> None:
-    next(run.glob("*.swap")).unlink()
+    next(run.rglob("*.swap")).unlink()
 
 
 def cut_file(run: Path) -> None:
-    with next(run.glob("*.swap")).open("r+b") as file:
+    with next(run.rglob("*.swap")).open("r+b") as file:
         file.truncate(4096)
 
 

@@ -108,17 +108,15 @@ def create(
         IoError: a drive is full, or a directory refuses. What was created is removed again.
     """
     parts: list[File] = []
-    paths = drives.paths(name)
-    for path in paths:
-        beneath.unlink(path)
+    remove(drives, name)
     try:
-        for drive, path in enumerate(paths):
+        for drive, path in enumerate(drives.paths(name)):
             part = beneath.open_for_transfers(path, create=True)
             parts.append(part)
             for begin, end in _room(drive, nbytes, pages):
                 part.allocate(end - begin, offset=begin)
             part.truncate(nbytes)
-        write_headers(paths[0], headers)
+        write_headers(drives.paths(name)[0], headers)
     except BaseException:
         SwapFile(parts).remove()
         raise
@@ -153,6 +151,17 @@ def reopen(
         SwapFile(parts).close()
         raise
     return SwapFile(parts), status[0] if frozen else None
+
+
+def exists(drives: Drives, name: str) -> bool:
+    """Return whether all parts of a swap file are there."""
+    return all(beneath.exists(path) for path in drives.paths(name))
+
+
+def remove(drives: Drives, name: str) -> None:
+    """Unlink what is there of a swap file's parts."""
+    for path in drives.paths(name):
+        beneath.unlink(path)
 
 
 def is_frozen(path: Path) -> bool:

@@ -8,6 +8,10 @@ stays whole during a step, at no extra I/O: a step rewrites what it touches anyw
 writes to it again. Another takes its turn. It stays until it is published and no page needs it. On disk a frozen file is one
 whose first part has no write permission or a second name, so that a run recognizes it after a crash.
 
+[Note: turns of a resumed run] A commit names the turns too that have nothing of it. Such a file may have been published since, and
+removed; and a run that is killed again and again before its next commit makes new turns each time, as all that the commit needs may
+be frozen. So a resumed run takes as many of these files as it has turns for, where they are still there, and removes the others.
+
 [Note: checksums] The engine's thread takes the CRC-32 of what it writes: a commit names it, and the engine compares every read with
 it (`check_reads`). So bytes that a drive, memory or another program has changed do not become part of a step, and no commit names
 a page that was found changed. Without `check_reads` only reads for a resume or a rollback are compared, and in a run that never
@@ -47,11 +51,11 @@ class Store:
         drives: of the run; each page is assigned to one.
         headers: (file offset, bytes) of everything before the tail that is not payload.
         nbytes: size of a file, without a tail.
-        existing: names of the files of a resumed run, by number; empty for a new run.
+        existing: names of the files that a resumed run's commit names, by number; empty for a new run.
         first: number of the first file of a new run.
         turns: how many files alternate: TURNS, or 1 for a run that never commits. [Note: checksums]
         pieces: everything that is stored: pages, and resident sections as a whole.
-        needed: numbers of those of `existing` that the run needs, which must be whole; None: all.
+        needed: numbers of those of `existing` that have content of a commit, and must be whole; None: all.
         check_reads: compare what is read with the checksum of what was written. [Note: checksums]
 
     Raises:
@@ -98,8 +102,12 @@ class Store:
                 p.section.plan.external.path for p in pieces if p.section.plan.external is not None
             )
             for number, name in existing.items():
-                self._open(number, name, needed is None or number in needed)
-            while len(self._files) - len(self._frozen) < turns:
+                if needed is None or number in needed:
+                    self._open(number, name)
+            for number, name in existing.items():  # [Note: turns of a resumed run]
+                if number not in self._files and self._turn_count < turns and page_files.exists(drives, name):
+                    self._open(number, name, is_needed=False)
+            while self._turn_count < turns:
                 number = max(self._files, default=first - 1) + 1
                 self._files[number] = self.create_file(number)
                 created.append(self._files[number])
@@ -109,6 +117,9 @@ class Store:
                 file.remove()
             raise
         self._turns = sorted(self._files.keys() - self._frozen.keys())
+        for number, name in existing.items():
+            if number not in self._files:
+                page_files.remove(drives, name)
 
     @property
     def names(self) -> dict[int, str]:
@@ -373,7 +384,11 @@ class Store:
         turns = [number for number in self._turns if number != page.committed]
         return next((number for number in turns if number not in self._spared), turns[0])
 
-    def _open(self, number: int, name: str, is_needed: bool) -> None:
+    @property
+    def _turn_count(self) -> int:
+        return len(self._files) - len(self._frozen)
+
+    def _open(self, number: int, name: str, is_needed: bool = True) -> None:
         """Open a file of a resumed run. [Note: frozen files]"""
         self._files[number], frozen = page_files.reopen(self._drives, name, self.nbytes, self._headers, is_needed)
         if frozen is not None:

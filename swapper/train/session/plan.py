@@ -466,7 +466,7 @@ def plan_run(
         inventory = replace(inventory, staying_state=on_device.state)
         sections = _make_sections(inventory, found, budget, layout)
     every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))
-    turns = max(TURNS if every else 1, len(existing_files))
+    turns = TURNS if every or existing_files else 1
     return Plan(
         request=request, inventory=inventory, places=found, budget=budget, layout=layout, turns=turns, commit_every=every,
         tuning=tuning, on_device=on_device,

@@ -131,7 +131,7 @@ class TrainingSession:
         everything, options = [*self.sections, *self._grad_sections], plan.request.manager
         trainables = find_trainables(plan.inventory, find_places(everything))
         directory, device = self._directory, plan.request.device
-        directory.require_space(plan.space_by_drive(plan.turns - len(origin.files)))
+        directory.require_space(plan.space_by_drive(max(plan.turns - len(origin.files), 0)))
         if device is None and plan.request.model.device is not None:  # FSDP2 copies from this memory to its mesh
             self._resources.memory.node = Device(plan.request.model.device).node
         for section in everything:  # the CPU updates gradients and state, which come for that
@@ -164,6 +164,8 @@ class TrainingSession:
     def _open_stores(self, plan: Plan, origin: Origin, check_reads: bool, engine: Engine) -> Stores:
         drives, layout = self._directory.drives, plan.layout
         needed = None if origin.record is None else files_of(origin.record)
+        if needed is not None and origin.fallback is not None:
+            needed |= origin.fallback.files
         store = Store(
             engine, drives, layout.headers(), layout.tail_offset, origin.files, plan.turns, stored_pieces(self.sections),
             origin.first_file, needed, check_reads,
