@@ -200,7 +200,8 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
         ):
             go(wrong, 2)
     assert go(pair_of_drives, 2) == killed_run.plain_losses(2)[1:]
-    next(iter(second.rglob("*.swap"))).unlink()
+    for file in second.rglob("*.swap"):
+        file.unlink()
     with pytest.raises(swapper.CheckpointError, match=rf"{second}.*\.swap, a swap file of the run, is missing"):
         go(pair_of_drives, 3)
 
