@@ -18,6 +18,7 @@ from e2e.keywords import for_manager
 from e2e.models import Net, finish_step, train_step
 from e2e.twins import Twins, assert_same_state
 from swapper.cli.doctor import look
+from swapper.durability.commit import files_of, read_commit
 from swapper.durability.verify import verify
 from swapper.io.engines import EngineOfDrives
 
@@ -200,8 +201,10 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
         ):
             go(wrong, 2)
     assert go(pair_of_drives, 2) == killed_run.plain_losses(2)[1:]
-    for file in second.rglob("*.swap"):
-        file.unlink()
+    record = read_commit(first / "rank-0-of-1")
+    assert record is not None
+    for number in files_of(record):
+        (second / "rank-0-of-1" / record.files[number]).unlink()
     with pytest.raises(swapper.CheckpointError, match=rf"{second}.*\.swap, a swap file of the run, is missing"):
         go(pair_of_drives, 3)
 
