@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from swapper.device.copies import COPIES_IN_FLIGHT
+from swapper.device.copies import COPIES_IN_FLIGHT, NewCopies
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import Span
-from swapper.device.new_copies import NewCopies
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError
 from swapper.infer.mapping.adoption import Places, adopt, locate, view_of
