@@ -35,7 +35,6 @@ class StateCodec:
     """One way of coding fp32 values of one dimension.
 
     Attributes:
-        name: as the user gives it.
         plain_encode, plain_decode: define the result, in plain torch; the kernels give the same bits.
         needs_parameter: whether a bf16 parameter is half of the code: the value rounded to nearest, ties to even.
     """

@@ -201,7 +201,7 @@ class Device:
 
     @cached_property
     def node(self) -> int | None:
-        """The NUMA node that it is attached to, if there are several: see numa.py."""
+        """The NUMA node that it is attached to, if there are several."""
         properties = getattr(self._module, "get_device_properties", None)
         return None if properties is None or self.device.type == "cpu" else node_of_device(properties(self.device))
 

@@ -47,7 +47,6 @@ class Commit:
 
     Attributes:
         id: known to all ranks.
-        data: the record's file.
         files: numbers of the swap files that it needs.
         sections: location of each section's content.
     """
@@ -159,7 +158,6 @@ class WayBack:
         the same.
 
         Args:
-            step: the next step.
             failure: the reason why this rank cannot take it, if it cannot.
 
         Raises:

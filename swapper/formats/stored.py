@@ -41,10 +41,8 @@ class StoredTensor:
 
     Attributes:
         name: its key. Nested dicts are flattened: {"model": {"a.weight": t}} gives "model.a.weight".
-        path: the file.
         offset: of the tensor's first element, in bytes. Of no particular alignment.
         nbytes: from the first element to the end of the last, in memory order: numel * itemsize if contiguous.
-        dtype, shape: of the tensor.
         stride: in elements, not negative; None if contiguous (the last dimension runs fastest).
     """
 
@@ -134,13 +132,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkedTensor:
-    """A tensor in chunks that tile it, in the order of their offsets; none of them is empty unless it is the only one.
-
-    Attributes:
-        name, dtype, shape: of the tensor.
-        path: the user's path.
-        chunks: its parts.
-    """
+    """A tensor in chunks that tile it, in the order of their offsets; none of them is empty unless it is the only one."""
 
     name: str
     path: Path

@@ -77,12 +77,7 @@ def assign_to_drives(sizes: Sequence[int], weights: Sequence[float]) -> list[int
 
 @dataclass(frozen=True)
 class DrivesRecord:
-    """The content of `drives.json`.
-
-    Attributes:
-        drives: all of the run's.
-        index: the number of this directory.
-    """
+    """The content of `drives.json`."""
 
     drives: Drives
     index: int

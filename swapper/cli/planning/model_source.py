@@ -28,9 +28,6 @@ SHARDED_DTYPE = torch.float32
 def make_model(source: str, dtype: torch.dtype) -> nn.Module:
     """Return a model on the meta device.
 
-    Args:
-        source: see KINDS.
-
     Raises:
         ConfigError: there is none, or it cannot be made.
     """

@@ -87,7 +87,6 @@ class PagedWeight:
     """One streamed parameter.
 
     Attributes:
-        name, parameter: of the model.
         parts: views of the file's bytes, not touched before their use; empty if they are read on demand.
         recipe: computes the parameter's data from `parts`.
         device: of its use.

@@ -55,11 +55,7 @@ class Kept:
 
 
 class View:
-    """A saved tensor whose storage is elsewhere.
-
-    Args:
-        tensor: the one that autograd saves.
-    """
+    """A saved tensor whose storage is elsewhere."""
 
     def __init__(self, tensor: torch.Tensor, stored: Stored | DeviceStored) -> None:
         self._stored = stored

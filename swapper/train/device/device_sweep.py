@@ -9,7 +9,7 @@ is updated there.
 
 The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
-decoded for the update there, and encoded after it (coded_slices.py).
+decoded for the update there, and encoded after it (slice_parts.py).
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ class AutogradGradients:
     """Ensures that each gradient has memory of its own.
 
     Args:
-        parameters: with their qualified names.
         came: called with a parameter whose gradient arrived; optional.
     """
 
@@ -74,12 +73,7 @@ class AutogradGradients:
 
 
 class GradientsOnDevice(AutogradGradients):
-    """Gradients that stay on an accelerator.
-
-    Args:
-        parameters: with their qualified names.
-        on_device: the accelerator; notified of each gradient.
-    """
+    """Gradients that stay on an accelerator."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], on_device: TrainingDevice) -> None:
         self._device = on_device.device.device

@@ -252,9 +252,6 @@ class GradientStash:
     Pages belong to the session that closes, and their scratch file is deleted with it; gradients on an accelerator may
     move to pages then. The stash is filled from the old session's gradients and emptied into the new one's, any number
     of times.
-
-    Args:
-        directory: on the drive of the file.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -28,7 +28,6 @@ class FrozenFiles:
     """The files of frozen parameters.
 
     Args:
-        source: the checkpoint.
         rename: maps its names to the model's.
     """
 

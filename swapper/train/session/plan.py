@@ -84,11 +84,7 @@ class Plan:
     """The placement of a model's parameters, gradients and optimizer state, and its costs. Print it, or pass it to `offload`.
 
     Attributes:
-        request: the user's model, optimizer and options.
-        inventory: contents of the model and the optimizer.
         places: "host" or "nvme" for "param", "state" and "grad".
-        budget: the division of host memory.
-        layout: of a swap file.
         turns: number of swap files, which alternate.
         commit_every: steps from commit to commit; None: no commits.
         tuning: the drive's measurements by `swapper tune`, if any.
@@ -112,11 +108,7 @@ class Plan:
         return _make_sections(self.inventory, self.places, self.budget, self.layout)
 
     def make_grad_sections(self, first_page: int) -> list[Section]:
-        """Return the sections of gradients, without memory; paged ones follow each other in a scratch file.
-
-        Args:
-            first_page: index of their first page.
-        """
+        """Return the sections of gradients, without memory; paged ones follow each other in a scratch file."""
         plans = self._placed_grad_plans
         offsets = [0, *itertools.accumulate(self._scratch_bytes_of(plan) for plan in plans)][:-1]
         return make_sections(

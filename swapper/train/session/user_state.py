@@ -19,7 +19,6 @@ class UserState:
 
     Args:
         keeps_rng: the states of the random number generators belong to it.
-        resumed: the commit that the manager resumes from, if any.
 
     Attributes:
         extra: the user's values.

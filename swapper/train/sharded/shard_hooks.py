@@ -38,7 +38,6 @@ class ShardHooks:
     """Has FSDP2 use the paged shards of one model.
 
     Args:
-        shards: of this rank.
         targets: what the hooks act on; the groups are one for each FSDPParamGroup, in the same order.
     """
 
