@@ -219,11 +219,7 @@ class Downloads:
             self._take_oldest().arrived()
 
     def wait_for_oldest(self) -> None:
-        """Wait until the oldest copy is over.
-
-        Raises:
-            DeviceError: the device failed: all are lost.
-        """
+        """Wait until the oldest copy is over. Raises DeviceError: the device failed: all are lost."""
         try:
             with self._counters.waiting("frame", f"a copy from {self._device}"):
                 self._device.wait_for(self._in_flight[0].event)
@@ -234,11 +230,7 @@ class Downloads:
         self._take_oldest().arrived()
 
     def finish(self) -> None:
-        """Wait until all copies are over.
-
-        Raises:
-            DeviceError: the device failed: all are lost.
-        """
+        """Wait until all copies are over. Raises DeviceError: the device failed: all are lost."""
         while self._in_flight:
             self.wait_for_oldest()
 

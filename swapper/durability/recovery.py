@@ -274,11 +274,7 @@ def _say(faults: Sequence[Fault]) -> str:
 
 
 def follow_placement(record: CommitRecord, params: str, optimizer_state: str) -> tuple[str, str]:
-    """Return the run's placement, if the user leaves it open.
-
-    Raises:
-        CheckpointError: the user wants another one.
-    """
+    """Return the run's placement, if the user leaves it open. Raises CheckpointError: the user wants another one."""
     wishes = {"param": ("params", params), "state": ("optimizer_state", optimizer_state)}
     for family, (option, wish) in wishes.items():
         place = record.placement[family]

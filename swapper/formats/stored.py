@@ -141,11 +141,7 @@ class ChunkedTensor:
     chunks: tuple[Chunk, ...]
 
     def check(self) -> None:
-        """Check that the chunks tile the tensor.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Check that the chunks tile the tensor. Raises ValueError: they do not."""
         if any(end > size for chunk in self.chunks for end, size in zip(chunk.ends, self.shape, strict=True)):
             raise ValueError(f"{self.name} has a chunk that is not inside of it")
         if sum(chunk.stored.numel for chunk in self.chunks) != math.prod(self.shape):

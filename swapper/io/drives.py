@@ -83,11 +83,7 @@ class DrivesRecord:
     index: int
 
     def write(self) -> None:
-        """Write it into its directory, whole or not at all.
-
-        Raises:
-            DirectoryError: it cannot be written.
-        """
+        """Write it into its directory, whole or not at all. Raises DirectoryError: it cannot be written."""
         directories = [os.fspath(directory) for directory in self.drives.directories]
         content = {"format": _FORMAT, "run": self.drives.id, "index": self.index, "directories": directories}
         sealed = records.seal({**content, "weights": list(self.drives.weights)})

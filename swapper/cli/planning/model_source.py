@@ -26,11 +26,7 @@ SHARDED_DTYPE = torch.float32
 
 
 def make_model(source: str, dtype: torch.dtype) -> nn.Module:
-    """Return a model on the meta device.
-
-    Raises:
-        ConfigError: there is none, or it cannot be made.
-    """
+    """Return a model on the meta device. Raises ConfigError: there is none, or it cannot be made."""
     module, colon, function = source.partition(":")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -261,11 +261,7 @@ class GradientStash:
         self._end = 0
 
     def fill(self, gradients: Gradients) -> None:
-        """Copy the gradients into the file.
-
-        Raises:
-            IoError: they cannot be read, or the drive is full.
-        """
+        """Copy the gradients into the file. Raises IoError: they cannot be read, or the drive is full."""
         for name in gradients.present():
             self._places[name] = self._end, gradients.content(name)
             for part in gradients.parts(name):

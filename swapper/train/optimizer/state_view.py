@@ -208,11 +208,7 @@ class ShownState:
             self._show(view)
 
     def was_written(self, how: str) -> None:
-        """Write the copy back.
-
-        Raises:
-            StateError: it is not the state any more.
-        """
+        """Write the copy back. Raises StateError: it is not the state any more."""
         self._write(self.memory, how)
 
     def _show(self, tensor: torch.Tensor) -> torch.Tensor:
