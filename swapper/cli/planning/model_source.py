@@ -110,7 +110,7 @@ def _from_config(path: Path) -> nn.Module:
             "package.module:function"
         )
     _check_sizes(path, content)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     return model
 
 

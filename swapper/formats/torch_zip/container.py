@@ -200,7 +200,7 @@ def _payload_crc32(record: Record, chunks: Mapping[int, ChecksumChunk]) -> int:
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:
     with device_errors(storage.device, "copying a tensor for a checkpoint"):
-        on_host: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
+        on_host: torch.UntypedStorage = storage.cpu()
     return ctypes.string_at(on_host.data_ptr(), on_host.nbytes())
 
 

@@ -69,6 +69,7 @@ class LoadPrediction:
     """A pass over a prompt, the first one, and a later pass of one token, in the words of a training step. Print it.
 
     Attributes:
+        first, token: the passes.
         activation_bytes: the peak of the first pass's results, in addition to `LoadPlan.memory`.
     """
 
@@ -90,6 +91,8 @@ class LoadPlan:
 
     Attributes:
         model, matched: the user's model, which is not changed, and the tensors of its parameters.
+        source: the weights.
+        host_bytes: the budget.
         fitting: what streams, and the pool.
     """
 

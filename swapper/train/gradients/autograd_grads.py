@@ -34,9 +34,9 @@ class AccumulationHooks:
         """Call `before` with each gradient that is about to be accumulated, `after` with the parameter that has it."""
         with hookable(parameter):
             if before is not None:
-                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_hook(before))
             if after is not None:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_post_accumulate_grad_hook(after))
 
     def remove(self) -> None:
         for handle in self._handles:

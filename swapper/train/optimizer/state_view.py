@@ -174,7 +174,7 @@ class StateCopy(torch.Tensor):
             return self.as_subclass(torch.Tensor).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({}).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
 
 
 class ShownState:

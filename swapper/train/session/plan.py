@@ -84,7 +84,11 @@ class Plan:
     """The placement of a model's parameters, gradients and optimizer state, and its costs. Print it, or pass it to `offload`.
 
     Attributes:
+        request: the user's model, optimizer and options.
+        inventory: contents of the model and the optimizer.
         places: "host" or "nvme" for "param", "state" and "grad".
+        budget: the division of host memory.
+        layout: of a swap file.
         turns: number of swap files, which alternate.
         commit_every: steps from commit to commit; None: no commits.
         tuning: the drive's measurements by `swapper tune`, if any.
