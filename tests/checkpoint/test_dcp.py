@@ -164,6 +164,18 @@ def test_a_failed_save_leaves_no_metadata_and_no_files(tmp_path: Path, monkeypat
     assert list((tmp_path / "x").iterdir()) == []
 
 
+def test_what_a_writer_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(swapper.ConfigError, match="thread_count=0 must be 1 or more"):
+        StorageWriter(tmp_path / "x", thread_count=0)
+    dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "x"), no_dist=True)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    with pytest.raises(
+        CheckpointException, match="holds a checkpoint already: choose another directory, or pass overwrite=True"
+    ):
+        dcp.save({"a": torch.zeros(3)}, storage_writer=StorageWriter(tmp_path / "x", overwrite=False), no_dist=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
+
+
 def _attributes_of_a_class() -> bytes:
     """A pickle that sets an attribute of torch's class, not of an instance."""
     return b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(S'storage_meta'\nI3\ndtb."

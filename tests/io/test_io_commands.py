@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import tempfile
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from handle_bytes import RunPython
+from test_bad_input_io import FORBID_IO_URING
+from test_deepnvme_failures import REFUSE_LOCKING
 from typer.testing import CliRunner
 
 from swapper.bench.measure import Pattern, files_for, measure_deepnvme, measure_while_computing
@@ -35,6 +40,41 @@ def test_doctor_says_what_is_bad(tmp_path: Path) -> None:
     done = runner.invoke(app, ["doctor", str(tmp_path / "missing")])
     assert done.exit_code == 1
     assert "bad" in done.output and "name another" in done.output
+
+
+def test_doctor_shows_a_table_and_what_to_do_about_a_directory_in_memory() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as there:
+        done = runner.invoke(app, ["doctor", there])
+        findings = {one["what"]: one for one in json.loads(runner.invoke(app, ["doctor", there, "--json"]).stdout)}
+    assert done.exit_code == 0, done.output
+    assert "slow" in done.output and "→ name a directory on a drive" in done.output and "\x1b" not in done.output
+    assert findings["Directory"] == {
+        "what": "Directory",
+        "state": "slow",
+        "found": f"{there} is memory (tmpfs)",
+        "remedy": "name a directory on a drive",
+    }
+    assert findings["Drive"]["state"] == "slow" and "on no drive of this machine" in findings["Drive"]["found"]
+
+
+LIMITS = {
+    "io_uring": (FORBID_IO_URING, "Backend uring", "in Docker --security-opt seccomp=unconfined"),
+    "locking": (textwrap.dedent(REFUSE_LOCKING), "Locked memory", "LimitMEMLOCK=infinity in a systemd unit"),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", LIMITS)
+def test_doctor_names_what_a_container_forbids_and_how_to_allow_it(
+    name: str, tmp_path: Path, run_python: RunPython
+) -> None:
+    forbid, what, remedy = LIMITS[name]
+    done = run_python(f"{forbid}\nfrom swapper.cli import app\napp(['doctor', {str(tmp_path)!r}, '--json'])")
+    assert done.returncode == 0, done.stderr
+    found = {one["what"]: one for one in json.loads(done.stdout)}
+    assert found[what]["state"] == "slow" and remedy in found[what]["remedy"], found[what]
+    others = [one for one in ("Backend uring", "Backend threads", "Locked memory") if one != what]
+    assert found["Backend threads"]["state"] == "good" and all(found[one]["found"] for one in others)
 
 
 def test_bench_measures_and_writes_figures(tmp_path: Path) -> None:
