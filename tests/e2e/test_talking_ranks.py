@@ -1,4 +1,4 @@
-"""What ranks tell each other reaches all of them: which one went another way, and why."""
+"""All ranks learn what one of them does: which went another way, and why."""
 
 from __future__ import annotations
 

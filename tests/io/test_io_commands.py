@@ -14,6 +14,8 @@ from test_bad_input_io import FORBID_IO_URING
 from test_deepnvme_failures import REFUSE_LOCKING
 from typer.testing import CliRunner
 
+from swapper.bench import measure
+from swapper.bench.drive import measure_read
 from swapper.bench.measure import Pattern, files_for, measure_deepnvme, measure_while_computing
 from swapper.cli import app
 from swapper.cli.bench import search
@@ -165,9 +167,14 @@ def test_a_name_in_brackets_is_not_taken_for_markup(command: str) -> None:
     assert "/missing[/red] is not a directory" in done.output
 
 
-@pytest.mark.slow
-def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path) -> None:
-    done = runner.invoke(app, ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB", "--json"])
+def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "START_S", 0.01)
+    arguments = ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB"]
+    shown = runner.invoke(app, [*arguments, "--no-keep"])
+    assert shown.exit_code == 0 and not tuning_path().exists(), shown.output
+    assert "both ways while torch computes" in shown.output and "For DeepSpeed:" in shown.output
+    assert set(json.loads(shown.output[shown.output.index("{") :])) == {"aio"}
+    done = runner.invoke(app, [*arguments, "--json"])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
     aio, found = said["deepspeed"]["aio"], find_tuning(tmp_path)
@@ -175,6 +182,14 @@ def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path) ->
     assert said["kept_in"] == str(tuning_path()) and said["directory"] == str(tmp_path)
     assert (found.piece_bytes, found.depth) == (aio["block_size"], aio["queue_depth"])
     assert aio["single_submit"] is False and aio["overlap_events"] is True
+
+
+def test_reads_of_a_file_are_measured_and_their_error_is_raised(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8 << 20))
+    assert measure_read(tmp_path / "file", duration_s=0.05) > 0
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        measure_read(tmp_path / "folder", duration_s=0.05)
 
 
 def test_the_search_takes_the_smallest_of_the_good_settings() -> None:
