@@ -1,4 +1,4 @@
-// The arithmetic of swapper/codecs/reference.py on runs of memory. Each kernels_<isa>.cpp includes it once
+// The arithmetic of tests/codec_reference.py on runs of memory. Each kernels_<isa>.cpp includes it once
 // and is compiled for its instruction set: plain loops that the compiler vectorizes, so that there is one
 // source for all. Everything is in an unnamed namespace and no function of the standard library is
 // instantiated: the linker must not take one file's copy for all. Owns nothing.

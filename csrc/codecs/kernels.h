@@ -1,5 +1,5 @@
 // One table of functions for each instruction set: the arithmetic of the codecs of optimizer state on runs of
-// memory. swapper/codecs/reference.py defines every result; all tables give its bits. Owns nothing.
+// memory. tests/codec_reference.py defines every result; all tables give its bits. Owns nothing.
 #pragma once
 
 #include <cstddef>

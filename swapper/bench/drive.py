@@ -162,7 +162,7 @@ def _transfer(lanes: Sequence[_Lane], file_bytes: int, duration_s: float) -> flo
     stopped = threading.Event()
 
     def work(lane: int, transfer: Callable[[int, memoryview, int], int], file: int) -> None:
-        pieces = file_bytes // PIECE_BYTES
+        pieces = max(file_bytes // PIECE_BYTES, 1)
         number = lane % THREADS
         try:
             piece = _piece()

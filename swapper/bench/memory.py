@@ -31,10 +31,8 @@ class PeakMemory:
 
     Args:
         interval_s: seconds between samples; more if one takes long, so that they take a hundredth of a processor at most.
-        files: see `pss_bytes`.
 
     Attributes:
-        baseline_bytes: the process's memory at construction.
         growth_bytes: the maximum beyond that, so far.
     """
 

@@ -82,7 +82,7 @@ class PlainTraining:
         total = 0.0
         for some, theirs in zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
             loss: torch.Tensor = self.model(some, theirs) / micro_batches
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
         for name, master in self._masters.items():
             gradient = self.model.get_parameter(name).grad

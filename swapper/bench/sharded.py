@@ -89,11 +89,7 @@ class StartedRanks:
             process.wait()
 
     def check(self) -> None:
-        """Wait for the end of all ranks.
-
-        Raises:
-            StateError: one has failed; has what it said.
-        """
+        """Wait for the end of all ranks. Raises StateError: one has failed; has what it said."""
         for rank, process in enumerate(self._processes):
             if process.wait() != 0:
                 self._errors[rank].seek(0)

@@ -61,9 +61,7 @@ class Selection:
     """The part of a source to be exported.
 
     Attributes:
-        tensors: in the source's order.
         left_out: names of entries that are no tensors, or not requested.
-        stamps: of the files, to detect a change.
     """
 
     tensors: list[ExportTensor]

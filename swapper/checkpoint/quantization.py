@@ -208,8 +208,6 @@ class QuantisedTensor(ExportTensor):
     """A tensor that becomes codes and scales as it is written, piece by piece, in bounded memory.
 
     Attributes:
-        dtype, shape: those of the file.
-        layout: its quantization.
         original: the tensor before.
         loss: filled as it is written.
     """

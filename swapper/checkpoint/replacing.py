@@ -97,11 +97,7 @@ def _rename_to_new(temporary: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file or directory to the drive.
-
-    Raises:
-        IoError: the drive failed, or is full.
-    """
+    """Sync a file or directory to the drive. Raises IoError: the drive failed, or is full."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -210,11 +210,7 @@ class StreamWriter:
         self._gather(address + body_end, nbytes - body_end, checksum)
 
     def append_device(self, data: torch.Tensor, checksum: Checksum | None = None) -> None:
-        """Append a one-dimensional uint8 tensor of any device.
-
-        Raises:
-            DeviceError: the device failed.
-        """
+        """Append a one-dimensional uint8 tensor of any device. Raises DeviceError: the device failed."""
         done = 0
         while done < data.numel():
             address, nbytes = self._take(data.numel() - done)

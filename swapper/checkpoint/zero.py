@@ -162,11 +162,7 @@ def _buffers(file: TorchFile, model: dict[str, Any]) -> list[ExportTensor]:
 
 
 def _all(kind: type[T], values: Sequence[Any]) -> Sequence[T]:
-    """Return `values`.
-
-    Raises:
-        ValueError: one is not of `kind`.
-    """
+    """Return `values`. Raises ValueError: one is not of `kind`."""
     if not all(isinstance(value, kind) for value in values):
         raise ValueError(f"a value is not a {kind.__name__}")
     return values

@@ -269,7 +269,7 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
 
         def step(number: int) -> float:
             loss: torch.Tensor = model(*corpus.batch(number, task.batch, task.config.context))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             return loss.item()

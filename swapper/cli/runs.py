@@ -144,11 +144,9 @@ class RunOnDisk:
     """One rank's run, or its part on a further drive.
 
     Attributes:
-        path: its directory.
         process: number of the process that has it open, or "unknown"; None: nobody.
         nbytes: of its files, as they take space.
         record: of the last commit; None: there is none, or not here.
-        parameters: as many the record describes.
         main: the run's directory on its first drive, if that is another.
         leftovers: files that nothing can use. See [Note: leftovers].
         problem: the reason why it cannot be read, or "".

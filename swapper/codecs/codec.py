@@ -6,18 +6,17 @@ encodes to the same bits again: a state is the same whether it was coded once or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from swapper.codecs import native, reference
-from swapper.codecs.reference import GROUP
+from swapper.codecs import native
 from swapper.device.kernels.compiler import ACCELERATORS, kernel, uses_kernel
 from swapper.errors import ConfigError, UnsupportedError
 
-Encode = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None], int]
-Decode = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None], None]
+GROUP = 32
+"""Elements that share a scale, counted from the first element of a tensor."""
 CPU = torch.device("cpu")
 
 
@@ -35,15 +34,11 @@ class StateCodec:
     """One way of coding fp32 values of one dimension.
 
     Attributes:
-        name: as the user gives it.
-        plain_encode, plain_decode: define the result, in plain torch; the kernels give the same bits.
         needs_parameter: whether a bf16 parameter is half of the code: the value rounded to nearest, ties to even.
     """
 
     name: str
     layout: tuple[Part, ...]
-    plain_encode: Encode
-    plain_decode: Decode
     needs_parameter: bool = False
 
     def parts(self, numel: int) -> tuple[tuple[str, torch.dtype, int], ...]:
@@ -164,34 +159,12 @@ def _are_runs(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
 CODECS = {
     codec.name: codec
     for codec in (
-        StateCodec("fp32", (Part("value", torch.float32),), reference.encode_fp32, reference.decode_fp32),
-        StateCodec(
-            "split",
-            (Part("low", torch.int16), Part("ties", torch.uint8, 8)),
-            reference.encode_split,
-            reference.decode_split,
-            needs_parameter=True,
-        ),
-        StateCodec(
-            "master24",
-            (Part("rho", torch.int8),),
-            reference.encode_master24,
-            reference.decode_master24,
-            needs_parameter=True,
-        ),
-        StateCodec("bf16", (Part("value", torch.bfloat16),), reference.encode_bf16, reference.decode_bf16),
-        StateCodec(
-            "moment8",
-            (Part("code", torch.int8), Part("scale", torch.bfloat16, GROUP)),
-            reference.encode_moment8,
-            reference.decode_moment8,
-        ),
-        StateCodec(
-            "variance8",
-            (Part("code", torch.uint8), Part("scale", torch.float32, GROUP)),
-            reference.encode_variance8,
-            reference.decode_variance8,
-        ),
+        StateCodec("fp32", (Part("value", torch.float32),)),
+        StateCodec("split", (Part("low", torch.int16), Part("ties", torch.uint8, 8)), needs_parameter=True),
+        StateCodec("master24", (Part("rho", torch.int8),), needs_parameter=True),
+        StateCodec("bf16", (Part("value", torch.bfloat16),)),
+        StateCodec("moment8", (Part("code", torch.int8), Part("scale", torch.bfloat16, GROUP))),
+        StateCodec("variance8", (Part("code", torch.uint8), Part("scale", torch.float32, GROUP))),
     )
 }
 """By name."""

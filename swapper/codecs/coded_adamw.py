@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.codecs import native, reference
+from swapper.codecs import native
 from swapper.codecs.codec import StateCodec
-from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
+from swapper.device.kernels.adamw import AdamWStep
 from swapper.errors import ConfigError
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -25,11 +25,6 @@ class CodedState:
 
     codec: StateCodec
     parts: tuple[torch.Tensor, ...]
-
-    def decoded(self, parameter: torch.Tensor) -> torch.Tensor:
-        value = torch.empty(parameter.numel())
-        self.codec.plain_decode(self.parts, value, parameter)
-        return value
 
 
 def adamw_(
@@ -60,21 +55,6 @@ def adamw_(
     _check(parameter, gradient, states, step)
     named = [(state.codec.name, state.parts) for state in states]
     return native.adamw_(parameter, gradient, named, step, factor, threads)
-
-
-def plain_adamw_(
-    parameter: torch.Tensor, gradient: torch.Tensor, states: list[CodedState], step: AdamWStep, factor: float
-) -> int:
-    """Define the result of `adamw_`, in plain torch; `states` has the masters first, if there are any."""
-    values = [state.decoded(parameter) for state in states]
-    has_masters = len(states) == 3
-    master, exp_avg, exp_avg_sq = values if has_masters else (parameter, *values)
-    reference_(AdamWSlice(master, exp_avg, exp_avg_sq, gradient), step, torch.tensor([factor]), None)
-    if has_masters:
-        reference.encode_bf16(master, [parameter], None)
-    return sum(
-        state.codec.plain_encode(value, state.parts, parameter) for state, value in zip(states, values, strict=True)
-    )
 
 
 def _check(parameter: torch.Tensor, gradient: torch.Tensor, states: list[CodedState], step: AdamWStep) -> None:

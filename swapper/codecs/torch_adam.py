@@ -110,7 +110,7 @@ def torch_adam_(
 
 def _roots() -> int | None:
     """Return the address of MKL's vmsSqrt, 0 if torch is built without MKL; None if it cannot be found."""
-    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkl.is_available():
         return 0
     try:
         return ctypes.cast(_library().vmsSqrt, ctypes.c_void_p).value

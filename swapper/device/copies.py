@@ -3,6 +3,12 @@
 Uploads lease a page until its copy is over; then its frame is free for the next read. Pages that stay in host memory are leased
 for good. Downloads keep the tensor on the device until its event: its memory would be given out again for kernels that know
 nothing of the copy. Before it, nothing may read the host's side, nor use its frame for something else.
+
+Copies host memory to new memory on a device, without a wait, on a stream of its own: experts, and parts of matrices.
+
+The copy waits for what was queued when its memory was allocated, and kernels wait for the copy's event. So a copy that is sent
+before the kernels of an earlier one runs concurrently with them. Who drops the memory first lets the stream that it was
+allocated on wait for the event ([Note: stream order of a storage], device_storage.py).
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from swapper.device.device import Device
-from swapper.device.device_storage import DeviceStorage, Span
+from swapper.device.device_storage import DeviceStorage, Span, place_in_storage
 from swapper.errors import DeviceError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
@@ -213,11 +219,7 @@ class Downloads:
             self._take_oldest().arrived()
 
     def wait_for_oldest(self) -> None:
-        """Wait until the oldest copy is over.
-
-        Raises:
-            DeviceError: the device failed: all are lost.
-        """
+        """Wait until the oldest copy is over. Raises DeviceError: the device failed: all are lost."""
         try:
             with self._counters.waiting("frame", f"a copy from {self._device}"):
                 self._device.wait_for(self._in_flight[0].event)
@@ -228,11 +230,7 @@ class Downloads:
         self._take_oldest().arrived()
 
     def finish(self) -> None:
-        """Wait until all copies are over.
-
-        Raises:
-            DeviceError: the device failed: all are lost.
-        """
+        """Wait until all copies are over. Raises DeviceError: the device failed: all are lost."""
         while self._in_flight:
             self.wait_for_oldest()
 
@@ -240,3 +238,74 @@ class Downloads:
         copy = self._in_flight.popleft()
         self._bytes -= copy.nbytes
         return copy
+
+
+@dataclass(frozen=True, slots=True)
+class NewCopy:
+    """A copy that is queued.
+
+    Attributes:
+        memory: uint8 on the device, with a version counter that only writes of users change.
+        offsets: of each source in it, in bytes.
+        filled_at: the event of the copy.
+        stream: that the memory was allocated on.
+    """
+
+    memory: torch.Tensor
+    offsets: Sequence[int]
+    filled_at: torch.Event
+    stream: torch.Stream
+
+
+class NewCopies:
+    """Owns the stream, and the sources until their copies are over.
+
+    Args:
+        allocate: given a number of bytes, returns such memory. Default: `Device.empty`.
+    """
+
+    def __init__(
+        self, device: Device, counters: Counters, allocate: Callable[[int], torch.Tensor] | None = None
+    ) -> None:
+        self.device = device
+        self._allocate = allocate or device.empty
+        self._counters = counters
+        self._stream = device.new_stream()
+        self._in_flight: deque[tuple[torch.Event, Sequence[torch.Tensor]]] = deque()  # oldest first
+
+    def send(self, sources: Sequence[torch.Tensor], allocate: Callable[[int], torch.Tensor] | None = None) -> NewCopy:
+        """Queue the copy of `sources`: uint8, contiguous, read, in host memory.
+
+        Args:
+            allocate: instead of that of all copies.
+
+        Raises:
+            torch.OutOfMemoryError, BudgetError: the device has none.
+            DeviceError: the device failed.
+        """
+        self.collect()
+        offsets, nbytes = place_in_storage(source.numel() for source in sources)
+        with torch.inference_mode(False), torch.no_grad():
+            memory, stream = (allocate or self._allocate)(nbytes), self.device.current_stream()
+            filling = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(
+                memory.untyped_storage(), 0, (nbytes,), (1,)
+            )
+            pieces = [(filling[at : at + source.numel()], source) for at, source in zip(offsets, sources, strict=True)]
+        self.device.let_wait(self._stream, self.device.record(stream))
+        self.device.copy(pieces, self._stream)
+        event = self.device.record(self._stream)
+        self._in_flight.append((event, sources))
+        self._counters.uploaded_bytes += sum(source.numel() for source in sources)
+        return NewCopy(memory, offsets, event, stream)
+
+    def collect(self) -> None:
+        """Drop the sources of copies that are over."""
+        while self._in_flight and self.device.has_passed(self._in_flight[0][0]):
+            self._in_flight.popleft()
+
+    def finish(self) -> None:
+        """Wait for all copies. A device that failed copies nothing any more."""
+        while self._in_flight:
+            with contextlib.suppress(DeviceError):
+                self.device.wait_for(self._in_flight[0][0])
+            self._in_flight.popleft()

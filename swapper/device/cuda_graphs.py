@@ -19,11 +19,7 @@ _KEY = "triton.cudagraphs"  # of inductor's options
 
 
 def refuse_capture(module: Any, name: str) -> None:
-    """Raise UnsupportedError if the current stream records a graph, which would have no copy of the group `name`.
-
-    Args:
-        module: torch's for the device.
-    """
+    """Raise UnsupportedError if the current stream records a graph, which would have no copy of the group `name`."""
     is_capturing = getattr(module, "is_current_stream_capturing", None)
     if is_capturing is not None and is_capturing():
         raise UnsupportedError(

@@ -2,6 +2,8 @@
 
 It calls them through `torch.get_device_module`, so CUDA, ROCm and XPU are alike. Calls are queued and return at once; their later
 errors, as of a lost device, become `DeviceError`. Tests put a module in front of it whose copies run as late as an event allows.
+
+Finds the part of host memory (NUMA node) that a device is attached to: copies from others cross a link between processors.
 """
 
 from __future__ import annotations
@@ -12,15 +14,36 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from swapper.device.cuda_graphs import refuse_capture
-from swapper.device.numa import node_of_device
 from swapper.errors import ConfigError, DeviceError
 from swapper.io.elements import device_errors
 from swapper.io.registered import CudaRegistrar
+
+SYSFS = Path("/sys")
+
+
+def node_of_device(properties: Any, sysfs: Path = SYSFS) -> int | None:
+    """Return the number of the node of a device; None if there is only one node, or the system does not say.
+
+    Args:
+        properties: of the device, as torch has them: pci_domain_id, pci_bus_id, pci_device_id.
+        sysfs: where the kernel describes devices.
+    """
+    try:
+        domain, bus, device = (int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
+        if (sysfs / "devices/system/node/online").read_text().strip() == "0":
+            return None
+        text = (sysfs / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text()
+        node = int(text)
+    except (AttributeError, TypeError, ValueError, OSError):  # another kind of device, or a container that hides it
+        return None
+    return node if node >= 0 else None
+
 
 OUT_OF_MEMORY = torch.OutOfMemoryError
 RANGES = "SWAPPER_NVTX"
@@ -178,7 +201,7 @@ class Device:
 
     @cached_property
     def node(self) -> int | None:
-        """The NUMA node that it is attached to, if there are several: see numa.py."""
+        """The NUMA node that it is attached to, if there are several."""
         properties = getattr(self._module, "get_device_properties", None)
         return None if properties is None or self.device.type == "cpu" else node_of_device(properties(self.device))
 

@@ -116,7 +116,6 @@ class CommitRecord:
 
     Attributes:
         step: optimizer steps taken.
-        rank, world_size: of the process in its job.
         boot_id: the kernel's at the commit; it differs after a power loss or a crash of the system.
         optimizer: class of the user's optimizer.
         placement: of "param" and "state".
@@ -126,7 +125,6 @@ class CommitRecord:
         param_groups: the optimizer's settings, in torch's packed form.
         state_entries: of the optimizer's state of each parameter, as `StateEntries.pack` returns it.
         registered: state dicts by name.
-        extra: the user's own values.
         rng: states of the random number generators, if requested.
         external: paths of external files, with size in bytes and modification time in nanoseconds.
         edits: how often parameters were changed from outside since the step.
@@ -224,9 +222,6 @@ def _publish(temporary: Path, path: Path, data: bytes, durable: bool) -> None:
 
 def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None:
     """Return the directory's committed step, or None if it has none.
-
-    Args:
-        name: of the record's file.
 
     Raises:
         CheckpointError: the record is damaged, or of another version.

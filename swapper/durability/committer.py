@@ -148,9 +148,6 @@ class Committer:
         """Finish the last step before everything changes, except while a snapshot copies from the last commit's files.
 
         Ranks that run together never make the exception: all must have the same commit. Call `meet_ranks` next.
-
-        Raises:
-            IoError: as `finish`.
         """
         self._model.finish_update()
         may_go_without = self._snapshot is None and not self._way_back.is_of_all_ranks
@@ -193,22 +190,14 @@ class Committer:
             self._store.release_frozen()
 
     def write_all(self, step: int) -> None:
-        """Write everything as it is now, after `step`, and commit it if the run commits at all.
-
-        Raises:
-            IoError: as `finish`.
-        """
+        """Write everything as it is now, after `step`, and commit it if the run commits at all."""
         self.finish()
         self._due = step
         self.finish()
         self._publisher.finish()
 
     def commit_changes(self, step: int) -> None:
-        """Commit changes from outside that no step will commit, as of `step`, if the run commits at all.
-
-        Raises:
-            IoError: as `finish`.
-        """
+        """Commit changes from outside that no step will commit, as of `step`, if the run commits at all."""
         if self._is_behind and self._every is not None:
             self.write_all(step)
 

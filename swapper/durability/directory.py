@@ -60,7 +60,6 @@ class LockedDirectory:
 
     Args:
         directory: the user's directory. It is made if it is missing, with those above it (io/mounts.py).
-        name: of the run's directory in it.
 
     Raises:
         DirectoryError: it cannot be made, is no directory, not writable, or in use; or others than this user may write to
@@ -222,8 +221,6 @@ class RunDirectory:
         weigh: returns each drive's share of the bytes, in proportion. Called for a new run.
 
     Attributes:
-        path: the first directory of the run.
-        drives: all of them.
         job: the run's, which all its ranks share; "" for a rank alone. Set by the code that opens it.
 
     Raises:

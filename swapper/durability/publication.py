@@ -44,8 +44,6 @@ class Base:
     """The frozen swap file that becomes the snapshot. Made before it is frozen, which forbids opening it for writing.
 
     Attributes:
-        number: of the file in the store.
-        file: for transfers.
         status: once it is closed.
     """
 
@@ -67,9 +65,6 @@ class Base:
 class Draft:
     """A file that gets its name when it is whole. Until then it has no name, so that a kill leaves nothing behind; or a
     hidden one, if the filesystem does not support that.
-
-    Args:
-        path: the future name.
     """
 
     def __init__(self, path: Path) -> None:

@@ -60,7 +60,6 @@ class Held:
 
     Attributes:
         place: the host and the rank's directory, for a person.
-        resume: the user's option.
         job: the run's, which all its ranks share; "" without one.
         commits: possible ones, the newest first.
     """

@@ -47,7 +47,6 @@ class Commit:
 
     Attributes:
         id: known to all ranks.
-        data: the record's file.
         files: numbers of the swap files that it needs.
         sections: location of each section's content.
     """
@@ -159,7 +158,6 @@ class WayBack:
         the same.
 
         Args:
-            step: the next step.
             failure: the reason why this rank cannot take it, if it cannot.
 
         Raises:
@@ -276,11 +274,7 @@ def _say(faults: Sequence[Fault]) -> str:
 
 
 def follow_placement(record: CommitRecord, params: str, optimizer_state: str) -> tuple[str, str]:
-    """Return the run's placement, if the user leaves it open.
-
-    Raises:
-        CheckpointError: the user wants another one.
-    """
+    """Return the run's placement, if the user leaves it open. Raises CheckpointError: the user wants another one."""
     wishes = {"param": ("params", params), "state": ("optimizer_state", optimizer_state)}
     for family, (option, wish) in wishes.items():
         place = record.placement[family]

@@ -61,9 +61,6 @@ class Retention:
     """The removable snapshots of a run, oldest first, in a file of its directory. Thread-safe.
 
     A snapshot published right before a kill may be missing in the file, and is then never removed.
-
-    Args:
-        directory: the run's.
     """
 
     def __init__(self, directory: Path) -> None:

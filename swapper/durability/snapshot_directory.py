@@ -40,7 +40,6 @@ class SnapshotDirectory:
 
     Attributes:
         file: of this rank, in the directory while it is hidden.
-        has_failed: see above.
 
     Raises:
         CheckpointError: the directory cannot be made, or two entries of `state` have the same name.

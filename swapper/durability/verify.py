@@ -59,7 +59,6 @@ class Fault:
     """Something that differs from its write.
 
     Attributes:
-        path: the file.
         offset, nbytes: the run of bytes that has a wrong checksum, or cannot be read.
         what: the fault, in words.
         record: the zip record or section that contains it, "" if there is none.
@@ -79,11 +78,8 @@ class Report:
     """The result of a verification.
 
     Attributes:
-        path: the verified path.
         kind: "snapshot", "run" or "torch checkpoint" (checked by the CRCs of its zip).
         checked_bytes: bytes that were compared with a checksum.
-        nbytes: total bytes.
-        faults: empty if all is well.
     """
 
     path: str

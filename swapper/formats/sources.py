@@ -119,7 +119,6 @@ class Source:
     """A checkpoint's tensors by name.
 
     Attributes:
-        path: the user's path.
         kind: "safetensors", "torch", "huggingface" or "dcp", for messages.
         tensors: by name, in the file's order.
         stamps: of every file that a tensor lies in, taken when its header was read.

@@ -41,10 +41,8 @@ class StoredTensor:
 
     Attributes:
         name: its key. Nested dicts are flattened: {"model": {"a.weight": t}} gives "model.a.weight".
-        path: the file.
         offset: of the tensor's first element, in bytes. Of no particular alignment.
         nbytes: from the first element to the end of the last, in memory order: numel * itemsize if contiguous.
-        dtype, shape: of the tensor.
         stride: in elements, not negative; None if contiguous (the last dimension runs fastest).
     """
 
@@ -134,13 +132,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkedTensor:
-    """A tensor in chunks that tile it, in the order of their offsets; none of them is empty unless it is the only one.
-
-    Attributes:
-        name, dtype, shape: of the tensor.
-        path: the user's path.
-        chunks: its parts.
-    """
+    """A tensor in chunks that tile it, in the order of their offsets; none of them is empty unless it is the only one."""
 
     name: str
     path: Path
@@ -149,11 +141,7 @@ class ChunkedTensor:
     chunks: tuple[Chunk, ...]
 
     def check(self) -> None:
-        """Check that the chunks tile the tensor.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Check that the chunks tile the tensor. Raises ValueError: they do not."""
         if any(end > size for chunk in self.chunks for end, size in zip(chunk.ends, self.shape, strict=True)):
             raise ValueError(f"{self.name} has a chunk that is not inside of it")
         if sum(chunk.stored.numel for chunk in self.chunks) != math.prod(self.shape):

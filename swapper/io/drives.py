@@ -77,22 +77,13 @@ def assign_to_drives(sizes: Sequence[int], weights: Sequence[float]) -> list[int
 
 @dataclass(frozen=True)
 class DrivesRecord:
-    """The content of `drives.json`.
-
-    Attributes:
-        drives: all of the run's.
-        index: the number of this directory.
-    """
+    """The content of `drives.json`."""
 
     drives: Drives
     index: int
 
     def write(self) -> None:
-        """Write it into its directory, whole or not at all.
-
-        Raises:
-            DirectoryError: it cannot be written.
-        """
+        """Write it into its directory, whole or not at all. Raises DirectoryError: it cannot be written."""
         directories = [os.fspath(directory) for directory in self.drives.directories]
         content = {"format": _FORMAT, "run": self.drives.id, "index": self.index, "directories": directories}
         sealed = records.seal({**content, "weights": list(self.drives.weights)})

@@ -104,7 +104,6 @@ def tuned_settings(directory: Path, backend: str = "auto") -> dict[str, Any]:
     """Return options of `swapper._C.Engine` for files in `directory`: the result of `swapper tune`, or nothing.
 
     Args:
-        directory: an existing one.
         backend: the user's choice. A tuning for another backend is not applied.
     """
     tuning = find_tuning(directory)
@@ -117,7 +116,6 @@ def open_engine(directories: Sequence[Path], backend: str = "auto", **options: A
     """Open an engine for pages in files in `directories`, one a drive, with each drive's tuning.
 
     Args:
-        directories: at least one; all exist.
         backend: "auto", "uring", "aio" or "threads".
         options: others of `swapper._C.Engine`; `depth` is PAGES_DEPTH by default.
     """

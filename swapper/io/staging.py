@@ -229,7 +229,7 @@ def event_of(tensor: torch.Tensor) -> Any:
 @functools.cache
 def _stream_of(device: torch.device) -> Any:
     """Return the stream of all copies here: torch deals out 32 in turn, so more would soon be the program's own."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -210,7 +210,7 @@ class _Modes:
         types = {"cpu"} if device is None else {"cpu", device.device.type}
         self._autocast = {t: torch.get_autocast_dtype(t) for t in types if torch.is_autocast_enabled(t)}
         self._caches_casts = torch.is_autocast_cache_enabled()
-        self._function_modes: list[BaseTorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        self._function_modes: list[BaseTorchFunctionMode] = _get_current_function_mode_stack()
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._stream = None if device is None else (device, device.current_stream())
         self._context = contextvars.copy_context()
@@ -223,7 +223,7 @@ class _Modes:
     def _entered(self) -> ExitStack:
         stack = ExitStack()
         for mode in self._function_modes:  # a default device is one
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+            _push_mode(mode)
             stack.callback(_pop_mode)
         if self._inference:
             stack.enter_context(torch.inference_mode())

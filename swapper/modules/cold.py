@@ -122,7 +122,7 @@ class ColdParameter(nn.Parameter):
         fault_handler = answering_handler(self, "pickling")
         shown = fault_handler.detached(self)
         data = _copy(self) if shown is None else as_plain(shown)
-        return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)
 
 
 class ColdView(torch.Tensor):

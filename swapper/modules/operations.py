@@ -84,7 +84,7 @@ class Recording:
     with_gradients_bytes: int
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Attributes: phase, group: of the operations that come now."""
 
     def __init__(self) -> None:
@@ -109,9 +109,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages = [s for s in (tensor.untyped_storage() for tensor in tensors) if s.nbytes() >= LARGE_BYTES]
         if not storages:
             return
-        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}  # type: ignore[no-untyped-call]
+        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
         for storage in storages:
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            reference = StorageWeakRef(storage)
             self._live[reference.cdata] = reference, storage.nbytes()
         live_bytes = sum(nbytes for _, nbytes in self._live.values())
         self.peak_bytes = max(self.peak_bytes, live_bytes)
@@ -165,7 +165,7 @@ def record(
             loss = _loss_of(clone(*given, **named))
             if train:
                 recorder.phase = "backward"
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
     return Recording(recorder.counts, recorder.peak_bytes, max(recorder.with_gradients_bytes, recorder.gradient_bytes))
 
 
@@ -198,13 +198,13 @@ def _watch(model: nn.Module, group_of: Mapping[str, int], recorder: _Recorder) -
         def note(module: nn.Module, args: Any, result: Any) -> None:
             for leaf in _pytree.tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(enter(group))  # type: ignore[no-untyped-call]
+                    leaf.register_hook(enter(group))
 
         return note
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(recorder.drop_gradient)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(recorder.drop_gradient)
     for name, module in model.named_modules():
         if name in group_of:
             module.register_forward_pre_hook(enter(group_of[name]), prepend=True)

@@ -24,7 +24,7 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(function.__code__, skip)
     except AttributeError:  # another torch
-        return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "it reads weights in, or makes them cold"  # type: ignore[attr-defined]
     return function

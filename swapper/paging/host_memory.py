@@ -172,11 +172,7 @@ class Pool:
         return bool(self._free)
 
     def wait_for_growth(self) -> None:
-        """Wait until one more frame is populated.
-
-        Raises:
-            IoError: the system has no memory for it.
-        """
+        """Wait until one more frame is populated. Raises IoError: the system has no memory for it."""
         if self._growth is not None and self._missing:
             self._growth.wait_populated(self.offset(self._missing[-1] + 1))
 

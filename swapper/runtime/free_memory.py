@@ -62,10 +62,8 @@ class _Heap:
         freed_bytes: since the last check.
         check_bytes: freed bytes after which the next check comes.
         min_headroom_bytes: the smallest headroom that a check found.
-        began_bytes: in use when the run began.
         peak_bytes: the most that a check found in use.
         other_bytes: what the process has besides its heap.
-        watches: of the open runs.
     """
 
     watches: ClassVar[list[Watch]] = []

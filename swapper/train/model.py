@@ -64,7 +64,6 @@ class OffloadedModel:
         current: the manager's slot.
 
     Attributes:
-        optimizer_state: of all trained parameters.
         fault_handler: answers accesses to cold parameters.
         updates: decides when groups are updated.
     """

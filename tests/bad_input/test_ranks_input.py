@@ -91,7 +91,6 @@ def launch(directory: Path, *orders: str) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_does_not_go_together_is_named_on_every_rank(name: str, tmp_path: Path) -> None:
     orders, kind, texts = CASES[name]
@@ -149,7 +148,6 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {  # orders, and what the error
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 def test_values_that_are_not_the_same_are_named_on_every_rank(name: str, tmp_path: Path, checkpoints: Path) -> None:
     orders, texts = VALUES[name]
@@ -160,7 +158,6 @@ def test_values_that_are_not_the_same_are_named_on_every_rank(name: str, tmp_pat
     assert not list(tmp_path.rglob("*.swap"))
 
 
-@pytest.mark.slow
 def test_copies_of_the_same_files_are_taken_and_a_resumed_run_needs_no_values(
     tmp_path: Path, checkpoints: Path
 ) -> None:

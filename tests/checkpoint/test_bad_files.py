@@ -19,6 +19,7 @@ from sampling import examples
 
 import swapper
 from swapper.checkpoint import load, save
+from swapper.checkpoint.replacing import new_directory, replacing
 from swapper.formats.sources import open_source
 
 STATE = {"a": torch.arange(300_000.0), "b": torch.ones(7)}
@@ -61,6 +62,28 @@ def test_a_name_that_cannot_be_taken_is_refused_and_left_as_it_is(tmp_path: Path
             save(STATE, tmp_path / name, **options)
     assert names_in(tmp_path) == before
     assert ((tmp_path / "mine").read_bytes(), (tmp_path / "snapshot").read_bytes()) == (b"mine", b"kept")
+
+
+def test_what_appears_under_the_name_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+    with (
+        pytest.raises(swapper.CheckpointError, match="appeared meanwhile, and was not changed"),
+        replacing(tmp_path / "file", overwrite=False) as ours,
+    ):
+        ours.write_bytes(b"ours")
+        (tmp_path / "file").write_bytes(b"theirs")
+    with (
+        pytest.raises(swapper.CheckpointError, match="appeared meanwhile, and was not changed"),
+        new_directory(tmp_path / "folder") as folder,
+    ):
+        (folder / "ours").touch()
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "theirs").touch()
+    assert (tmp_path / "file").read_bytes() == b"theirs"
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "file",
+        "folder",
+        "folder/theirs",
+    ]
 
 
 def test_links_are_followed_and_hard_links_keep_the_old_content(tmp_path: Path) -> None:

@@ -164,6 +164,18 @@ def test_a_failed_save_leaves_no_metadata_and_no_files(tmp_path: Path, monkeypat
     assert list((tmp_path / "x").iterdir()) == []
 
 
+def test_what_a_writer_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(swapper.ConfigError, match="thread_count=0 must be 1 or more"):
+        StorageWriter(tmp_path / "x", thread_count=0)
+    dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "x"), no_dist=True)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    with pytest.raises(
+        CheckpointException, match="holds a checkpoint already: choose another directory, or pass overwrite=True"
+    ):
+        dcp.save({"a": torch.zeros(3)}, storage_writer=StorageWriter(tmp_path / "x", overwrite=False), no_dist=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
+
+
 def _attributes_of_a_class() -> bytes:
     """A pickle that sets an attribute of torch's class, not of an instance."""
     return b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(S'storage_meta'\nI3\ndtb."
@@ -240,6 +252,70 @@ def test_damaged_and_hostile_checkpoints_end_in_errors_of_ours(tmp_path: Path) -
     os.truncate(tmp_path / "x" / "__0_0.distcp", 10_000)
     with pytest.raises(CheckpointException, match=r"it was cut"):
         dcp.load({"a": torch.zeros(5000)}, storage_reader=StorageReader(tmp_path / "x"), no_dist=True)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("reader", READERS)
+def test_tensors_that_are_views_with_a_sign_are_loaded_as_their_values(
+    writer: str, reader: str, tmp_path: Path
+) -> None:
+    turned = torch.randn(4, 3, dtype=torch.complex64).conj()
+    state = {"conjugate": turned, "negative": turned.imag, "parameter": torch.nn.Parameter(torch.ones(3))}
+    dcp.save(state, storage_writer=WRITERS[writer](tmp_path / "x"), no_dist=True)
+    found = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in state.items()}
+    dcp.load(found, storage_reader=READERS[reader](tmp_path / "x"), no_dist=True)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def test_metadata_and_files_that_do_not_fit_together_end_in_errors_that_say_so(tmp_path: Path) -> None:
+    state = {
+        "a": torch.ones(50, 10),
+        "short": torch.ones(40, 10),
+        "word": "x",
+        "m.codec": "8bit",
+        "m.odd": torch.ones(3),
+    }
+    plain = {name: value for name, value in state.items() if not name.startswith("m.")}
+    dcp.save(plain, storage_writer=StorageWriter(tmp_path / "x"), no_dist=True)
+    path = tmp_path / "x" / ".metadata"
+    good = path.read_bytes()
+
+    def place(metadata: Any, name: str) -> Any:
+        return next(index for index in metadata.storage_data if index.fqn == name)
+
+    def refused(change: Callable[[Any], None]) -> str:
+        metadata = pickle.loads(good)
+        change(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load({"a": torch.zeros(50, 10)}, storage_reader=StorageReader(tmp_path / "x"), no_dist=True)
+        (failure, _) = next(iter(caught.value.failures.values()))
+        assert isinstance(failure, swapper.CheckpointError), failure
+        return str(failure)
+
+    def moved_to(name: str) -> Callable[[Any], None]:
+        def change(metadata: Any) -> None:
+            metadata.storage_data[place(metadata, "a")] = metadata.storage_data[place(metadata, name)]
+
+        return change
+
+    def transformed(metadata: Any) -> None:
+        metadata.storage_data[place(metadata, "a")].transform_descriptors = ["gzip"]
+
+    assert "a is (40, 10) there: (50, 10) from (0, 0) on are beyond its end" in refused(moved_to("short"))
+    assert "a is no tensor" in refused(moved_to("word"))
+    assert "an item was transformed (['gzip']) when it was saved: use torch's reader" in refused(transformed)
+    dcp.save(state, storage_writer=StorageWriter(tmp_path / "y"), no_dist=True)
+    with pytest.raises(
+        swapper.CheckpointError, match=r"m is encoded, in parts that this swapper does not know: \['odd'\]"
+    ):
+        StorageReader(tmp_path / "y").read_metadata()
+
+
+def test_a_directory_of_the_name_of_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "x" / ".metadata").mkdir(parents=True)
+    with pytest.raises(CheckpointException, match=r"Is a directory.*\.metadata|\.metadata.*Is a directory"):
+        dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "x"), no_dist=True)
 
 
 def test_shares_are_of_about_equal_size() -> None:

@@ -52,7 +52,6 @@ def plain(mount_fuse: Callable[..., Path], tmp_path: Path) -> Path:
     return mount_fuse(PLAIN, tmp_path / "below")
 
 
-@pytest.mark.slow
 def test_a_run_and_its_snapshots_are_exact_where_files_cannot_share_their_bytes(plain: Path, tmp_path: Path) -> None:
     def next_step(model: Any, optimizer: Any, step: int) -> None:
         torch.manual_seed(step)
@@ -79,7 +78,6 @@ def test_a_run_and_its_snapshots_are_exact_where_files_cannot_share_their_bytes(
     assert {path.name for path in plain.iterdir()} == {"run", "a.pt", "c.pt"}, "nothing is left behind"
 
 
-@pytest.mark.slow
 def test_files_appear_there_whole_and_replace_only_what_they_may(plain: Path) -> None:
     state = {"w": torch.randn(300, 300)}
     save(state, plain / "x.pt", overwrite=False)

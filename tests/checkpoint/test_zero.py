@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def write(directory: Path, stage: int, world: int) -> dict[str, torch.Tensor]:
     }
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     for rank in range(world):
-        state = {"zero_stage": stage, "partition_count": world, key: parts[rank], "loss_scaler": Scaler()}
+        count = world if stage == 3 else [world] * len(SHAPES)  # of each group
+        state = {"zero_stage": stage, "partition_count": count, key: parts[rank], "loss_scaler": Scaler()}
         torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         fragment = _fraction(frozen, rank, world) if stage == 3 else frozen
         name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
@@ -98,3 +100,62 @@ def test_missing_and_damaged_ranks_are_named(tmp_path: Path) -> None:
     with pytest.raises(swapper.CheckpointError, match="are wanted"):
         export(tmp_path / "run", tmp_path / "x.pt", "torch")
     assert not (tmp_path / "x.pt").exists()
+
+
+def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Return what puts `value` at a place, in the files that have this place."""
+
+    def act(content: Any) -> None:
+        *path, last = keys
+        for key in path:
+            content = content[key] if isinstance(content, list) else content.get(key, {})
+        if not isinstance(content, dict) or last in content:
+            content[last] = value
+
+    return act
+
+
+FLAT = ("optimizer_state_dict", "single_partition_of_fp32_groups")
+PARTS = ("optimizer_state_dict", "fp32_flat_groups")
+WEIGHT = OrderedDict({"a.weight": torch.Size((7, 5))})
+DAMAGES: dict[str, tuple[int, Callable[[dict[str, Any]], None], str]] = {  # stage, change of each file, what is said
+    "a matrix for a flat group": (
+        2,
+        put(*FLAT, value=[torch.ones(2, 2), torch.ones(24)]),
+        "the flat groups are not flat",
+    ),
+    "no groups": (2, put(*FLAT, value=None), "is not a ZeRO checkpoint of a known kind"),
+    "a shape below 0": (2, put("param_shapes", value=[{"a.bias": (-7,)}]), "a parameter's shape is impossible"),
+    "one name twice": (3, put("param_shapes", value=[WEIGHT, WEIGHT]), "two parameters have the same name"),
+    "no shapes": (3, put("param_shapes", value=[3]), "a value is not a dict"),
+    "a number for a name": (2, put("buffer_names", value=[3]), "a value is not a str"),
+    "elements of nobody": (1, put("param_shapes", value=[WEIGHT]), "group 0 has .* of which parameters take 35"),
+    "elements that are missing": (3, put(*PARTS, value=[torch.ones(2)]), "of 2 are wanted"),
+    "a frozen one that is turned": (
+        2,
+        put("frozen_param_fragments", value={"frozen": torch.arange(9.0).view(3, 3).t()}),
+        "frozen is not contiguous",
+    ),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", DAMAGES)
+def test_parts_that_do_not_make_up_the_parameters_are_refused(name: str, tmp_path: Path) -> None:
+    stage, change, says = DAMAGES[name]
+    write(tmp_path / "run", stage, 2)
+    for path in (tmp_path / "run" / "global_step3").iterdir():
+        content = torch.load(path, weights_only=False)
+        change(content)
+        torch.save(content, path)
+    with pytest.raises(swapper.CheckpointError, match=says):
+        export(tmp_path / "run", tmp_path / "x.pt", "torch")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_without_the_models_files_no_names_are_known(tmp_path: Path) -> None:
+    write(tmp_path / "run", 3, 2)
+    for path in tmp_path.rglob("*_model_states.pt"):
+        path.unlink()
+    with pytest.raises(swapper.CheckpointError, match="the names of the parameters are in it"):
+        export(tmp_path / "run", tmp_path / "x.pt", "torch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from codec_reference import DECODE, ENCODE
 from hypothesis import strategies as st
 
 from swapper.codecs import CODECS, StateCodec
@@ -56,12 +57,12 @@ def parts_for(codec: StateCodec, count: int, fill: int = 77) -> list[torch.Tenso
 def coded(codec: StateCodec, value: torch.Tensor, parameter: torch.Tensor) -> tuple[list[torch.Tensor], int]:
     """Return the code by the reference, and how many elements it cannot hold."""
     parts = parts_for(codec, value.numel())
-    return parts, codec.plain_encode(value, parts, parameter)
+    return parts, ENCODE[codec.name](value, parts, parameter)
 
 
 def decoded(codec: StateCodec, parts: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
     value = torch.empty(parameter.numel())
-    codec.plain_decode(parts, value, parameter)
+    DECODE[codec.name](parts, value, parameter)
     return value
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import codec_reference
 import pytest
 import torch
 from coded import noise, parts_for, same
 
 from swapper import _C, ConfigError
 from swapper.codecs import CODECS, CodedState, adamw_, native
-from swapper.codecs.coded_adamw import plain_adamw_
 from swapper.device.kernels.adamw import AdamWStep
 
 EIGHT_BIT = ("master24", "moment8", "variance8")
@@ -52,7 +52,7 @@ class Slice:
 
     @property
     def decoded(self) -> list[torch.Tensor]:
-        return [state.decoded(self.parameter) for state in self.states]
+        return [codec_reference.decoded(state, self.parameter) for state in self.states]
 
     def update_(self, step: AdamWStep, factor: float = 1.0, threads: int = 1) -> int:
         master = self.states[0] if len(self.states) == 3 else None
@@ -72,7 +72,7 @@ def test_the_kernels_give_the_references_bits(
             step = AdamWStep(number, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
             named = [(state.codec.name, state.parts) for state in found.states]
             assert native.adamw_(found.parameter, found.gradient, named, step, 0.37, isa=isa) == 0
-            assert plain_adamw_(wanted.parameter, wanted.gradient, wanted.states, step, 0.37) == 0
+            assert codec_reference.adamw_(wanted.parameter, wanted.gradient, wanted.states, step, 0.37) == 0
         for one, other in zip(found.tensors, wanted.tensors, strict=True):
             same(one, other)
 

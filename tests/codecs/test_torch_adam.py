@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import codec_reference
 import pytest
 import torch
 from coded import SPECIAL, bits_of, floats_of, noise, parts_for, same
@@ -77,7 +78,7 @@ class Slice:
         """Compare them, bit for bit."""
         wanted = {**self.optimizer.state[self.plain], "master": self.plain.detach()}
         for key, state in self.states.items():
-            equal(state.decoded(self.parameter), wanted[key])
+            equal(codec_reference.decoded(state, self.parameter), wanted[key])
         equal(self.parameter, wanted["master"].to(self.parameter.dtype))
 
 
@@ -156,7 +157,7 @@ def test_codes_are_those_of_codecs_around_the_optimizer(lossy: tuple[str, ...]) 
     states = [CodedState(CODECS[name], tuple(parts_for(CODECS[name], count))) for name in lossy]
     for state, value in zip(states, (masters, torch.zeros(count), torch.zeros(count)), strict=True):
         state.codec.encode(value, state.parts, parameter)
-    plain = states[0].decoded(parameter).requires_grad_()
+    plain = codec_reference.decoded(states[0], parameter).requires_grad_()
     optimizer = Adam([plain], lr=1e-2, weight_decay=0.1)
     for number in (1, 2, 3):
         gradient = noise(count, 5 + number, 1.0).bfloat16()

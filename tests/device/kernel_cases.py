@@ -1,7 +1,7 @@
 """Checks of each kernel that take a device: the interpreter on a CPU and a GPU run the same ones.
 
-As a program, `python kernel_cases.py DEVICE`: runs all and prints {check: "" or what went wrong} as JSON. With TRITON_INTERPRET=1
-the device is "cpu".
+As a program, `PYTHONPATH=tests python kernel_cases.py DEVICE`: runs all and prints {check: "" or what went wrong} as JSON. With
+TRITON_INTERPRET=1 the device is "cpu".
 
 Every bit is compared: each kernel is compiled without contraction and with correctly rounded division and root, so nothing is
 left to a device.
@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
+from codec_reference import DECODE, ENCODE
 
 from swapper.checkpoint.quantization import QuantizedLayout
 from swapper.codecs import CODECS
@@ -180,13 +181,13 @@ def check_codec(device: str, name: str, value: torch.Tensor, parameter: torch.Te
     codec = CODECS[name]
     wanted = [torch.zeros(size, dtype=dtype) for _, dtype, size in codec.parts(value.numel())]
     parts = [part.to(device) + 1 for part in wanted]
-    unheld = codec.plain_encode(value, wanted, parameter)
+    unheld = ENCODE[name](value, wanted, parameter)
     assert codec.encode(value.to(device), parts, parameter.to(device)) == unheld
     for part, other in zip(parts, wanted, strict=True):
         same(part, other)
     found, expected = torch.empty_like(value, device=device), torch.empty_like(value)
     codec.decode([part.to(device) for part in wanted], found, parameter.to(device))
-    codec.plain_decode(wanted, expected, parameter)
+    DECODE[name](wanted, expected, parameter)
     assert torch.equal(found.isnan().cpu(), expected.isnan())
     same(found.cpu()[~expected.isnan()], expected[~expected.isnan()])
 

@@ -114,3 +114,12 @@ def test_another_missing_module_is_not_called_triton() -> None:
     with pytest.raises(ImportError) as raised:
         kernel("no_such_kernel")
     assert not isinstance(raised.value, UnsupportedError)
+
+
+def test_an_update_of_nothing_and_one_after_an_overflow_change_nothing() -> None:
+    part = slice_of(100)
+    before = [tensor.clone() for tensor in (part.master, part.exp_avg, part.exp_avg_sq)]
+    adamw.update_(part, adamw.AdamWStep(1), None, torch.ones(1))
+    for tensor, old in zip((part.master, part.exp_avg, part.exp_avg_sq), before, strict=True):
+        assert torch.equal(tensor, old)
+    adamw.update_(slice_of(0), adamw.AdamWStep(1))

@@ -9,7 +9,7 @@ import pytest
 from numa import may_choose_nodes, policies
 
 from swapper import _C
-from swapper.device.numa import SYSFS, node_of_device
+from swapper.device.device import SYSFS, node_of_device
 from swapper.paging.host_memory import HostMemory
 
 GPU = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)

@@ -28,25 +28,12 @@ PLAIN_LOOP = """
      optimizer.zero_grad()
  result = [value.clone() for value in model.state_dict().values()]
 """
-ACCELERATE = """
- import torch
- from accelerate import Accelerator
-+import swapper
- torch.manual_seed(0)
- accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
- model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
- optimizer = torch.optim.AdamW(model.parameters())
+PREPARE = " model, optimizer = accelerator.prepare(model, optimizer)\n"
+OFFLOAD = """\
 +manager = swapper.SwapManager("run", "16MiB")
 +model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
- model, optimizer = accelerator.prepare(model, optimizer)
- for _ in range(4):
-     with accelerator.accumulate(model):
-         accelerator.backward(model(torch.randn(4, 256)).square().mean())
-         optimizer.step()
-         optimizer.zero_grad()
- result = [value.clone() for value in accelerator.get_state_dict(model).values()]
 """
-PREPARED_FIRST = """
+ACCELERATED = """
  import torch
  from accelerate import Accelerator
 +import swapper
@@ -54,16 +41,15 @@ PREPARED_FIRST = """
  accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
  model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
  optimizer = torch.optim.AdamW(model.parameters())
- model, optimizer = accelerator.prepare(model, optimizer)
-+manager = swapper.SwapManager("run", "16MiB")
-+manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
- for _ in range(4):
+HERE for _ in range(4):
      with accelerator.accumulate(model):
          accelerator.backward(model(torch.randn(4, 256)).square().mean())
          optimizer.step()
          optimizer.zero_grad()
  result = [value.clone() for value in accelerator.get_state_dict(model).values()]
 """
+ACCELERATE = ACCELERATED.replace("HERE", OFFLOAD + PREPARE)
+PREPARED_FIRST = ACCELERATED.replace("HERE", PREPARE + OFFLOAD.replace("+model, optimizer = ", "+"))
 PEFT = """
  import torch
  from peft import LoraConfig, get_peft_model

@@ -95,7 +95,6 @@ def test_an_operation_that_cannot_run_alone_is_named(caplog: pytest.LogCaptureFi
     assert "aten.mm.default cannot be measured alone" in caplog.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["exact", "8bit"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind: str, codec: str) -> None:

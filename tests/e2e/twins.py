@@ -378,11 +378,19 @@ def before_each_update(sweep: Any, act: Callable[[], object]) -> Callable[[], No
     ways = ("_apply", "_update_in_one_pass")
 
     def acting(way: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments: (act(), way(*arguments))[1]
+        def update(*arguments: Any) -> None:
+            act()
+            way(*arguments)
+
+        return update
+
+    def end() -> None:
+        for name in ways:
+            vars(sweep).pop(name, None)
 
     for name in ways:
         setattr(sweep, name, acting(getattr(sweep, name)))
-    return lambda: [delattr(sweep, name) for name in ways if name in vars(sweep)] and None
+    return end
 
 
 def fail_in_the_middle(pair: Twins) -> None:

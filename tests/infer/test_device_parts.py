@@ -8,7 +8,7 @@ import torch
 import swapper
 from infer import test_row_partitioned as wide
 from infer.host_device import ORDERS, HostDevice, Registering
-from swapper.device.new_copies import NewCopies
+from swapper.device.copies import NewCopies
 from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPrefetcher
 
 MIB = 1 << 20

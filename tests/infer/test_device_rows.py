@@ -8,7 +8,7 @@ from torch import nn
 
 import swapper
 from infer.host_device import ORDERS, HostDevice
-from swapper.device.new_copies import NewCopies
+from swapper.device.copies import NewCopies
 from swapper.infer.operators import weight_rows
 
 MIB = 1 << 20

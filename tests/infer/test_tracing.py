@@ -10,7 +10,7 @@ from torch import nn
 
 import swapper
 from swapper.formats.sources import StoredTensor
-from swapper.infer.mapping.tracing import Traced, recipe_of
+from swapper.infer.mapping.tracing import Traced, recipe_of, recipe_of_row
 
 
 def traced(*shape):
@@ -62,3 +62,22 @@ def test_data_that_is_put_into_a_tensor_is_what_it_is_made_of():
     values = torch.randn(4, 3)
     assert recipe.dtype is torch.bfloat16
     assert torch.equal(recipe.from_parts([values]), values.bfloat16())
+
+
+def test_a_row_of_what_was_stacked_or_joined_reads_no_other_rows():
+    one, other = traced(4, 3), traced(4, 3)
+    stacked, joined = torch.stack([one, other]), torch.cat([one, other], dim=1)
+    whole = recipe_of_row(recipe_of(stacked), 1)
+    assert whole.make is None and whole.parts == (other.node.stored,)
+    halved = recipe_of_row(recipe_of(stacked.to(torch.bfloat16)), 0)
+    values = torch.randn(4, 3)
+    assert torch.equal(halved.from_parts([values]), values.bfloat16())
+    row = recipe_of_row(recipe_of(joined), 2)
+    assert row.parts == (one.node.stored.row(2), other.node.stored.row(2))
+    assert torch.equal(row.from_parts([values[0], values[1]]), torch.cat([values[0], values[1]]))
+
+
+def test_a_row_that_needs_more_than_its_own_bytes_is_not_known():
+    one, other = traced(4, 3), traced(4, 3)
+    for made in (torch.stack([one, other], dim=1), torch.cat([one, other]), one + other, one.t().contiguous() * 2):
+        assert recipe_of_row(recipe_of(made), 0) is None

@@ -161,3 +161,38 @@ def test_what_has_no_bytes_is_refused_with_the_reason(handle: AioHandle, path: P
 
 def test_the_names_are_public() -> None:
     assert {"AioHandle", "GdsHandle", "Operation"} <= set(swapper.__all__)
+
+
+@pytest.mark.whole
+def test_arguments_that_name_no_transfer_are_refused(handle: AioHandle, path: Path) -> None:
+    tensor = torch.ones(10)
+    with pytest.raises(ConfigError, match="name one of filename= and fd="):
+        handle.async_pwrite(tensor)
+    with pytest.raises(ConfigError, match="name one of filename= and fd="):
+        handle.async_pwrite(tensor, path, fd=0)
+    with pytest.raises(TypeError, match="the argument 'async' is missing"):
+        handle.pwrite(tensor, path, False)
+    with pytest.raises(TypeError, match="unknown arguments"):
+        handle.pread(tensor, path, False, True, asynchronous=True)
+    with pytest.raises(ConfigError, match="num_elem=-1 must be a number of elements, 0 or more"):
+        handle.new_cpu_locked_tensor(-1, tensor)
+    with pytest.raises(ConfigError, match="file_offset=-1 must be a number of bytes, 0 or more"):
+        handle.sync_pwrite(tensor, path, -1)
+    assert not path.exists()
+    assert f"queue_depth=8, intra_op_parallelism=1, backend={handle.backend!r})" in repr(handle)
+
+
+def test_a_failure_after_another_error_is_logged_and_hides_nothing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_bytes(bytes(8192))
+    with pytest.raises(ZeroDivisionError), AioHandle(chaos={"eio": 1.0}) as handle:
+        handle.async_pread(torch.empty(8192, dtype=torch.uint8), path)
+        1 / 0  # noqa: B018
+    assert "while closing after another error" in caplog.text
+    caplog.clear()
+    handle = AioHandle(chaos={"eio": 1.0})
+    handle.async_pread(torch.empty(8192, dtype=torch.uint8), path)
+    del handle
+    gc.collect()
+    assert "closing a dropped AioHandle: " in caplog.text

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import tempfile
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from handle_bytes import RunPython
+from test_bad_input_io import FORBID_IO_URING
+from test_deepnvme_failures import REFUSE_LOCKING
 from typer.testing import CliRunner
 
+from swapper.bench import measure
+from swapper.bench.drive import measure_read
 from swapper.bench.measure import Pattern, files_for, measure_deepnvme, measure_while_computing
 from swapper.cli import app
 from swapper.cli.bench import search
@@ -35,6 +42,41 @@ def test_doctor_says_what_is_bad(tmp_path: Path) -> None:
     done = runner.invoke(app, ["doctor", str(tmp_path / "missing")])
     assert done.exit_code == 1
     assert "bad" in done.output and "name another" in done.output
+
+
+def test_doctor_shows_a_table_and_what_to_do_about_a_directory_in_memory() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as there:
+        done = runner.invoke(app, ["doctor", there])
+        findings = {one["what"]: one for one in json.loads(runner.invoke(app, ["doctor", there, "--json"]).stdout)}
+    assert done.exit_code == 0, done.output
+    assert "slow" in done.output and "→ name a directory on a drive" in done.output and "\x1b" not in done.output
+    assert findings["Directory"] == {
+        "what": "Directory",
+        "state": "slow",
+        "found": f"{there} is memory (tmpfs)",
+        "remedy": "name a directory on a drive",
+    }
+    assert findings["Drive"]["state"] == "slow" and "on no drive of this machine" in findings["Drive"]["found"]
+
+
+LIMITS = {
+    "io_uring": (FORBID_IO_URING, "Backend uring", "in Docker --security-opt seccomp=unconfined"),
+    "locking": (textwrap.dedent(REFUSE_LOCKING), "Locked memory", "LimitMEMLOCK=infinity in a systemd unit"),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", LIMITS)
+def test_doctor_names_what_a_container_forbids_and_how_to_allow_it(
+    name: str, tmp_path: Path, run_python: RunPython
+) -> None:
+    forbid, what, remedy = LIMITS[name]
+    done = run_python(f"{forbid}\nfrom swapper.cli import app\napp(['doctor', {str(tmp_path)!r}, '--json'])")
+    assert done.returncode == 0, done.stderr
+    found = {one["what"]: one for one in json.loads(done.stdout)}
+    assert found[what]["state"] == "slow" and remedy in found[what]["remedy"], found[what]
+    others = [one for one in ("Backend uring", "Backend threads", "Locked memory") if one != what]
+    assert found["Backend threads"]["state"] == "good" and all(found[one]["found"] for one in others)
 
 
 def test_bench_measures_and_writes_figures(tmp_path: Path) -> None:
@@ -125,9 +167,14 @@ def test_a_name_in_brackets_is_not_taken_for_markup(command: str) -> None:
     assert "/missing[/red] is not a directory" in done.output
 
 
-@pytest.mark.slow
-def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path) -> None:
-    done = runner.invoke(app, ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB", "--json"])
+def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "START_S", 0.01)
+    arguments = ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB"]
+    shown = runner.invoke(app, [*arguments, "--no-keep"])
+    assert shown.exit_code == 0 and not tuning_path().exists(), shown.output
+    assert "both ways while torch computes" in shown.output and "For DeepSpeed:" in shown.output
+    assert set(json.loads(shown.output[shown.output.index("{") :])) == {"aio"}
+    done = runner.invoke(app, [*arguments, "--json"])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
     aio, found = said["deepspeed"]["aio"], find_tuning(tmp_path)
@@ -135,6 +182,14 @@ def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path) ->
     assert said["kept_in"] == str(tuning_path()) and said["directory"] == str(tmp_path)
     assert (found.piece_bytes, found.depth) == (aio["block_size"], aio["queue_depth"])
     assert aio["single_submit"] is False and aio["overlap_events"] is True
+
+
+def test_reads_of_a_file_are_measured_and_their_error_is_raised(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8 << 20))
+    assert measure_read(tmp_path / "file", duration_s=0.05) > 0
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        measure_read(tmp_path / "folder", duration_s=0.05)
 
 
 def test_the_search_takes_the_smallest_of_the_good_settings() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import swapper
+from swapper import ConfigError
 from swapper.cli import app
 from swapper.io.engines import PAGES_DEPTH, open_engine, shared_engine
 from swapper.io.tuning import Tuning, find_tuning, keep_tuning, tuning_path
@@ -97,3 +98,10 @@ def test_a_tuning_that_says_nonsense_is_not_used_and_said(
     engine = open_engine([tmp_path])
     assert settings_of(engine)[:2] == (1 << 20, PAGES_DEPTH)
     engine.close()
+
+
+def test_a_file_of_tunings_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").write_text("a file")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with pytest.raises(ConfigError, match=r"config/swapper/drives.json cannot be written"):
+        keep_tuning(tmp_path, TUNED)

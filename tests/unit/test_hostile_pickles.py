@@ -112,6 +112,41 @@ ENDLESS_WORK = {
 """What the unpickler itself must not take."""
 
 
+NONSENSE = {
+    "it calls something with invalid arguments": pickled(b"ccollections\nOrderedDict\n", b"K\x01R"),
+    "it calls a str": pickled(b"X\x01\x00\x00\x00a", b")R"),
+    "it puts items into a list, or half a pair": pickled(b"](K\x01K\x02u"),
+    "it appends to a dict": pickled(b"}(K\x01e"),
+    "it adds to a list": b"\x80\x04](K\x01\x90.",
+    "it names objects by numbers": b"\x80\x02\x82\x01.",
+    "it has 1099511627776 bytes in one piece": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
+    "it has an invalid torch.Size": pickled(b"ctorch\nSize\n", b"K\x01\x85R"),
+    "of a kind or size that checkpoints do not have": pickled(b"}", b"(" + b"K\x01" * 10_000 + b"tNs"),
+    "is damaged: TypeError: unhashable type": pickled(b"}", b"]\x85Ns"),
+}
+PLAIN = {
+    "an object by its class and arguments": pickled(b"(icollections\nOrderedDict\n"),
+    "the same from the stack": pickled(b"(ccollections\nOrderedDict\no"),
+    "the same with names": b"\x80\x04ccollections\nOrderedDict\n)}\x92.",
+    "keys that are tuples": pickled(b"}(K\x01K\x02\x86K\x03X\x01\x00\x00\x00a\x85Nu"),
+    "a frozenset": b"\x80\x04(K\x01\x91.",
+    "what is called on something that is not known": pickled(GLOBAL, b")R)R"),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("says", NONSENSE)
+def test_a_pickle_that_makes_no_sense_is_refused(says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        list(read_skeleton(NONSENSE[says], "a file").leaves())
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_unusual_pickle_is_taken(name: str) -> None:
+    list(read_skeleton(PLAIN[name], "a file").leaves())
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("data", ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_nest_without_end_is_refused(data: bytes) -> None:

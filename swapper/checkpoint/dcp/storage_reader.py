@@ -53,11 +53,7 @@ class _Read:
 
 
 class StorageReader(FileSystemReader):
-    """Reads checkpoints of torch's FileSystemWriter or `StorageWriter`, and snapshots of sharded models: encoded state in fp32.
-
-    Args:
-        path: the checkpoint's directory.
-    """
+    """Reads checkpoints of torch's FileSystemWriter or `StorageWriter`, and snapshots of sharded models: encoded state in fp32."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)

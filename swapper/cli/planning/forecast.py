@@ -74,7 +74,6 @@ class Machine:
     Attributes:
         host_bytes: host memory for swapper, of a node.
         drive: rates of a node's drives together.
-        drives: how many a node has.
         flops: floating-point operations a second of a rank, in products of matrices; None: measured on this processor.
         updates: parameters a second that a node updates; None: measured.
         device_bytes: an accelerator's memory for swapper, of a rank; None: no accelerator.

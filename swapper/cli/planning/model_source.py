@@ -26,14 +26,7 @@ SHARDED_DTYPE = torch.float32
 
 
 def make_model(source: str, dtype: torch.dtype) -> nn.Module:
-    """Return a model on the meta device.
-
-    Args:
-        source: see KINDS.
-
-    Raises:
-        ConfigError: there is none, or it cannot be made.
-    """
+    """Return a model on the meta device. Raises ConfigError: there is none, or it cannot be made."""
     module, colon, function = source.partition(":")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -117,7 +110,7 @@ def _from_config(path: Path) -> nn.Module:
             "package.module:function"
         )
     _check_sizes(path, content)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     return model
 
 

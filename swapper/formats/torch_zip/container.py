@@ -200,7 +200,7 @@ def _payload_crc32(record: Record, chunks: Mapping[int, ChecksumChunk]) -> int:
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:
     with device_errors(storage.device, "copying a tensor for a checkpoint"):
-        on_host: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
+        on_host: torch.UntypedStorage = storage.cpu()
     return ctypes.string_at(on_host.data_ptr(), on_host.nbytes())
 
 
@@ -240,11 +240,7 @@ class Manifest:
     def make(
         cls, chunks: Sequence[ChecksumChunk], nbytes: int, tensors: Mapping[str, Sequence[TensorPlace]]
     ) -> Manifest:
-        """Return the manifest of `nbytes` bytes.
-
-        Raises:
-            CheckpointError: the chunks do not cover them exactly once.
-        """
+        """Return the manifest of `nbytes` bytes. Raises CheckpointError: the chunks do not cover them exactly once."""
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offset))
         ends = [0, *(chunk.end for chunk in ordered)]
         if [chunk.offset for chunk in ordered] != ends[:-1] or ends[-1] != nbytes:

@@ -52,7 +52,7 @@ QUANTIZED_STORAGES: Mapping[torch.dtype, type] = {
 def _rebuild_function(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """Return the function by which a checkpoint rebuilds a tensor: what torch itself writes for an empty one."""
     empty = torch.empty(0, dtype=dtype, device="cpu")
-    function: Callable[..., torch.Tensor] = empty.__reduce_ex__(_PROTOCOL)[0]  # type: ignore[no-untyped-call]
+    function: Callable[..., torch.Tensor] = empty.__reduce_ex__(_PROTOCOL)[0]
     return function
 
 

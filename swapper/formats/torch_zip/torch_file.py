@@ -27,13 +27,10 @@ class TorchFile:
     """A torch checkpoint's directory and skeleton.
 
     Attributes:
-        zip: its records.
         root: the folder in the zip that holds them.
         skeleton: the content of its data.pkl.
-        pickle: data.pkl itself.
         byteorder: "little" or "big"; None if not stated (files of torch before 2.1).
         alignment: stated alignment of its payloads, in bytes. None if not stated.
-        stamp: of the file when it was read.
     """
 
     zip: ZipIndex
@@ -86,9 +83,6 @@ class TorchFile:
 
 def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
     """Return the directory and the skeleton of a torch checkpoint.
-
-    Args:
-        calculate: see `swapper.formats.torch_zip.zip_reader.read_index`.
 
     Raises:
         CheckpointError: it is damaged, or not a torch checkpoint.

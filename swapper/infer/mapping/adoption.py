@@ -93,9 +93,6 @@ class MappedSource:
     """A checkpoint's tensors as mappings of its files: nothing is read before an access.
 
     Owns the mappings. Writes to their tensors stay in memory.
-
-    Args:
-        source: the checkpoint.
     """
 
     def __init__(self, source: Source) -> None:

@@ -28,9 +28,7 @@ class Recipe:
     """How to make a tensor from a checkpoint.
 
     Attributes:
-        parts: the stored tensors that it consists of.
         make: computes it from `parts`; None if it is the only one of them.
-        dtype: of the result.
         by_rows: `make` treats each row alike, that is each index of the first dimension, which all parts have.
         node: its traced computation, if any (swapper.infer.mapping.tracing).
     """
@@ -64,8 +62,6 @@ class Weight:
 
     Attributes:
         name: the first of the parameter's names in the model.
-        parameter: the object, which may be on the meta device.
-        recipe: its parts and how to make it of them.
     """
 
     name: str

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from swapper.device.copies import NewCopies, NewCopy
 from swapper.device.device import OUT_OF_MEMORY
-from swapper.device.new_copies import NewCopies, NewCopy
 from swapper.device.registered_memory import LockedMemory
 from swapper.infer.mapping.adoption import view_of
 from swapper.infer.mapping.matching import Recipe

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from swapper.device.new_copies import NewCopies, NewCopy
+from swapper.device.copies import NewCopies, NewCopy
 from swapper.errors import DeviceError
 from swapper.formats.stored import Empty, StoredTensor
 from swapper.infer.mapping.adoption import view_of

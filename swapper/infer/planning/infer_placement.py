@@ -216,11 +216,7 @@ class Fit:
 
 
 def fit(plan: StreamingPlan, host_bytes: int) -> Fit:
-    """Place a model whose kernels run on the CPU.
-
-    Raises:
-        BudgetError: with the smallest budget that works.
-    """
+    """Place a model whose kernels run on the CPU. Raises BudgetError: with the smallest budget that works."""
     if plan.fixed_bytes + plan.staging_bytes + plan.streamed_bytes > host_bytes:
         plan = with_single_experts(with_lookups(plan))
 

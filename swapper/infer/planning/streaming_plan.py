@@ -56,8 +56,6 @@ class StreamingPlan:
     """A loaded model's weights, and how each is read.
 
     Attributes:
-        groups: every group of the model, also those of which nothing streams.
-        units: every module.
         working_sets: for each unit, the groups that are leased while it runs: its own and its ancestors'.
         small: weights that stay; `small_runs` hold their parts.
         buffer_bytes: of the buffers that come from the checkpoint.

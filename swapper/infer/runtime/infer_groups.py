@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from swapper.device.copies import COPIES_IN_FLIGHT
+from swapper.device.copies import COPIES_IN_FLIGHT, NewCopies
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import Span
-from swapper.device.new_copies import NewCopies
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError
 from swapper.infer.mapping.adoption import Places, adopt, locate, view_of
@@ -210,16 +209,12 @@ class GroupMaking:
     """Gives every loaded parameter its memory, group by group. Parameters of the model may be replaced by new objects.
 
     Attributes:
-        model: has the parameters.
         fitting: the groups, and the pages of them that stay.
         streaming: has the memory that they are read into.
         on_device: the same on an accelerator, if kernels run there.
         where: kernels run.
         fault_handler: called on access to a cold parameter.
-        experts: their cache.
         made: memory for weights that are computed while they are used.
-        groups: all, by index.
-        small: parameters that stay.
         names, recipes: of the groups' parameters, by id.
     """
 

@@ -162,11 +162,7 @@ class AllOf:
         return next((error for error in found if error is not None), None)
 
     def wait(self) -> None:
-        """Wait for all.
-
-        Raises:
-            IoError: one failed; the others are over too.
-        """
+        """Wait for all. Raises IoError: one failed; the others are over too."""
         error = self.exception()
         if error is not None:
             raise error

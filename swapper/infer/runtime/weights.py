@@ -70,12 +70,12 @@ class MadeMemory:
 
     def _find(self, count: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor | None:
         with self._lock:
-            self._used = [one for one in self._used if not one[2].expired()]  # type: ignore[no-untyped-call]
+            self._used = [one for one in self._used if not one[2].expired()]
             begin = 0
             for number, (next_begin, next_end) in enumerate([*(one[:2] for one in self._used), (self._nbytes, 0)]):
                 if begin + nbytes <= next_begin:
                     found = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=begin)
-                    reference = StorageWeakRef(found.untyped_storage())  # type: ignore[no-untyped-call]
+                    reference = StorageWeakRef(found.untyped_storage())
                     self._used.insert(number, (begin, begin + nbytes, reference))
                     return found
                 begin = round_up(next_end, TENSOR_ALIGNMENT_BYTES)
@@ -87,7 +87,6 @@ class PagedWeight:
     """One streamed parameter.
 
     Attributes:
-        name, parameter: of the model.
         parts: views of the file's bytes, not touched before their use; empty if they are read on demand.
         recipe: computes the parameter's data from `parts`.
         device: of its use.

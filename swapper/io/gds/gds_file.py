@@ -223,7 +223,7 @@ def _open(path: str, flags: int) -> int:
 def _bytes_of(storage: Storage) -> torch.Tensor:
     """Return a tensor of all bytes of a storage."""
     if isinstance(storage, torch.TypedStorage):
-        storage = storage.untyped()  # type: ignore[no-untyped-call]
+        storage = storage.untyped()
     if not isinstance(storage, torch.UntypedStorage):
         raise ConfigError(f"a storage is needed, as tensor.untyped_storage() gives it, not {type(storage).__name__}")
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -319,7 +319,7 @@ def new_locked_tensor(elements: int, dtype: torch.dtype, *, must_lock: bool = Tr
 
 def registrar_in_use() -> Registrar | None:
     """Return CUDA's registrar if the program has used CUDA: a first use takes memory of the device."""
-    return CudaRegistrar() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return CudaRegistrar() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
 
 def free_locked_tensor(tensor: torch.Tensor) -> bool:

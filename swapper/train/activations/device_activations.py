@@ -52,16 +52,12 @@ class DeviceStored:
     """One storage's content. Lives as long as anything saved refers to it.
 
     Attributes:
-        number: its place in the order of the forward.
-        nbytes: its size.
         memory: the bytes on the device, uint8; None while they are only in host memory or on the drive.
         stream: that uses the memory, and in whose order it is released.
         filled: after this event `memory` has the content; None for the memory that was saved.
         copied: after this event host memory has it.
         is_ordered: `stream` is behind every copy from `memory` and into it.
         below: the content in host memory or on the drive, once it was sent there.
-        origin: keeps alive the identity of the storage, for lookups.
-        uses_left: how many saved tensors refer to it and were not restored yet.
     """
 
     def __init__(self, cache: DeviceTensorCache, number: int, memory: torch.Tensor, stream: Any) -> None:

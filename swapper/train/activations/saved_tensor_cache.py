@@ -44,7 +44,6 @@ class Stored(Resident):
 
     Attributes:
         number: its place in the order of the forward.
-        nbytes: its size.
         memory: the bytes, uint8; None while they are only on the drive.
         offset: of its place in the file, from its first write on.
         ticket: of the transfer in flight.

@@ -55,11 +55,7 @@ class Kept:
 
 
 class View:
-    """A saved tensor whose storage is elsewhere.
-
-    Args:
-        tensor: the one that autograd saves.
-    """
+    """A saved tensor whose storage is elsewhere."""
 
     def __init__(self, tensor: torch.Tensor, stored: Stored | DeviceStored) -> None:
         self._stored = stored
@@ -184,7 +180,7 @@ class offload_activations:  # used as a function, like torch.no_grad
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             cache = self._device_cache(tensor.device) if self._is_on_accelerator(tensor) else self._cache
             stored = cache.keep(whole)
-            stored.origin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # nobody else gets its address
+            stored.origin = StorageWeakRef(storage)  # nobody else gets its address
             self._known[key] = stored
         self.counters.saved += 1
         return View(tensor, stored)

@@ -215,12 +215,7 @@ def _in_frame(part: GradientPart) -> GradientPart:
 
 
 class _Landing:
-    """Calls `over` when all copies of a part of a gradient are over: its page is leased until then.
-
-    Args:
-        slot: of the gradient.
-        over: the function to call.
-    """
+    """Calls `over` when all copies of a part of a gradient are over: its page is leased until then."""
 
     def __init__(self, slot: GradientSlot, over: Callable[[], None]) -> None:
         self._slot = slot

@@ -9,7 +9,7 @@ is updated there.
 
 The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
-decoded for the update there, and encoded after it (coded_slices.py).
+decoded for the update there, and encoded after it (slice_parts.py).
 """
 
 from __future__ import annotations
@@ -29,9 +29,17 @@ from swapper.device.device_storage import DeviceStorage, Span, merge_spans
 from swapper.errors import DeviceError, InvariantError, StateError
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
-from swapper.train.device.coded_slices import CodedSlices, coded_in, device_scratch_bytes
 from swapper.train.device.resident_state import DeviceResidentState
-from swapper.train.device.slice_parts import Gradient, SlicePart, parts_of, slice_bytes, slot_bytes
+from swapper.train.device.slice_parts import (
+    CodedSlices,
+    Gradient,
+    SlicePart,
+    coded_in,
+    device_scratch_bytes,
+    parts_of,
+    slice_bytes,
+    slot_bytes,
+)
 from swapper.train.device.train_device import RING, TrainingDevice
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation

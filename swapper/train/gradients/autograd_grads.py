@@ -34,9 +34,9 @@ class AccumulationHooks:
         """Call `before` with each gradient that is about to be accumulated, `after` with the parameter that has it."""
         with hookable(parameter):
             if before is not None:
-                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_hook(before))
             if after is not None:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_post_accumulate_grad_hook(after))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -56,7 +56,6 @@ class AutogradGradients:
     """Ensures that each gradient has memory of its own.
 
     Args:
-        parameters: with their qualified names.
         came: called with a parameter whose gradient arrived; optional.
     """
 
@@ -74,12 +73,7 @@ class AutogradGradients:
 
 
 class GradientsOnDevice(AutogradGradients):
-    """Gradients that stay on an accelerator.
-
-    Args:
-        parameters: with their qualified names.
-        on_device: the accelerator; notified of each gradient.
-    """
+    """Gradients that stay on an accelerator."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], on_device: TrainingDevice) -> None:
         self._device = on_device.device.device

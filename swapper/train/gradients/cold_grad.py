@@ -293,11 +293,9 @@ class GradientSlot:
     """One parameter's gradient.
 
     Attributes:
-        name, parameter, place: its parameter and location.
         here: the parameter's ColdGradient, if it has one.
         stash: the same, while autograd makes a gradient to be added to it.
         accumulation: recognizes the user's gradients.
-        content: its metadata.
     """
 
     name: str

@@ -252,9 +252,6 @@ class GradientStash:
     Pages belong to the session that closes, and their scratch file is deleted with it; gradients on an accelerator may
     move to pages then. The stash is filled from the old session's gradients and emptied into the new one's, any number
     of times.
-
-    Args:
-        directory: on the drive of the file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -264,11 +261,7 @@ class GradientStash:
         self._end = 0
 
     def fill(self, gradients: Gradients) -> None:
-        """Copy the gradients into the file.
-
-        Raises:
-            IoError: they cannot be read, or the drive is full.
-        """
+        """Copy the gradients into the file. Raises IoError: they cannot be read, or the drive is full."""
         for name in gradients.present():
             self._places[name] = self._end, gradients.content(name)
             for part in gradients.parts(name):

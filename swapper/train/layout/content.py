@@ -240,11 +240,7 @@ def copy_of(place: TensorLocation, pager: Pager) -> torch.Tensor:
 
 
 def compare(section: Section, pager: Pager, content: SectionSource) -> None:
-    """Compare `content` with the external content of the section.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Compare `content` with the external content of the section. Raises CheckpointError: they differ."""
     values = {slot.spec.owner: content.value(slot.spec.owner) for slot in section.plan.slots}
     if all(value is None for value in values.values()):
         return

@@ -28,7 +28,6 @@ class FrozenFiles:
     """The files of frozen parameters.
 
     Args:
-        source: the checkpoint.
         rename: maps its names to the model's.
     """
 
@@ -112,11 +111,7 @@ class FrozenFiles:
         return {str(path): (self.source.stamps[path].nbytes, self.source.stamps[path].changed_ns) for path in used}
 
     def check_unchanged(self) -> None:
-        """Check that the files have not changed.
-
-        Raises:
-            CheckpointError: a file has changed since it was opened.
-        """
+        """Check that the files have not changed. Raises CheckpointError: a file has changed since it was opened."""
         for path, before in self.source.stamps.items():
             try:
                 now = FileStamp.of(path)

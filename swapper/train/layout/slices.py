@@ -71,8 +71,6 @@ class ParameterLocations:
     """The locations of one trainable parameter's tensors.
 
     Attributes:
-        name: qualified name.
-        param: the parameter itself.
         state: state tensors of the parameter's shape by key, the fp32 master (key "master") first if there is one.
         others: state tensors of other shapes by key ("step", factors): they belong to the parameter as a whole.
         may_cut: its elements may be updated in pieces.

@@ -150,11 +150,7 @@ class StateCodecs:
         raise UnsupportedError(f"{self.said}: the codec {codec!r} cannot hold {key.name!r} of {name}, which {why}")
 
     def warn_of_stalls(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Warn if second moments in bf16 would not fall: docs/reference/codecs.md, second moments that change slowly.
-
-        Args:
-            groups: of the optimizers.
-        """
+        """Warn if second moments in bf16 would not fall: docs/reference/codecs.md, second moments that change slowly."""
         keys = [key for key in SECOND_MOMENTS if self.of_key.get(key) == "bf16"]
         beta2 = max((float(group["betas"][1]) for group in groups if "betas" in group), default=0.0)
         if keys and beta2 > MAX_BETA2:
@@ -165,12 +161,7 @@ class StateCodecs:
             )  # fmt: skip
 
     def check_keys(self, forms: Collection[StateForm], kind: str) -> None:
-        """Raise UnsupportedError if a key of the user's map is none of the optimizer's.
-
-        Args:
-            forms: of all trained parameters.
-            kind: the optimizer's class.
-        """
+        """Raise UnsupportedError if a key of the user's map is none of the optimizer's."""
         known = {MASTER, *(key.name for form in forms for key in form.keys)}
         for key in self.of_key if not self.is_preset and forms else ():
             if key not in known:

@@ -130,11 +130,7 @@ def members_of(group: Mapping[str, Any], index: int) -> list[int]:
 
 
 def names_by_group(param_groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> list[list[str]]:
-    """Return the names of each group's parameters, in order; one without a name is refused at the next step.
-
-    Args:
-        names: of the model's parameters, by id.
-    """
+    """Return the names of each group's parameters, in order; one without a name is refused at the next step."""
     return [[names[id(p)] for p in group.get("params", ()) if id(p) in names] for group in param_groups]
 
 

@@ -82,11 +82,7 @@ PAGED: Final = _Paged()
 
 
 class StateEntries:
-    """Owns the entries of every trained parameter.
-
-    Args:
-        forms: by parameter's name, the form of its state.
-    """
+    """Owns the entries of every trained parameter."""
 
     def __init__(self, forms: Mapping[str, StateForm]) -> None:
         self._forms = forms

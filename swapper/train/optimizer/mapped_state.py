@@ -79,7 +79,7 @@ class StateTensor(torch.Tensor):
         return self._plain().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._plain().__reduce_ex__(protocol)
 
     def _plain(self) -> torch.Tensor:
         self.shown_by.check()

@@ -301,7 +301,6 @@ class OtherOptimizers:
     or of the user's own, whose state another one has taken over.
 
     Args:
-        optimizers: the user's, which were given to `offload`.
         names: of the model's parameters, by id.
     """
 

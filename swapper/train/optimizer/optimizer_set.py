@@ -212,7 +212,6 @@ def check_dtypes(optimizers: OptimizerSet, dtypes: Mapping[int, Collection[torch
     """Raise UnsupportedError if what happens to a parameter depends on the dtype of another one in its group.
 
     Args:
-        optimizers: the user's.
         dtypes: those that parameters (or masters) are updated in, by the number of their group.
     """
     for number, found in dtypes.items():

@@ -147,11 +147,7 @@ class OptimizerState:
             )
 
     def load(self, state: dict[int, dict[str, Any]], numbers: range | None = None) -> None:
-        """Load the same.
-
-        Raises:
-            ValueError: it is not what the optimizer keeps. Nothing has changed then.
-        """
+        """Load the same. Raises ValueError: it is not what the optimizer keeps. Nothing has changed then."""
         with self._session_guard.turns.turn():
             self._session_guard.check_to_write()
             self.sync_to_host()
@@ -355,11 +351,7 @@ class OptimizerState:
         self._change(lambda: self._take(named, "a replacement in optimizer.state"))
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Make a change of the state in its sections.
-
-        Raises:
-            StateError: it cannot be made.
-        """
+        """Make a change of the state in its sections. Raises StateError: it cannot be made."""
         self._session_guard.check_to_write()
         self._finish_update()
         self.sync_to_host()

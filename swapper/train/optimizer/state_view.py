@@ -174,7 +174,7 @@ class StateCopy(torch.Tensor):
             return self.as_subclass(torch.Tensor).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({}).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
 
 
 class ShownState:
@@ -208,11 +208,7 @@ class ShownState:
             self._show(view)
 
     def was_written(self, how: str) -> None:
-        """Write the copy back.
-
-        Raises:
-            StateError: it is not the state any more.
-        """
+        """Write the copy back. Raises StateError: it is not the state any more."""
         self._write(self.memory, how)
 
     def _show(self, tensor: torch.Tensor) -> torch.Tensor:

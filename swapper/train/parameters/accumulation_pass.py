@@ -156,8 +156,8 @@ class AccumulationPass(BatchedPass):
             self.has_losses = True
             self._order.draws[self._mode] = self._draws
             if loss.grad_fn is not None:
-                loss.register_hook(_when_backward_begins(weakref.ref(self)))  # type: ignore[no-untyped-call]
-            loss.backward()  # type: ignore[no-untyped-call]
+                loss.register_hook(_when_backward_begins(weakref.ref(self)))
+            loss.backward()
             return loss.detach()
         except BaseException:
             forget_failed_backward()
@@ -346,4 +346,4 @@ def forget_failed_backward() -> None:
     """Run an empty backward: autograd's engine keeps the rest of a failed one in this thread's queue until the next one."""
     if torch._C._current_graph_task_id() == -1:
         with outside_transforms(), torch.inference_mode(False), torch.enable_grad():
-            torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+            torch.zeros((), device="cpu", requires_grad=True).backward()

@@ -202,11 +202,7 @@ class ShownParameters:
         self._all_written = False
 
     def show(self, name: str) -> torch.Tensor:
-        """Return the mapped tensor of a parameter.
-
-        Raises:
-            IoError: changes in memory could not be written.
-        """
+        """Return the mapped tensor of a parameter. Raises IoError: changes in memory could not be written."""
         shown = self._tensors.get(name)
         if shown is not None:
             return shown

@@ -138,12 +138,12 @@ class LoadHooks:
         for owner in {owner: None for unit in units for owner in unit.module.modules()}:
             copy_without_hooks(owner)
             copy = OwnHook(self._copy)
-            self._handles.append(owner.register_state_dict_post_hook(copy))  # type: ignore[no-untyped-call]
+            self._handles.append(owner.register_state_dict_post_hook(copy))
         for unit in units:
             if unit.groups:
                 before, after = OwnHook(partial(self._before, unit)), OwnHook(self._after)
-                self._handles.append(unit.module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
-                self._handles.append(unit.module.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
+                self._handles.append(unit.module.register_load_state_dict_pre_hook(before))
+                self._handles.append(unit.module.register_load_state_dict_post_hook(after))
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -79,9 +79,6 @@ class ModelBinding(Protocol):
 class GivenModel:
     """A model that this process has whole, or several as one.
 
-    Args:
-        given: the user's.
-
     Attributes:
         given: as given; its parameters are those that the user sees.
         module: its parameters are paged.

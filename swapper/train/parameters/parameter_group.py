@@ -81,7 +81,7 @@ class GroupParameters(LeasedGroup):
         for parameter, tensor in zip(self.parameters, self._tensors_at_places(), strict=True):
             if parameter.is_meta:
                 real = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]  # keeps the object
+                torch.utils.swap_tensors(parameter, real)  # keeps the object
             else:
                 parameter.data = tensor
             self._addresses.append(parameter.data_ptr())

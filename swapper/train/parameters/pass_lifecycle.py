@@ -141,7 +141,7 @@ class PassLifecycle:
                 if number < len(batches):
                     stack.enter_context(self._updates.accumulating())
                 loss = loss_fn(batch)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 losses.append(loss.detach())
         return losses
 

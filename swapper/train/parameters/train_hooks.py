@@ -340,12 +340,12 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """Check at backward that the manager can be used, though nothing is paged: a forked child lacks the memory."""
         for tensor in tensors_of(output)[0]:
             if _has_graph(tensor):
-                tensor.register_hook(_when_backward_reaches(weakref.ref(self)))  # type: ignore[no-untyped-call]
+                tensor.register_hook(_when_backward_reaches(weakref.ref(self)))
 
     def _hook_outputs(self, outputs: list[torch.Tensor], call: TrainingCall) -> bool:
         """Have the backward of each output lease the groups of `call`. Return True if there are any."""
         for tensor in outputs:
-            tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
+            tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))
         return bool(outputs)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -31,11 +31,7 @@ def overview(current: SessionSlot, stats: StepStats, host_bytes: int) -> str:
 
 
 def chosen(plan: Plan, resources: str) -> list[tuple[str, str]]:
-    """Return (what, choice and reason), for the log at the start.
-
-    Args:
-        resources: describes transfers and memory.
-    """
+    """Return (what, choice and reason), for the log at the start."""
     found = [("model", _models(plan))]
     for family, option in _WHOLE.items():
         if size := plan.inventory.family_bytes(family):

@@ -112,11 +112,7 @@ class Plan:
         return _make_sections(self.inventory, self.places, self.budget, self.layout)
 
     def make_grad_sections(self, first_page: int) -> list[Section]:
-        """Return the sections of gradients, without memory; paged ones follow each other in a scratch file.
-
-        Args:
-            first_page: index of their first page.
-        """
+        """Return the sections of gradients, without memory; paged ones follow each other in a scratch file."""
         plans = self._placed_grad_plans
         offsets = [0, *itertools.accumulate(self._scratch_bytes_of(plan) for plan in plans)][:-1]
         return make_sections(

@@ -49,11 +49,7 @@ DETACHED = (
 
 
 class Relayout:
-    """Replaces the session of a manager's slot, which is empty if neither the new one nor the old one could be opened.
-
-    Args:
-        current: the slot, with a session.
-    """
+    """Replaces the session of a manager's slot, which is empty if neither the new one nor the old one could be opened."""
 
     def __init__(self, current: SessionSlot, open_run: OpenRun) -> None:
         self._current = current

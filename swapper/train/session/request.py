@@ -35,10 +35,8 @@ class ManagerOptions:
     """The options of a manager. See `SwapManager`.
 
     Attributes:
-        host_bytes: the budget.
         commit_every: "free", a number of steps, or None.
         fsync: commits survive a power loss.
-        drives: of the run.
         check_reads: reads from swap files are compared with checksums.
         operates: operations on cold parameters are done; else they are refused.
         stall_s: seconds of one wait until the watchdog logs a dump; None: it never does.
@@ -105,9 +103,6 @@ class Request:
         given: the user's model, or several, and the optimizer, a list, or an object with several.
         given_optimizers: the user's own, or a NoOptimizer.
         model: what of it is paged.
-        optimizers: over that.
-        options: the keywords.
-        manager: the manager's options.
         device: the accelerator of forwards and backwards, and its budget; None: the CPU.
         updates_there: so are updates.
         kernel: updates there instead of the optimizer, or None.

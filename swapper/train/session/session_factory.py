@@ -38,11 +38,7 @@ log = logging.getLogger("swapper")
 
 
 class SessionFactory:
-    """Puts sessions into a manager's slot, and binds the user's optimizer to them.
-
-    Args:
-        beginning: what the run begins with.
-    """
+    """Puts sessions into a manager's slot, and binds the user's optimizer to them."""
 
     _given_members: list[list[str]]
     _optimizers: Sequence[PagedOptimizer] = ()
@@ -100,10 +96,6 @@ class SessionFactory:
 
     def open(self, make: Callable[[], Plan], init: Any) -> Sequence[PagedOptimizer]:
         """Open the session and adopt the model. If that fails, call `give_up`.
-
-        Args:
-            make: returns the plan.
-            init: the source of initial values, or None.
 
         Returns:
             The replacements of the user's optimizers.

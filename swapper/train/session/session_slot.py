@@ -178,7 +178,6 @@ class SessionSlot:
         """Take the step of `optimizer.step()`.
 
         Args:
-            member: the optimizer, by number.
             train_more: replaces the session by one that also trains the parameters that have gradients now.
         """
         self.check_usable()

@@ -275,12 +275,7 @@ class TrainingSession:
         return Origin(files=names, committed=committed, last=last, fallback=fallback, edits=edits)
 
     def take_over(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
-        """Continue a detached session of the same plan, with its files.
-
-        Args:
-            earlier: its sections.
-            entries: the state entries of its parameters.
-        """
+        """Continue a detached session of the same plan, with its files."""
         self._store.take_over(stored_pieces(self.sections), stored_pieces(earlier))
         for section in self.sections:
             if section.resident:

@@ -19,7 +19,6 @@ class UserState:
 
     Args:
         keeps_rng: the states of the random number generators belong to it.
-        resumed: the commit that the manager resumes from, if any.
 
     Attributes:
         extra: the user's values.
@@ -91,7 +90,7 @@ class UserState:
 def rng_states(devices: bool = True) -> dict[str, Any]:
     """Return the states, those of devices too, in a form that torch.load(weights_only=True) reads."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if devices and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()

@@ -19,12 +19,7 @@ aten = torch.ops.aten
 
 
 class ColdShard(torch.Tensor):
-    """The local part of a gradient.
-
-    Attributes:
-        swapper_parameter: the shard.
-        swapper_cold: its ColdGradient.
-    """
+    """The local part of a gradient."""
 
     swapper_parameter: nn.Parameter
     swapper_cold: ColdGradient

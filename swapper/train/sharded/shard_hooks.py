@@ -38,7 +38,6 @@ class ShardHooks:
     """Has FSDP2 use the paged shards of one model.
 
     Args:
-        shards: of this rank.
         targets: what the hooks act on; the groups are one for each FSDPParamGroup, in the same order.
     """
 
@@ -61,7 +60,7 @@ class ShardHooks:
                 _stay_there(shard.fsdp_param)
                 if shard.local.requires_grad:
                     hook = _take_gradient(shard, updates)
-                    self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                    self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))
             needed = list(dict.fromkeys(group_of[id(shard.local)] for shard in members))
             self._lease_around(param_group, needed)
             if updates.follows_backward:
@@ -246,7 +245,7 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
     shard.fsdp_param.offload_to_cpu, shard.fsdp_param.pin_memory = shard.fsdp_param.device.type != "cpu", False
     if parameter.device != local.device:
         real = nn.Parameter(sharded_like(local, parameter), requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]  # keeps the object
+        torch.utils.swap_tensors(parameter, real)  # keeps the object
     shard.fsdp_param._sharded_param_data = data
     parameter._local_tensor = local  # type: ignore[attr-defined]
 

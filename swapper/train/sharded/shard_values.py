@@ -101,11 +101,7 @@ class ShardValues(Values):
 
 
 def rows_of(stored: StoredTensor, shard: Shard) -> StoredTensor:
-    """Return the place of a shard's rows in a stored tensor.
-
-    Raises:
-        UnsupportedError: they are not one run of bytes.
-    """
+    """Return the place of a shard's rows in a stored tensor. Raises UnsupportedError: they are not one run of bytes."""
     rows = shard.rows
     if not rows:
         return replace(stored, shape=tuple(shard.local.shape), nbytes=0, stride=None)

@@ -31,9 +31,6 @@ from swapper.train.sharded.shards import Shards, optimizer_of, shard_count
 class ShardedModel(GivenModel):
     """A model whose shards of this rank are paged.
 
-    Args:
-        given: the root that `fully_shard` was called on.
-
     Raises:
         UnsupportedError: see Shards.
     """

@@ -43,7 +43,6 @@ class Shard:
     """This rank's part of one parameter.
 
     Attributes:
-        name: the parameter's qualified name in the model.
         fsdp_param: FSDP2's books of it.
         local: the part, as a plain parameter that is paged.
         padded_numel: elements that FSDP2 gathers from, at least as many as `local` has.

@@ -26,9 +26,6 @@ returns True if it could. Without updates it only drops leases."""
 class Updates:
     """Updates everything in `optimizer.step()`.
 
-    Args:
-        sweep: does the updates.
-
     Attributes:
         in_order: the updates of the last step were done where those of the next one will be.
         uses: groups that a backward may still need; maintained by the code that runs passes.
@@ -66,7 +63,6 @@ class Updates:
         Writes may still be in flight on return.
 
         Args:
-            member: the optimizer, by number.
             is_last: all others have stepped in this training step.
         """
         self._sweep.begin(member)

@@ -51,11 +51,7 @@ class CodedRun:
     def encode(
         self, places: ParameterLocations, begin: int, end: int, param: torch.Tensor, values: Mapping[str, torch.Tensor]
     ) -> None:
-        """Store `values` of elements [begin, end), by key.
-
-        Raises:
-            StateError: a codec cannot hold one.
-        """
+        """Store `values` of elements [begin, end), by key. Raises StateError: a codec cannot hold one."""
         for key, value in values.items():
             coded = places.coded[key]
             encode(coded, self.parts(coded, begin, end), value.reshape(-1), param.view(-1), places.name, key)
@@ -89,11 +85,7 @@ class CodedRun:
 def encode(
     coded: CodedTensor, parts: Sequence[torch.Tensor], value: torch.Tensor, param: torch.Tensor, name: str, key: str
 ) -> None:
-    """Encode `value` into `parts`.
-
-    Raises:
-        StateError: the codec cannot hold it.
-    """
+    """Encode `value` into `parts`. Raises StateError: the codec cannot hold it."""
     lost = coded.codec.encode(value, parts, param, threads=torch.get_num_threads())
     if lost:
         raise not_held(lost, coded, name, key)

@@ -167,11 +167,7 @@ class StepInBackward(Updates):
             self.uses.clear()
 
     def finish(self, in_order: bool = False) -> None:
-        """Refuse: nothing can be finished before `optimizer.step()` is called.
-
-        Raises:
-            StateError: the step is open.
-        """
+        """Refuse: nothing can be finished before `optimizer.step()` is called. Raises StateError: the step is open."""
         if in_order:
             return
         if torch._C._current_graph_task_id() == -1:
@@ -183,11 +179,7 @@ class StepInBackward(Updates):
             )
 
     def check_clipping(self) -> None:
-        """Refuse clipping.
-
-        Raises:
-            UnsupportedError: always: gradients are used before.
-        """
+        """Refuse clipping. Raises UnsupportedError: always: gradients are used before."""
         raise UnsupportedError(
             f"with update='backward' gradients are used in backward, group by group, before there is a norm of all; {ADVICE}"
         )

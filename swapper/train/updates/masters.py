@@ -18,12 +18,7 @@ from swapper.train.updates.sweep import Sweep, Trainable
 
 
 class Masters:
-    """Notes parameters before changes, and refreshes their masters afterwards.
-
-    Args:
-        sweep: has the masters.
-        pager: makes leases of parameters that are noted.
-    """
+    """Notes parameters before changes, and refreshes their masters afterwards."""
 
     def __init__(self, sweep: Sweep, pager: Pager) -> None:
         self._sweep = sweep

@@ -20,14 +20,7 @@ from swapper.train.session.session_slot import UndoSections
 
 @dataclass
 class StepRollback:
-    """Owns the optimizers' settings and entries from before the last step.
-
-    Attributes:
-        optimizers: the user's.
-        optimizer_state: of all trained parameters.
-        sections: of parameters and state.
-        undo_sections: see UndoSections.
-    """
+    """Owns the optimizers' settings and entries from before the last step."""
 
     optimizers: OptimizerSet
     optimizer_state: OptimizerState

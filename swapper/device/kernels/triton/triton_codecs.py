@@ -1,4 +1,4 @@
-"""The codecs of optimizer state, bit-equal to swapper/codecs/reference.py: a program takes some groups of 32 elements."""
+"""The codecs of optimizer state, bit-equal to tests/codec_reference.py: a program takes some groups of 32 elements."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Defines the result of each codec in plain torch. The kernels in csrc/codecs/ give the same bits.
+"""Defines the result of each codec, and of AdamW over coded state, in plain torch. swapper's kernels give the same bits.
 
 docs/reference/codecs.md has the formulas.
 
@@ -8,12 +8,13 @@ cannot hold. Each `decode_*` is its reverse. Bits are handled as int32: torch's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-GROUP = 32
-"""Elements that share a scale, counted from the first element of the given tensor."""
+from swapper.codecs import GROUP, CodedState
+from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
+
 NAN = 0x7FC0
 """The upper half of the one NaN that is written: as a value and as the scale of a group that cannot be held."""
 INFINITY = 0x7F800000
@@ -178,3 +179,45 @@ def _packed(flags: torch.Tensor) -> torch.Tensor:
 
 def _unpacked(packed: torch.Tensor, numel: int) -> torch.Tensor:
     return (packed.int()[:, None] >> torch.arange(8, dtype=torch.int32) & 1).flatten()[:numel]
+
+
+Encode = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None], int]
+Decode = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None], None]
+ENCODE: Mapping[str, Encode] = {
+    "fp32": encode_fp32,
+    "split": encode_split,
+    "master24": encode_master24,
+    "bf16": encode_bf16,
+    "moment8": encode_moment8,
+    "variance8": encode_variance8,
+}
+DECODE: Mapping[str, Decode] = {
+    "fp32": decode_fp32,
+    "split": decode_split,
+    "master24": decode_master24,
+    "bf16": decode_bf16,
+    "moment8": decode_moment8,
+    "variance8": decode_variance8,
+}
+"""By the codec's name."""
+
+
+def decoded(state: CodedState, parameter: torch.Tensor) -> torch.Tensor:
+    value = torch.empty(parameter.numel())
+    DECODE[state.codec.name](state.parts, value, parameter)
+    return value
+
+
+def adamw_(
+    parameter: torch.Tensor, gradient: torch.Tensor, states: list[CodedState], step: AdamWStep, factor: float
+) -> int:
+    """As `swapper.codecs.adamw_`; `states` has the masters first, if there are any."""
+    values = [decoded(state, parameter) for state in states]
+    has_masters = len(states) == 3
+    master, exp_avg, exp_avg_sq = values if has_masters else (parameter, *values)
+    reference_(AdamWSlice(master, exp_avg, exp_avg_sq, gradient), step, torch.tensor([factor]), None)
+    if has_masters:
+        encode_bf16(master, [parameter], None)
+    return sum(
+        ENCODE[state.codec.name](value, state.parts, parameter) for state, value in zip(states, values, strict=True)
+    )
