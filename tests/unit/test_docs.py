@@ -112,3 +112,9 @@ def test_lines_of_prose_are_not_too_long(page: Path) -> None:
     lines = enumerate(text.splitlines(), 1)
     long = [number for number, line in lines if len(line) > WIDTH and not line.startswith(("|", "![", "    "))]
     assert long == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_link_whose_text_is_a_page_leads_there(page: Path) -> None:
+    links = re.findall(r"\[([^\]\s]+\.md)\]\(([^()\s#]+)", page.read_text())
+    assert [text for text, target in links if Path(text).name != Path(target).name] == []
