@@ -624,6 +624,11 @@ class SwapManager:
         if run is not None:
             run.publisher.raise_failure()
 
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "a SwapManager cannot be copied or pickled: keep it outside of what is, such as a module whose weights are averaged"
+        )
+
     def __enter__(self) -> SwapManager:
         return self
 

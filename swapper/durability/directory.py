@@ -24,9 +24,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from swapper.durability.ranks import Ranks, boot_id
-from swapper.errors import ConfigError, DirectoryError, remedy
+from swapper.errors import ConfigError, DirectoryError, UnsupportedError, remedy
 from swapper.io import beneath
 from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
 from swapper.io.engines import drive_of_device
@@ -153,6 +154,9 @@ class LockedDirectory:
         if self._is_held:
             beneath.release(self.path)
             self._is_held = False
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(f"the lock of {self.path} cannot be copied or pickled: keep it outside of what is")
 
     def __del__(self) -> None:
         self.close()

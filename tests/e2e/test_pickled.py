@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
@@ -86,3 +87,18 @@ def test_an_offloaded_optimizer_is_not_copied_and_says_what_is(
     with pytest.raises(swapper.UnsupportedError, match=r"optimizer\.state_dict\(\)"):
         duplicate(pair.optimizer)
     pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_manager_is_not_copied_and_keeps_its_lock(tmp_path: Path, duplicate: Callable[[Any], Any]) -> None:
+    """A copy that is dropped would close the lock's descriptor: another run could begin in the directory."""
+    with swapper.SwapManager(tmp_path, "8MiB") as manager:
+        owner = layers()
+        owner.manager = manager
+        things = [manager, owner] if duplicate is not copy.copy else [manager]
+        for thing in [*things, *manager._directory._locked]:
+            with pytest.raises(swapper.UnsupportedError, match="cannot be copied or pickled"):
+                duplicate(thing)
+        gc.collect()
+        with pytest.raises(swapper.DirectoryError, match="in use by another run"):
+            swapper.SwapManager(tmp_path, "8MiB")

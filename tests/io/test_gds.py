@@ -6,20 +6,23 @@ What only a GPU can show (device memory, streams, the real driver) is not tested
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import gc
 import logging
 import os
+import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from handle_bytes import noise, raw
 
-from swapper import ConfigError, GdsFile, GdsHandle, IoError, StateError, UnsupportedError
+from swapper import AioHandle, ConfigError, GdsFile, GdsHandle, IoError, StateError, UnsupportedError
 from swapper.io import gds_deregister_buffer, gds_register_buffer
 from swapper.io.gds.cufile import CuFile
 from swapper.io.gds.gds_handle import PIECE_BYTES, begin_pieces, whole_sectors
@@ -281,3 +284,14 @@ def test_what_is_wrong_with_a_file_is_named(cufile: CuFile, path: Path) -> None:
             file.load_storage(storage_of(torch.zeros(4)), -1)
         with pytest.raises(ConfigError, match="storage"):
             file.load_storage(torch.zeros(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_handle_and_an_open_file_are_not_copied(tmp_path: Path, duplicate: Callable[[Any], Any]) -> None:
+    """A copy of a file that is dropped would close its descriptor."""
+    with AioHandle() as handle, GdsFile(tmp_path / "file", RDWR) as file:
+        for thing in (handle, file):
+            with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+                duplicate(thing)
+        gc.collect()
+        os.fstat(file.fd)

@@ -14,6 +14,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LOGS = {"notebook.md", "tried.md", "history.md"}
 """Logs of what was: they name files and functions that are gone."""
 CURRENT = [page for page in PAGES if page.name not in LOGS]
+WIDTH = 120
+"""Characters of a line of prose."""
 FOLDERS = ("swapper/", "csrc/", "tools/", "tests/", "examples/", "docs/", ".ci/")
 
 
@@ -96,3 +98,23 @@ def test_tables_are_whole(page: Path) -> None:
 
 def is_rule(lines: list[str], number: int) -> bool:
     return number < len(lines) and re.fullmatch(r"\|[-:| ]+\|", lines[number]) is not None
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=page_name)
+def test_lines_of_prose_are_not_too_long(page: Path) -> None:
+    """Code, tables and pictures may be longer."""
+    text = re.sub(
+        r"^(```.*?^```|<!-- .*?-->)",
+        lambda block: "\n" * block[0].count("\n"),
+        page.read_text(),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    lines = enumerate(text.splitlines(), 1)
+    long = [number for number, line in lines if len(line) > WIDTH and not line.startswith(("|", "![", "    "))]
+    assert long == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_link_whose_text_is_a_page_leads_there(page: Path) -> None:
+    links = re.findall(r"\[([^\]\s]+\.md)\]\(([^()\s#]+)", page.read_text())
+    assert [text for text, target in links if Path(text).name != Path(target).name] == []

@@ -11,6 +11,7 @@ import errno
 import functools
 import os
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -156,6 +157,9 @@ class GdsFile:
         if self.handle is not None:
             self.deregister_handle()
         self._close_descriptor()
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(f"{type(self).__name__} cannot be copied or pickled: its descriptor is its own")
 
     def __enter__(self) -> GdsFile:
         return self

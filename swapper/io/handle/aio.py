@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from swapper import _C
-from swapper.errors import ConfigError, DeviceError, IoError
+from swapper.errors import ConfigError, DeviceError, IoError, UnsupportedError
 from swapper.io.elements import byte_count, check_tensor, copy_out, run_address
 from swapper.io.engines import Engines
 from swapper.io.files import Opened, OpenFile, OpenFiles, Target
@@ -212,6 +213,9 @@ class AioHandle(DeepNvmeMethods):
         while self._in_flight:
             self._in_flight.popleft().settle()
         self._drain_awaited()
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(f"{type(self).__name__} cannot be copied or pickled: its transfers are its own")
 
     def __enter__(self) -> AioHandle:
         return self
