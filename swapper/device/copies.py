@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.device.device import Device
+from swapper.device.device import Device, QueuedCopy
 from swapper.device.device_storage import DeviceStorage, Span
 from swapper.errors import DeviceError
 from swapper.paging.pager import Pager
@@ -31,6 +31,33 @@ MAX_DOWNLOAD_BYTES = 256 << 20
 
 Piece = tuple[torch.Tensor, torch.Tensor]
 """(host memory, source on the device): uint8, of the same size."""
+
+
+class CopyTimes:
+    """Adds up in a counter how long copies took, when their events show that they are over: nobody waits for that.
+
+    Args:
+        name: of the counter, in seconds.
+    """
+
+    def __init__(self, device: Device, counters: Counters, name: str) -> None:
+        self._device = device
+        self._counters = counters
+        self._name = name
+        self._copies: deque[QueuedCopy] = (
+            deque()
+        )  # that are not known to be over; of one stream, so they end in this order
+
+    def add(self, copy: QueuedCopy) -> None:
+        self._copies.append(copy)
+        self.collect()
+
+    def collect(self) -> None:
+        """Count the copies that are over."""
+        with contextlib.suppress(DeviceError):  # the next use of a failed device raises
+            while self._copies and self._device.has_passed(self._copies[0].over):
+                seconds = self._device.copy_seconds(self._copies.popleft())
+                setattr(self._counters, self._name, getattr(self._counters, self._name) + seconds)
 
 
 @dataclass(slots=True)
@@ -81,6 +108,7 @@ class Uploads:
         self._source = source
         self._counters = counters
         self._stream = device.new_stream()
+        self._times = CopyTimes(device, counters, "upload_s")
         self.max_in_flight = COPIES_IN_FLIGHT
         self._in_flight: deque[tuple[torch.Event, Access]] = deque()  # oldest first: they end in this order
         pager.end_copies = self.finish
@@ -102,16 +130,16 @@ class Uploads:
             frame = self._source(copy.page)
             pieces = [(span.target, frame[span.begin : span.begin + span.nbytes]) for span in copy.spans]
             with self._device.range("upload", copy.page):
-                storage.fill(pieces, self._stream)
-            event = None if copy.is_held else self._device.record(self._stream)
+                queued = storage.fill(pieces, self._stream)
         except BaseException:
             if not copy.is_held:
                 self.finish()  # a part of it may be queued
                 self._pager.release(copy.access)
             raise
         self._counters.uploaded_bytes += sum(span.nbytes for span in copy.spans)
-        if event is not None:
-            self._in_flight.append((event, copy.access))
+        if not copy.is_held:
+            self._in_flight.append((queued.over, copy.access))
+        self._times.add(queued)
 
     @property
     def is_full(self) -> bool:
@@ -132,6 +160,7 @@ class Uploads:
             self._pager.release(self._in_flight.popleft()[1])
         with contextlib.suppress(DeviceError):
             self._device.wait_for(self._device.record(self._stream))
+        self._times.collect()
 
     def close(self) -> None:
         """Wait for all copies, and have the pager forget this."""
@@ -165,6 +194,7 @@ class Downloads:
         self._device = device
         self._counters = counters
         self._stream = device.new_stream()
+        self._times = CopyTimes(device, counters, "download_s")
         self._in_flight: deque[_Copy] = deque()  # oldest first: they end in this order
         self._bytes = 0
 
@@ -195,17 +225,17 @@ class Downloads:
                 self.wait_for_oldest()
             self._device.let_wait(self._stream, self._device.record(self._device.current_stream()))
             with self._device.range("download", nbytes):
-                self._device.copy(pieces, self._stream)
-            event = self._device.record(self._stream)
+                queued = self._device.copy(pieces, self._stream)
         except BaseException as error:
             with contextlib.suppress(DeviceError):  # a part of it may be queued
                 self._device.wait_for(self._device.record(self._stream))
             lost(error)
             raise
-        self._in_flight.append(_Copy(event, tuple(source for _, source in pieces), held_bytes, arrived, lost))
+        self._in_flight.append(_Copy(queued.over, tuple(source for _, source in pieces), held_bytes, arrived, lost))
         self._bytes += held_bytes
         self._counters.downloaded_bytes += nbytes
-        return event
+        self._times.add(queued)
+        return queued.over
 
     def collect(self) -> None:
         """Call `arrived` of the copies that are over."""
@@ -235,6 +265,7 @@ class Downloads:
         """
         while self._in_flight:
             self.wait_for_oldest()
+        self._times.collect()
 
     def _take_oldest(self) -> _Copy:
         copy = self._in_flight.popleft()

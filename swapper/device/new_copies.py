@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swapper.device.copies import CopyTimes
 from swapper.device.device import Device
 from swapper.device.device_storage import place_in_storage
 from swapper.errors import DeviceError
@@ -51,6 +52,7 @@ class NewCopies:
         self._allocate = allocate or device.empty
         self._counters = counters
         self._stream = device.new_stream()
+        self._times = CopyTimes(device, counters, "upload_s")
         self._in_flight: deque[tuple[torch.Event, Sequence[torch.Tensor]]] = deque()  # oldest first
 
     def send(self, sources: Sequence[torch.Tensor], allocate: Callable[[int], torch.Tensor] | None = None) -> NewCopy:
@@ -72,11 +74,11 @@ class NewCopies:
             )
             pieces = [(filling[at : at + source.numel()], source) for at, source in zip(offsets, sources, strict=True)]
         self.device.let_wait(self._stream, self.device.record(stream))
-        self.device.copy(pieces, self._stream)
-        event = self.device.record(self._stream)
-        self._in_flight.append((event, sources))
+        queued = self.device.copy(pieces, self._stream)
+        self._in_flight.append((queued.over, sources))
         self._counters.uploaded_bytes += sum(source.numel() for source in sources)
-        return NewCopy(memory, offsets, event, stream)
+        self._times.add(queued)
+        return NewCopy(memory, offsets, queued.over, stream)
 
     def collect(self) -> None:
         """Drop the sources of copies that are over."""
@@ -89,3 +91,4 @@ class NewCopies:
             with contextlib.suppress(DeviceError):
                 self.device.wait_for(self._in_flight[0][0])
             self._in_flight.popleft()
+        self._times.collect()
