@@ -32,15 +32,10 @@ def findings_of(program: str, *arguments: str, interpreted: bool) -> dict[str, A
     return found
 
 
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, str]:
-    return findings_of("kernel_cases.py", "cpu", interpreted=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", kernel_cases.NAMES)
-def test_by_the_interpreter(name: str, interpreted: dict[str, str]) -> None:
-    assert interpreted[name] == "", interpreted[name]
+def test_by_the_interpreter() -> None:
+    """All in one process and in every run of the tests: else nothing would run the kernels where there is no GPU."""
+    found = findings_of("kernel_cases.py", "cpu", interpreted=True)
+    assert found == dict.fromkeys(kernel_cases.NAMES, ""), "\n".join(found.values())
 
 
 @pytest.mark.gpu
