@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.device.device import Device
+from swapper.device.device import Device, QueuedCopy
 from swapper.device.device_storage import DeviceStorage, Span, place_in_storage
 from swapper.errors import DeviceError
 from swapper.paging.pager import Pager
@@ -37,6 +37,33 @@ MAX_DOWNLOAD_BYTES = 256 << 20
 
 Piece = tuple[torch.Tensor, torch.Tensor]
 """(host memory, source on the device): uint8, of the same size."""
+
+
+class CopyTimes:
+    """Adds up in a counter how long copies took, when their events show that they are over: nobody waits for that.
+
+    Args:
+        name: of the counter, in seconds.
+    """
+
+    def __init__(self, device: Device, counters: Counters, name: str) -> None:
+        self._device = device
+        self._counters = counters
+        self._name = name
+        self._copies: deque[QueuedCopy] = (
+            deque()
+        )  # that are not known to be over; of one stream, so they end in this order
+
+    def add(self, copy: QueuedCopy) -> None:
+        self._copies.append(copy)
+        self.collect()
+
+    def collect(self) -> None:
+        """Count the copies that are over."""
+        with contextlib.suppress(DeviceError):  # the next use of a failed device raises
+            while self._copies and self._device.has_passed(self._copies[0].over):
+                seconds = self._device.copy_seconds(self._copies.popleft())
+                setattr(self._counters, self._name, getattr(self._counters, self._name) + seconds)
 
 
 @dataclass(slots=True)
@@ -87,6 +114,7 @@ class Uploads:
         self._source = source
         self._counters = counters
         self._stream = device.new_stream()
+        self._times = CopyTimes(device, counters, "upload_s")
         self.max_in_flight = COPIES_IN_FLIGHT
         self._in_flight: deque[tuple[torch.Event, Access]] = deque()  # oldest first: they end in this order
         pager.end_copies = self.finish
@@ -108,16 +136,16 @@ class Uploads:
             frame = self._source(copy.page)
             pieces = [(span.target, frame[span.begin : span.begin + span.nbytes]) for span in copy.spans]
             with self._device.range("upload", copy.page):
-                storage.fill(pieces, self._stream)
-            event = None if copy.is_held else self._device.record(self._stream)
+                queued = storage.fill(pieces, self._stream)
         except BaseException:
             if not copy.is_held:
                 self.finish()  # a part of it may be queued
                 self._pager.release(copy.access)
             raise
         self._counters.uploaded_bytes += sum(span.nbytes for span in copy.spans)
-        if event is not None:
-            self._in_flight.append((event, copy.access))
+        if not copy.is_held:
+            self._in_flight.append((queued.over, copy.access))
+        self._times.add(queued)
 
     @property
     def is_full(self) -> bool:
@@ -138,6 +166,7 @@ class Uploads:
             self._pager.release(self._in_flight.popleft()[1])
         with contextlib.suppress(DeviceError):
             self._device.wait_for(self._device.record(self._stream))
+        self._times.collect()
 
     def close(self) -> None:
         """Wait for all copies, and have the pager forget this."""
@@ -171,6 +200,7 @@ class Downloads:
         self._device = device
         self._counters = counters
         self._stream = device.new_stream()
+        self._times = CopyTimes(device, counters, "download_s")
         self._in_flight: deque[_Copy] = deque()  # oldest first: they end in this order
         self._bytes = 0
 
@@ -201,17 +231,17 @@ class Downloads:
                 self.wait_for_oldest()
             self._device.let_wait(self._stream, self._device.record(self._device.current_stream()))
             with self._device.range("download", nbytes):
-                self._device.copy(pieces, self._stream)
-            event = self._device.record(self._stream)
+                queued = self._device.copy(pieces, self._stream)
         except BaseException as error:
             with contextlib.suppress(DeviceError):  # a part of it may be queued
                 self._device.wait_for(self._device.record(self._stream))
             lost(error)
             raise
-        self._in_flight.append(_Copy(event, tuple(source for _, source in pieces), held_bytes, arrived, lost))
+        self._in_flight.append(_Copy(queued.over, tuple(source for _, source in pieces), held_bytes, arrived, lost))
         self._bytes += held_bytes
         self._counters.downloaded_bytes += nbytes
-        return event
+        self._times.add(queued)
+        return queued.over
 
     def collect(self) -> None:
         """Call `arrived` of the copies that are over."""
@@ -233,6 +263,7 @@ class Downloads:
         """Wait until all copies are over. Raises DeviceError: the device failed: all are lost."""
         while self._in_flight:
             self.wait_for_oldest()
+        self._times.collect()
 
     def _take_oldest(self) -> _Copy:
         copy = self._in_flight.popleft()
@@ -271,6 +302,7 @@ class NewCopies:
         self._allocate = allocate or device.empty
         self._counters = counters
         self._stream = device.new_stream()
+        self._times = CopyTimes(device, counters, "upload_s")
         self._in_flight: deque[tuple[torch.Event, Sequence[torch.Tensor]]] = deque()  # oldest first
 
     def send(self, sources: Sequence[torch.Tensor], allocate: Callable[[int], torch.Tensor] | None = None) -> NewCopy:
@@ -292,11 +324,11 @@ class NewCopies:
             )
             pieces = [(filling[at : at + source.numel()], source) for at, source in zip(offsets, sources, strict=True)]
         self.device.let_wait(self._stream, self.device.record(stream))
-        self.device.copy(pieces, self._stream)
-        event = self.device.record(self._stream)
-        self._in_flight.append((event, sources))
+        queued = self.device.copy(pieces, self._stream)
+        self._in_flight.append((queued.over, sources))
         self._counters.uploaded_bytes += sum(source.numel() for source in sources)
-        return NewCopy(memory, offsets, event, stream)
+        self._times.add(queued)
+        return NewCopy(memory, offsets, queued.over, stream)
 
     def collect(self) -> None:
         """Drop the sources of copies that are over."""
@@ -309,3 +341,4 @@ class NewCopies:
             with contextlib.suppress(DeviceError):
                 self.device.wait_for(self._in_flight[0][0])
             self._in_flight.popleft()
+        self._times.collect()

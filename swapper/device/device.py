@@ -12,6 +12,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +52,14 @@ RANGES = "SWAPPER_NVTX"
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedCopy:
+    """Copies that were queued on one stream, one behind the other: the events before the first and after the last of them."""
+
+    began: torch.Event
+    over: torch.Event
+
+
 class Device:
     """Streams, events and memory of one accelerator: `device` with its index, and torch's module for it."""
 
@@ -82,10 +91,10 @@ class Device:
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
-    def record(self, stream: torch.Stream) -> torch.Event:
-        """Return an event that passes when all that is queued on `stream` by now is done."""
+    def record(self, stream: torch.Stream, is_timed: bool = False) -> torch.Event:
+        """Return an event that passes when all that is queued on `stream` by now is done; `is_timed` for one that knows when."""
         with self.named("an event"):
-            event: torch.Event = self._module.Event(**self._event_options)
+            event: torch.Event = self._module.Event(enable_timing=is_timed, **self._event_options)
             event.record(stream)
         return event
 
@@ -141,14 +150,15 @@ class Device:
         with self.named(f"host memory of {nbytes} bytes"):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
 
-    def copy(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> None:
-        """Queue copies on `stream`. Both sides must stay until an event that is recorded after them.
+    def copy(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> QueuedCopy:
+        """Queue copies on `stream`, and return them. Both sides must stay until they are over.
 
         Args:
             pieces: (target, source), uint8 of the same shape (nbytes,), one of them in host memory. [Note: slabs],
                 io/registered.py
         """
         nbytes = sum(source.nbytes for _, source in pieces)
+        began = self.record(stream, is_timed=True)
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -162,6 +172,12 @@ class Device:
                     continue
                 for begin, end in pairwise(sorted({0, source.nbytes, *cuts})):
                     self._copy(target[begin:end], source[begin:end], stream)
+        return QueuedCopy(began, self.record(stream, is_timed=True))
+
+    def copy_seconds(self, copy: QueuedCopy) -> float:
+        """Return how long copies took that are over, by the device's clock: from the first's beginning to the last's end."""
+        with self.named("a copy's time"):
+            return float(copy.began.elapsed_time(copy.over)) / 1000
 
     def _copying(self, stream: torch.Stream) -> AbstractContextManager[Any]:
         """Return a context whose copies are queued on `stream`: entering it takes as long as queueing a copy."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.device.device import Device
+from swapper.device.device import Device, QueuedCopy
 from swapper.io.alignment import round_up
 
 DEVICE_ALIGNMENT_BYTES = 512
@@ -117,7 +117,7 @@ class DeviceStorage:
         self._ready.clear()
         self._users.clear()
 
-    def fill(self, pieces: Sequence[tuple[int, torch.Tensor]], stream: torch.Stream) -> None:
+    def fill(self, pieces: Sequence[tuple[int, torch.Tensor]], stream: torch.Stream) -> QueuedCopy:
         """Queue copies on `stream`, which waits for the memory by itself. After an `allocate` all copies use one stream.
 
         Args:
@@ -128,7 +128,7 @@ class DeviceStorage:
             self._filler = stream
         with torch.inference_mode(False):
             copies = [(self._filling[target : target + source.numel()], source) for target, source in pieces]
-        self._device.copy(copies, stream)
+        return self._device.copy(copies, stream)
 
     def all_is_queued(self) -> None:
         """Note that all copies are queued."""

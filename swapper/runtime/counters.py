@@ -48,6 +48,8 @@ class Counters:
         resident_bytes: of sections that stay in memory, outside of the frames.
         state_bytes: parameters, masters and optimizer state together.
         uploaded_bytes, downloaded_bytes: copied to a device, and from it.
+        upload_s, download_s: that those copies took, by its clock, of those known to be over. Copies on two streams at once count
+            both.
         device_peak_bytes: the peak that groups had on it.
         registered_bytes: host memory that its driver knows by now: other memory is copied more slowly.
         waits: by thread, the wait that goes on now.
@@ -73,6 +75,8 @@ class Counters:
     state_bytes: int = 0
     uploaded_bytes: int = 0
     downloaded_bytes: int = 0
+    upload_s: float = 0.0
+    download_s: float = 0.0
     device_peak_bytes: int = 0
     registered_bytes: int = 0
     waits: dict[int, Wait] = field(default_factory=dict, repr=False, compare=False)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from swapper.runtime.counters import FAMILIES, Counters
 from swapper.runtime.sizes import format_bytes
@@ -22,6 +23,9 @@ log = logging.getLogger("swapper")
 PHASES = ("forward", "backward", "step", "between")
 
 _TIMES = ("read_wait_s", "write_wait_s", "frame_wait_s", "update_s")
+_COPIES = ("uploaded_bytes", "downloaded_bytes", "upload_s", "download_s")
+_OF_STEP = ("pages_used", "pages_missed", "pages_awaited", *_COPIES)
+"""Counters that are not divided into phases."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class StepStats:
         drive_s: how long the drive needs for these bytes at least, by what `swapper tune` measured; None if it was not tuned.
         predicted: what `Plan.predict` said before, if it did.
         savings: of a predicted step, the seconds that a better machine would save, by what is better.
+        uploaded_bytes, downloaded_bytes: copied to an accelerator, and from it.
+        upload_s, download_s: that copies took which were found to be over in this step: see `Counters`.
     """
 
     step: int
@@ -93,16 +99,24 @@ class StepStats:
     drive_s: float | None = None
     predicted: StepStats | None = None
     savings: Mapping[str, float] = field(default_factory=dict)
+    uploaded_bytes: int = 0
+    downloaded_bytes: int = 0
+    upload_s: float = 0.0
+    download_s: float = 0.0
 
     @staticmethod
     def mean(steps: Sequence[StepStats]) -> StepStats:
         """Return the mean of some steps; what is no time and no byte is the last one's."""
         phases = {name: PhaseStats.sum(step.phases[name] for step in steps) for name in steps[-1].phases}
         limits = [step.drive_s for step in steps if step.drive_s is not None]
+        sums = {name: sum(getattr(step, name) for step in steps) for name in _COPIES}
         return replace(
             steps[-1],
             phases={name: phase.over(len(steps)) for name, phase in phases.items()},
             drive_s=sum(limits) / len(limits) if limits else None,
+            **{
+                name: whole / len(steps) if name.endswith("_s") else whole // len(steps) for name, whole in sums.items()
+            },
         )
 
     @property
@@ -183,6 +197,7 @@ class StepStats:
             "step": self.step, "drive_s": self.drive_s, "limit_s": self.limit_s, "limit_ratio": self.limit_ratio,
             "pages_used": self.pages_used, "pages_missed": self.pages_missed, "pages_awaited": self.pages_awaited,
             "prefetch_hit_ratio": self.prefetch_hit_rate, "in_time_ratio": self.in_time_rate,
+            **{name: getattr(self, name) for name in _COPIES},
         }  # fmt: skip
         for prefix, phase in (("", total), *((f"{name}_", phase) for name, phase in self.phases.items())):
             times = {"computing_s": phase.computing_s, **{name: getattr(phase, name) for name in ("wall_s", *_TIMES)}}
@@ -222,6 +237,11 @@ class StepStats:
             ratio = self.limit_ratio or 0.0
             lines.append(
                 f"drive: {self.drive_s:.3f} s for these bytes at least; the step took {ratio:.3f} of the limit"
+            )
+        if self.uploaded_bytes or self.downloaded_bytes:
+            up, down = format_bytes(self.uploaded_bytes), format_bytes(self.downloaded_bytes)
+            lines.append(
+                f"accelerator: {up} to it in {self.upload_s:.3f} s of copying, {down} from it in {self.download_s:.3f} s"
             )
         lines.append(f"bound by {self.bound}")
         if (advice := (self.predicted or self).help) is not None:
@@ -283,7 +303,7 @@ class StepClock:
     def _begin_step(self) -> None:
         self._number = self.counters.step + 1
         self._spent = {phase: [0.0] * len(self._before) for phase in PHASES}
-        self._pages = self._page_counts()
+        self._counts = self._counts_of_step()
 
     def enter(self, phase: str) -> None:
         """End the present phase and begin `phase`."""
@@ -340,8 +360,8 @@ class StepClock:
         times = (getattr(counters, name) for name in _TIMES)
         return [self._clock(), *times, *counters.read_bytes.values(), *counters.written_bytes.values()]
 
-    def _page_counts(self) -> tuple[int, int, int]:
-        return self.counters.pages_used, self.counters.pages_missed, self.counters.pages_awaited
+    def _counts_of_step(self) -> dict[str, Any]:
+        return {name: getattr(self.counters, name) for name in _OF_STEP}
 
     def _stats(self, step: int) -> StepStats:
         phases = {phase: _phase_stats(spent) for phase, spent in self._spent.items()}
@@ -349,8 +369,8 @@ class StepClock:
         drive_s = None
         if self._drive_seconds is not None:
             drive_s = self._drive_seconds(sum(total.read_bytes.values()), sum(total.written_bytes.values()))
-        used, missed, awaited = (after - before for after, before in zip(self._page_counts(), self._pages, strict=True))
-        return StepStats(step, phases, used, missed, awaited, drive_s, self._predicted)
+        counts = {name: after - self._counts[name] for name, after in self._counts_of_step().items()}
+        return StepStats(step, phases, drive_s=drive_s, predicted=self._predicted, **counts)
 
 
 def _phase_stats(spent: list[float]) -> PhaseStats:

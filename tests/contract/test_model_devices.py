@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.device_twins import lose, short_of_memory
-from infer.host_device import HostDevice
+from infer.host_device import BYTES_PER_S, HostDevice
 from model_users import MIB, USERS, WIDTH, User, make
 
 import swapper
@@ -53,6 +53,14 @@ def test_an_outdated_copy_is_filled_again(user: User) -> None:
         part.tier.invalidate(copy)
     assert_as_in_memory(user)
     assert user.resources.counters.uploaded_bytes - before >= sum(copy.storage.nbytes for copy in part.tier._images)
+
+
+def test_the_time_of_all_copies_is_counted_by_the_devices_clock(user: User) -> None:
+    for _ in range(3):
+        assert_as_in_memory(user)
+    counters = user.resources.counters
+    user.close()
+    assert counters.upload_s == pytest.approx(counters.uploaded_bytes / BYTES_PER_S) and counters.uploaded_bytes > 0
 
 
 def test_on_a_device_that_is_short_what_stays_is_evicted_and_copied_for_each_use(user: User) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,13 +52,22 @@ def test_a_handle_takes_strided_tensors_and_what_is_queued_before_it(tmp_path: P
     assert torch.equal(back, source.t()) and torch.equal(doubled, source.t() * 2)
 
 
-def test_many_tensors_at_once(tmp_path: Path) -> None:
-    sources = [noise(100_000 + n) for n in range(20)]
+def test_many_tensors_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one stream: torch deals 32 in turn, so more would be the program's own."""
+    sources, made, stream = [noise(100_000 + n) for n in range(20)], [], torch.cuda.Stream
+
+    def counted(*of: Any, **options: Any) -> torch.cuda.Stream:
+        if "stream_id" not in options:  # else it is one that there is
+            made.append(of)
+        return stream(*of, **options)
+
+    monkeypatch.setattr(torch.cuda, "Stream", counted)
     with AioHandle() as handle:
         operations = [handle.submit_write(source, tmp_path / f"{n}") for n, source in enumerate(sources)]
         for operation in operations:
             operation.wait()
     assert all((tmp_path / f"{n}").read_bytes() == bytes_of(source) for n, source in enumerate(sources))
+    assert len(made) <= 1
 
 
 def test_a_gds_handle_that_may_stage_is_equal_whichever_way_it_takes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from infer.host_device import HostDevice, Registering
+from infer.host_device import HostDevice, Registering, Stream
 
 from swapper import _C
 from swapper.device.device import RANGES, Device
@@ -80,6 +80,15 @@ def test_profilers_see_ranges_if_they_are_asked_for(monkeypatch, switch):
     with device.range("lease", "blocks.0"):
         pass
     assert seen == (["swapper: lease blocks.0"] if switch == "1" else [])
+
+
+def test_a_thread_that_waits_for_an_event_sleeps_and_events_of_copies_are_timed():
+    made = []
+    module = types.SimpleNamespace(Event=lambda **options: (made.append(options), HostDevice().module.Event())[1])
+    device = Device(torch.device("cuda", 0), module)
+    for is_timed in (False, True):
+        device.record(Stream(), is_timed)
+    assert made == [{"enable_timing": is_timed, "blocking": True} for is_timed in (False, True)]
 
 
 def test_looking_for_free_memory_takes_a_small_part_of_the_time(monkeypatch):
@@ -383,6 +392,9 @@ class Copying(Device):
 
     def _copying(self, stream):
         return nullcontext()
+
+    def record(self, stream, is_timed=False):
+        return None
 
     def _copy(self, target, source, stream):
         self.pieces.append(tuple((memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in (target, source)))

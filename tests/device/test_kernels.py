@@ -33,9 +33,9 @@ def findings_of(program: str, *arguments: str, interpreted: bool) -> dict[str, A
 
 
 def test_by_the_interpreter() -> None:
+    """All in one process and in every run of the tests: else nothing would run the kernels where there is no GPU."""
     found = findings_of("kernel_cases.py", "cpu", interpreted=True)
-    assert list(found) == kernel_cases.NAMES
-    assert not any(found.values()), "\n".join(found.values())
+    assert found == dict.fromkeys(kernel_cases.NAMES, ""), "\n".join(found.values())
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Two devices in one process, each with a model; and one that is not the current one."""
+"""Two devices in one process: each with a model, one model over both, and one that is not the current one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ pytestmark = [
 ]
 MIB = 1 << 20
 WIDTH = 256
+DEVICES = ("cuda:0", "cuda:1")
 
 
 def make() -> nn.Module:
@@ -52,7 +53,7 @@ def test_models_on_two_devices_train_by_turns_as_each_alone(tmp_path: Path, upda
     alone = offloaded("alone", "cuda:0")
     expected = [step(alone[1], alone[2], "cuda:0", number) for number in range(4)]
     alone[0].close()
-    runs = {device: offloaded(device[-1], device) for device in ("cuda:0", "cuda:1")}
+    runs = {device: offloaded(device[-1], device) for device in DEVICES}
     found: dict[str, list[float]] = {device: [] for device in runs}
     for number in range(4):
         for device, (_, model, optimizer) in runs.items():
@@ -79,3 +80,42 @@ def test_a_model_trains_on_a_device_that_is_not_the_current_one(tmp_path: Path) 
             )
             losses.append([step(model, optimizer, "cuda:1", number) for number in range(3)])
     assert losses[0] == losses[1]
+
+
+def test_models_loaded_to_two_devices_compute_by_turns_as_in_memory(tmp_path: Path) -> None:
+    torch.save(make().state_dict(), tmp_path / "model.pt")
+    options: dict[str, Any] = {"host_memory": 16 * MIB, "device_memory": MIB}  # of one and a half
+    models = {device: swapper.load(make(), tmp_path / "model.pt", device=device, **options) for device in DEVICES}
+    with torch.no_grad():
+        for number in range(6):
+            value = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
+            for device, model in models.items():
+                assert torch.equal(model(value.to(device)), make().to(device)(value.to(device)))
+    for model in models.values():
+        loaded = swapper.loaded(model)
+        assert loaded.counters.uploaded_bytes > 3 * MIB and loaded.counters.upload_s > 0
+        loaded.unload()
+
+
+def test_activations_of_a_model_over_both_are_saved_of_each(tmp_path: Path) -> None:
+    """Autograd has a thread for each device."""
+    halves = [make().to(device) for device in DEVICES]
+
+    def gradients() -> list[torch.Tensor]:
+        value = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0))
+        for device, half in zip(DEVICES, halves, strict=True):
+            half.zero_grad()
+            value = half(value.to(device)).sin()
+        value.square().mean().backward()
+        return [
+            parameter.grad.clone() for half in halves for parameter in half.parameters() if parameter.grad is not None
+        ]
+
+    expected = gradients()
+    with swapper.SwapManager(tmp_path, host_memory=64 * MIB) as manager:
+        activations = swapper.offload_activations(manager, to="auto", host_memory=32 * MIB, device_memory=8 * MIB)
+        for _ in range(3):
+            with activations:
+                found = gradients()
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert len(found) == len(expected) == 24 and activations.counters.up_bytes > 32 * MIB

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from infer.host_device import ORDERS, HostDevice, Stream
+from infer.host_device import BYTES_PER_S, ORDERS, HostDevice, Stream
 from torch import nn
 from torch.optim import SGD
 
@@ -60,6 +60,22 @@ def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
     ):
         pair.train(train_step, steps=2)
     forget_copies(pair)
+
+
+@pytest.mark.parametrize(
+    "update_on, gradients", [("cpu", "host"), ("cpu", "nvme"), ("device", "host"), ("device", "device")]
+)
+def test_the_time_of_all_copies_is_counted_by_the_devices_clock(
+    on_device: MakeTwins, update_on: str, gradients: str
+) -> None:
+    pair = on_device(update_on=update_on, gradients=gradients, optimizer_state="nvme", device_memory=64 * MIB)
+    pair.train(train_step, steps=2)
+    stats = pair.manager.stats()
+    assert stats.uploaded_bytes > 0 and stats.upload_s > 0 and "accelerator: " in str(stats)
+    pair.manager.current.run.on_device.finish()
+    counters = pair.manager.counters
+    assert counters.upload_s == pytest.approx(counters.uploaded_bytes / BYTES_PER_S) and counters.uploaded_bytes > 0
+    assert counters.download_s == pytest.approx(counters.downloaded_bytes / BYTES_PER_S)
 
 
 def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_again(on_device: MakeTwins) -> None:

@@ -88,7 +88,9 @@ def swapped(directory: Path, params: str, gradients: str, budget: int) -> list[f
             optimizer.zero_grad()
 
         losses = train(model, step)
-        assert manager.counters.device_peak_bytes <= budget
+        counters = manager.counters
+        assert counters.device_peak_bytes <= budget
+        assert counters.upload_s > 0 and counters.download_s > 0
         manager.snapshot(directory / "snapshot.pt").wait()
         return losses
 

@@ -28,6 +28,7 @@ import torch
 from swapper.device.device import Device
 
 POISON = 0xEF
+BYTES_PER_S = 1e9
 ORDERS = ("at once", "late", "by chance 1", "by chance 2")
 
 
@@ -36,6 +37,7 @@ class Stream:
 
     def __init__(self, is_compute=False, device=None):
         self.is_compute = is_compute
+        self.queued_bytes = 0  # of its copies
         self.operations = []
         self.done = 0
         self.clock = Counter()
@@ -66,12 +68,15 @@ class Stream:
 
 
 class Event:
-    def __init__(self, module):
-        self.module = module
+    """Its clock is that of copies alone, and of BYTES_PER_S."""
+
+    def __init__(self, module, is_timed):
+        self.module, self.is_timed = module, is_timed
         module.check()
 
     def record(self, stream):
         stream.tick()
+        self.queued_bytes = stream.queued_bytes
         self.stream, self.end, self.clock = stream, len(stream.operations), Counter(stream.clock)
 
     def query(self):
@@ -83,6 +88,12 @@ class Event:
     def synchronize(self):
         self.module.check()
         self.stream.run(self.end)
+
+    def elapsed_time(self, later):
+        """In milliseconds, as torch has it."""
+        assert self.is_timed and later.is_timed and self.stream is later.stream
+        assert later.stream.done >= later.end, "the time of a copy that is not over"
+        return (later.queued_bytes - self.queued_bytes) / BYTES_PER_S * 1000
 
 
 class Module:
@@ -99,8 +110,8 @@ class Module:
     def Stream(self, device=None):
         return Stream()
 
-    def Event(self, blocking=False):
-        return Event(self)
+    def Event(self, blocking=False, enable_timing=False):
+        return Event(self, enable_timing)
 
     def check(self):
         if self.is_lost:
@@ -203,6 +214,7 @@ class HostDevice(Device):
         return nullcontext()  # to enter a stream means kernels, here
 
     def _copy(self, target, source, stream):
+        stream.queued_bytes += source.numel()
         key = target.untyped_storage()._cdata
         if key not in self.taken:
             self.copy_to_host(target, source, stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swapper.io.tuning import Tuning
 from swapper.runtime.counters import Counters
-from swapper.runtime.stats import PHASES, StepClock
+from swapper.runtime.stats import PHASES, StepClock, StepStats
 
 
 class Time:
@@ -112,6 +112,30 @@ def test_the_table_has_a_row_for_each_phase_and_says_what_moved():
     assert "90.0% of 10 pages asked for ahead, 60.0% there in time" in str(stats)
     assert "swapper tune" in str(stats)
     assert "\n" not in stats.brief and "10.00 s" in stats.brief
+
+
+def test_copies_of_an_accelerator_are_said_where_there_were_any():
+    counters = Counters()
+    clock = StepClock(counters, Time())
+    clock.start(None)
+    counters.uploaded_bytes, counters.upload_s, counters.downloaded_bytes, counters.download_s = (
+        2 << 20,
+        0.5,
+        1 << 20,
+        0.25,
+    )
+    clock.end_step()
+    copied = clock.stats()
+    assert "2.0 MiB to it in 0.500 s of copying, 1.0 MiB from it in 0.250 s" in str(copied)
+    clock.end_step()
+    assert "accelerator" not in str(clock.stats())
+    mean = StepStats.mean([copied, clock.stats()])
+    assert (mean.uploaded_bytes, mean.upload_s, mean.downloaded_bytes, mean.download_s) == (
+        1 << 20,
+        0.25,
+        1 << 19,
+        0.125,
+    )
 
 
 def test_waiting_is_seen_while_it_lasts_and_counted_after():

@@ -175,10 +175,24 @@ def train_beside_plain(
         run: Any = manager.current.run
         swapped_act()  # the first step's copies register what there is
         run.on_device.host.wait()
+        before = manager.counters.snapshot()
         plain_s, taken_s = bench.seconds_by_turns([plain_act, swapped_act], STEPS, 1)
         told = f"{run.on_device.host.describe()}, updates on the {'device' if run.on_device.updates else 'CPU'}"
+        told += f", {copy_rates(before, manager.counters.snapshot())}"
     tokens = microbatches * value.shape[0] * value.shape[1]
     return Beside(plain_s, taken_s, count * STATE_BYTES, tokens, told)
+
+
+def copy_rates(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Describe how fast copies were, by the device's clock, between two snapshots of the counters."""
+    spent = {
+        name: after[name] - before[name] for name in ("uploaded_bytes", "upload_s", "downloaded_bytes", "download_s")
+    }
+    up, down = (
+        spent[moved] / spent[taken] / 1e9 if spent[taken] else 0.0
+        for moved, taken in (("uploaded_bytes", "upload_s"), ("downloaded_bytes", "download_s"))
+    )
+    return f"copies at {up:.1f} GB/s up, {down:.1f} down"
 
 
 def streamed_update(
@@ -197,8 +211,11 @@ def streamed_update(
         )
         value = torch.randn(1, bench.size(256, 16), width, dtype=torch.bfloat16, device=bench.device)
         loss_of(model, value).backward()
+        host: Any = manager.current.run.on_device.host
+        host.wait()
         taken_s = seconds(bench, optimizer.step, STEPS)  # with the same gradients each time
-    return ratio(figure, count * (STATE_BYTES + 2), taken_s, link_rates(bench)[0], "the link", None)
+        told = host.describe()
+    return ratio(figure, count * (STATE_BYTES + 2), taken_s, link_rates(bench)[0], "the link", None, told)
 
 
 def four_times_the_budget(bench: Bench) -> Iterator[Row]:

@@ -171,8 +171,8 @@ class DeviceTensorCache:
         host = self._host_memory(stored.nbytes)
         self._device.let_wait(self._down, self._device.record(stored.stream))
         try:
-            self._device.copy([(host, stored.memory)], self._down)
-            stored.copied, stored.is_ordered = self._device.record(self._down), False
+            stored.copied = self._device.copy([(host, stored.memory)], self._down).over
+            stored.is_ordered = False
             self._going_down.append((stored.copied, host))
         except BaseException:
             with contextlib.suppress(DeviceError):  # a part of it may be queued, and `host` must not be freed before
@@ -230,9 +230,9 @@ class DeviceTensorCache:
         current = self._device.current_stream()
         self._device.let_wait(self._up, self._device.record(current))  # the memory's previous user
         self._device.let_wait(self._up, stored.copied)
-        self._device.copy([(memory, host)], self._up)
+        queued = self._device.copy([(memory, host)], self._up)
         stored.memory, stored.stream = memory, current
-        stored.filled, stored.is_ordered = self._device.record(self._up), False
+        stored.filled, stored.is_ordered = queued.over, False
         self._going_up.append((stored.filled, host))
         stored.below.uses_left = 0
         self._counters.up_bytes += stored.nbytes
@@ -277,8 +277,8 @@ class DeviceTensorCache:
         content_at = stored.filled if stored.filled is not None else self._device.record(stored.stream)
         self._device.let_wait(stream, content_at)
         memory = self._device.empty(stored.nbytes)
-        self._device.copy([(memory, stored.memory)], stream)
-        self._device.let_wait(stored.stream, self._device.record(stream))
+        queued = self._device.copy([(memory, stored.memory)], stream)
+        self._device.let_wait(stored.stream, queued.over)
         return memory
 
     # --- memory -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from swapper.device.copies import Downloads, PageCopy
+from swapper.device.copies import CopyTimes, Downloads, PageCopy
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_placement import DeviceBudget, DevicePlacement
 from swapper.device.device_storage import DeviceStorage, Span
@@ -116,6 +116,7 @@ class TrainingDevice(ModelDevice):
         self.order = StreamOrder(device)
         self._counters = counters
         self._slices = device.new_stream()  # slices that are updated do not wait behind images
+        self._slice_times = CopyTimes(device, counters, "upload_s")
         self.updating = device.new_stream()
         self._images: list[DeviceCopy] = []
         self._copy_of: dict[int, DeviceCopy] = {}  # by id of a parameter
@@ -253,9 +254,10 @@ class TrainingDevice(ModelDevice):
         if storage.filled_at is not None:
             storage.invalidate(last_use)
         with self.device.range("upload of a slice", storage.nbytes):
-            storage.fill(pieces, self._slices)
+            queued = storage.fill(pieces, self._slices)
             storage.all_is_queued()
         self._counters.uploaded_bytes += sum(source.numel() for _, source in pieces)
+        self._slice_times.add(queued)
         storage.wait_on_current_stream()
 
     def finish(self) -> None:
@@ -264,6 +266,7 @@ class TrainingDevice(ModelDevice):
             self.downloads.finish()
         with contextlib.suppress(DeviceError):
             self.device.wait_for(self.device.record(self._slices))
+        self._slice_times.collect()
         self.tier.finish()
 
     def forget_uses(self) -> None:

@@ -202,8 +202,7 @@ def copy_seconds(device: Device) -> float:
         storage.fill([(0, source)], up)
         storage.all_is_queued()
         device.let_wait(down, device.record(device.current_stream()))
-        device.copy([(target, there)], down)
-        device.wait_for(device.record(down))
+        device.wait_for(device.copy([(target, there)], down).over)
         storage.wait_for_copies()
 
     try:
