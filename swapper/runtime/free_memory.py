@@ -142,7 +142,8 @@ def note_freed(nbytes: int) -> None:
     _Heap.min_headroom_bytes = min(_Heap.min_headroom_bytes, headroom_bytes())
     holes_bytes = _anonymous_bytes() - _Heap.other_bytes - _Heap.peak_bytes
     max_holes_bytes = max(_Heap.check_bytes, _Heap.peak_bytes - _Heap.began_bytes) // HOLES_SHARE
-    if holes_bytes > max_holes_bytes + _Heap.temporary_bytes or _Heap.min_headroom_bytes < SHORTAGE_CHECKS * _Heap.check_bytes:
+    max_holes_bytes += _Heap.temporary_bytes
+    if holes_bytes > max_holes_bytes or _Heap.min_headroom_bytes < SHORTAGE_CHECKS * _Heap.check_bytes:
         return_free_memory()
 
 
