@@ -9,6 +9,10 @@ backward begins) and a share of that: what is beyond are holes; or where the sys
 [Note: who gives back] glibc also gives back by itself, with each free that leaves enough of the heap's end free: gradients that
 were freed one after the other in a forward went back so, and the next backward took them again, 80,000 pages in a step of 2.6 s.
 So while a run is open glibc leaves that to the checks here, and takes all that it can from the heap.
+
+[Note: temporaries of an update] An optimizer that updates a matrix as a whole (Muon) takes several times its bytes in passing, and
+leaves them free where a check finds them, as holes. The next update takes the same again. What went back in between came
+back page by page: 15,000 faults a matrix of 4 Mi elements. So what such updates were seen to take counts as in use.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 from swapper.runtime.process import is_off
@@ -64,6 +69,7 @@ class _Heap:
         min_headroom_bytes: the smallest headroom that a check found.
         peak_bytes: the most that a check found in use.
         other_bytes: what the process has besides its heap.
+        temporary_bytes: the most that an update was seen to take. [Note: temporaries of an update]
     """
 
     watches: ClassVar[list[Watch]] = []
@@ -73,6 +79,7 @@ class _Heap:
     began_bytes = 0
     peak_bytes = 0
     other_bytes = 0
+    temporary_bytes = 0
 
 
 class Watch:
@@ -104,12 +111,21 @@ def watch_free_memory(budget_bytes: int) -> Watch:
     _Heap.min_headroom_bytes = UNLIMITED
     _Heap.began_bytes = _Heap.peak_bytes = _used_bytes()
     _Heap.other_bytes = max(_anonymous_bytes() - _Heap.began_bytes, 0)
+    _Heap.temporary_bytes = 0
     return watch
 
 
 def note_used() -> None:
     """Note what is in use now, at a likely peak: a forward has left all to its backward."""
     _Heap.peak_bytes = max(_Heap.peak_bytes, _used_bytes())
+
+
+@contextmanager
+def note_temporaries() -> Iterator[None]:
+    """Note what is taken in the context, which leaves it free and will take it again. [Note: temporaries of an update]"""
+    before_bytes = _anonymous_bytes()
+    yield
+    _Heap.temporary_bytes = max(_Heap.temporary_bytes, _anonymous_bytes() - before_bytes)
 
 
 def note_freed(nbytes: int) -> None:
@@ -124,6 +140,7 @@ def note_freed(nbytes: int) -> None:
     _Heap.min_headroom_bytes = min(_Heap.min_headroom_bytes, headroom_bytes())
     holes_bytes = _anonymous_bytes() - _Heap.other_bytes - _Heap.peak_bytes
     max_holes_bytes = max(_Heap.check_bytes, _Heap.peak_bytes - _Heap.began_bytes) // HOLES_SHARE
+    max_holes_bytes += _Heap.temporary_bytes
     if holes_bytes > max_holes_bytes or _Heap.min_headroom_bytes < SHORTAGE_CHECKS * _Heap.check_bytes:
         return_free_memory()
 

@@ -240,10 +240,10 @@ def taken_bytes() -> dict[int, int]:
     return found
 
 
-def mapped_bytes(arena: _C.Arena, kind: str) -> int:
-    """Bytes of the arena's own mapping that smaps counts as `kind`."""
+def mapped_bytes(memory: _C.Arena | _C.Window, kind: str, offset: int = 0) -> int:
+    """Bytes of the mapping at `offset` of an arena or a window that smaps counts as `kind`."""
     smaps = Path("/proc/self/smaps").read_text()
-    entry = smaps[smaps.index(f"{arena.address:x}-") :]
+    entry = smaps[smaps.index(f"{memory.address + offset:x}-") :]
     return int(entry[entry.index(f"{kind}:") :].split()[1]) << 10
 
 
@@ -282,6 +282,26 @@ def test_an_arena_that_is_not_to_have_huge_pages_has_none(huge_arena: _C.Arena) 
     small = _C.Arena(8 * MIB, huge_pages=False)
     assert small.huge_bytes == 0
     assert in_huge_pages(small) == 0
+
+
+def test_a_window_of_whole_huge_pages_is_mapped_by_one_entry_for_each(huge_arena: _C.Arena) -> None:
+    """Also while it is guarded, and after a write into it; what it shows and what is noted are as for any frame."""
+    window = huge_arena.window(8 * MIB)
+    for guarded in (False, True):
+        window.map(4 * MIB, 2 * MIB, 4 * MIB, guarded)
+        assert mapped_bytes(window, "ShmemPmdMapped", 4 * MIB) == 4 * MIB
+        assert window.written_at(4 * MIB) == -1
+        memoryview(window)[5 * MIB] = 7
+        assert window.written_at(4 * MIB) == (5 * MIB if guarded else -1)
+        assert memoryview(huge_arena.view(3 * MIB, 1))[0] == 7
+    window.map(4 * MIB, 2 * MIB, 4 * MIB)
+    window.guard(4 * MIB, 4 * MIB)
+    assert mapped_bytes(window, "ShmemPmdMapped", 4 * MIB) == 4 * MIB
+    window.unmap(4 * MIB, 4 * MIB)
+    window.map(0, 6 * MIB, 2 * MIB)
+    memoryview(window)[0] = 1
+    assert memoryview(huge_arena.view(6 * MIB, 1))[0] == 1
+    assert in_huge_pages(huge_arena) == huge_arena.nbytes, "the arena's own pages stay whole"
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)

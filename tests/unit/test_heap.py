@@ -52,10 +52,10 @@ print(len(called))
 """
 
 
-def run(program: str, **set_up: str) -> str:
+def run(program: str, *arguments: str, **set_up: str) -> str:
     """Run it in a process whose heap is set up by `set_up` and nothing else; returns what it prints."""
     environment = {name: value for name, value in os.environ.items() if name not in HEAP_SETTINGS}
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**environment, **set_up}, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -76,3 +76,42 @@ def test_while_there_is_a_run_what_is_free_stays_until_a_look() -> None:
 def test_a_heap_that_the_user_has_set_up_stays_as_it_is(name: str) -> None:
     assert int(run(SET_UP)) > 0
     assert int(run(SET_UP, **{name: "" if name == "GLIBC_TUNABLES" else "131072"})) == 0
+
+
+WHOLE = """
+import ctypes, resource, sys
+from contextlib import nullcontext
+from statistics import median
+from swapper.runtime import free_memory as heap
+
+NBYTES, UPDATES = 30 << 20, 9
+if not hasattr(heap._libc, "mallopt"):
+    print("no mallopt")
+    raise SystemExit
+
+malloc, free = heap._libc.malloc, heap._libc.free  # torch's own allocations are aligned, and may not fit where one was
+malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+watch = heap.watch_free_memory(256 << 20)  # a check each 16 MiB, which lets 8 MiB of holes be
+took = []
+for _ in range(UPDATES):
+    before = faults()
+    with heap.note_temporaries() if sys.argv[1] == "noted" else nullcontext():
+        memory = malloc(NBYTES)
+        ctypes.memset(memory, 1, NBYTES)
+        free(memory)
+    heap.note_freed(NBYTES)
+    took.append(faults() - before)
+print(median(took) * resource.getpagesize() / NBYTES)
+"""
+
+
+@pytest.mark.parametrize("how, least, most", [("noted", 0, 0.05), ("not noted", 0.9, 2)])
+def test_what_an_update_takes_each_time_stays_once_it_is_noted(how: str, least: float, most: float) -> None:
+    printed = run(WHOLE, how)
+    if "no mallopt" in printed:
+        pytest.skip("this C library has no mallopt")
+    assert least <= float(printed) <= most, "page faults of an update, by the pages that it takes"

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from swapper.errors import InvariantError, UnsupportedError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
-from swapper.runtime.free_memory import note_freed
+from swapper.runtime.free_memory import note_freed, note_temporaries
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
 from swapper.train.optimizer.entries import PAGED, StateEntries, in_order
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work, is_same
@@ -368,8 +369,10 @@ class Sweep:
 
     def _apply(self, run: list[Update]) -> None:
         """Do the updates of a run, store their results, and empty it, so that nothing refers to its tensors any more."""
-        for proxy, works in self._proxies.each_with([update.work for update in run]):
-            proxy.update(works)
+        is_whole = any(not update.places.may_cut for update in run)
+        with note_temporaries() if is_whole else nullcontext():
+            for proxy, works in self._proxies.each_with([update.work for update in run]):
+                proxy.update(works)
         for update in run:
             self._store(update)
             note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
