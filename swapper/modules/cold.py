@@ -212,10 +212,6 @@ def _stride(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return _refuse_form(func, args, kwargs) if has_offset else _view(func, args, kwargs)
 
 
-def _iterate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return iter(args[0].unbind(0))
-
-
 def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0]
     if not isinstance(first, Cold):
@@ -283,7 +279,6 @@ _ACTIONS: dict[Function, _Action] = {
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.Tensor.__getitem__: _index,
-    torch.Tensor.__iter__: _iterate,
     torch.Tensor.as_strided: _stride,
     torch.as_strided: _stride,
 }

@@ -1,0 +1,50 @@
+"""Views of cold parameters, in the ways of use that tests of single operations leave out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from e2e.models import finish_step
+from e2e.twins import Twins, send_away
+
+MakeTwins = Callable[..., Twins]
+WIDTH = 160
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return finish_step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
+
+
+def test_views_of_cold_parameters_answer_as_those_of_plain_ones_or_say_why_not(twins: MakeTwins) -> None:
+    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))
+    pair.train(step, steps=2)
+    send_away(pair.manager)
+    weight, plain = pair.swapped[3].weight, pair.plain[3].weight
+    row, number = weight[5], weight[2, 3]
+    assert "ColdView(away, shape=(160,)" in repr(row) and f"{weight}" == repr(weight)
+    with pytest.raises(RuntimeError, match="detach it"):
+        copy.deepcopy(row)
+    assert torch.equal(copy.deepcopy(row.detach()), plain[5])
+    with pytest.raises(swapper.ColdParameterError, match="pickling a view"):
+        pickle.dumps(row)
+    (found,) = torch.autograd.grad(number, weight)
+    (expected,) = torch.autograd.grad(plain[2, 3], plain)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.stack(list(weight)), plain)
+    assert torch.ones(3, dtype=torch.float64).type_as(weight).dtype == torch.float32
+    send_away(pair.manager)
+    with torch.no_grad():
+        assert torch.equal(torch.clamp(input=weight, max=row), torch.clamp(input=plain, max=plain[5]))
+    with pytest.raises(swapper.ColdParameterError):
+        pair.swapped[4].bias.requires_grad_(False)[:].copy_(torch.ones(WIDTH, requires_grad=True))
+    pair.swapped[4].bias.requires_grad_(True)
+    del row, number
+    pair.train(step, steps=2)
+    pair.finish()
