@@ -4,6 +4,7 @@ The reference is transformers' own from_pretrained, trained by plain torch."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,50 @@ def test_adapters_that_begin_from_the_models_values_are_refused(tmp_path: Path, 
     model, _ = for_training(AutoModelForCausalLM, written(llama(), tmp_path / "model"))
     with pytest.raises(swapper.UnsupportedError, match=next(iter(option))):
         get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], **option))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LoraConfig", {"target_modules": ["q_proj"], "use_dora": True}),
+        ("LoraConfig", {"target_modules": ["q_proj"], "init_lora_weights": "pissa"}),
+        ("LoraConfig", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("LoHaConfig", {"target_modules": ["q_proj"]}),
+        ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+        ("PromptTuningConfig", {"num_virtual_tokens": 4}),
+    ],
+    ids=str,
+)
+def test_a_model_with_values_takes_adapters_of_every_kind(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    path = written(llama(), tmp_path / "model")
+
+    def adapted() -> Any:
+        torch.manual_seed(3)
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+        return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(path), config)
+
+    plain, model = adapted(), adapted()
+    with swapper.SwapManager(tmp_path, "24MiB") as manager:
+        model, optimizer = manager.offload(model, adamw(model), params="nvme", optimizer_state="nvme")
+        assert losses(model, optimizer) == losses(plain, adamw(plain))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_adapters_are_merged_inside_gather(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(), config)
+    plain = copy.deepcopy(model).merge_and_unload()
+    with swapper.SwapManager(tmp_path, "24MiB") as manager:
+        manager.offload(model, adamw(model), params="nvme", optimizer_state="nvme")
+        with pytest.raises(swapper.ColdParameterError, match=r"manager\.gather"):
+            model.merge_and_unload()
+        with manager.gather(model, write=True):
+            merged = model.merge_and_unload()
+        assert_same(dict(merged.state_dict()), dict(plain.state_dict()))
 
 
 def test_adapters_without_values_are_refused(tmp_path: Path) -> None:

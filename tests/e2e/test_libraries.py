@@ -153,6 +153,55 @@ def test_a_loop_gives_what_it_gives_with_plain_torch(tmp_path: Path, loop: Any) 
     assert len(ours) == len(plain) and all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
+def fit_by_lightning(directory: Path, swapped: bool, checkpoint: Path | None = None) -> tuple[list[torch.Tensor], Path]:
+    """Return losses and parameters of a fit with clipping, accumulation and a schedule, and its checkpoint of step 2."""
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed: tools/setup test")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers()
+            self.losses: list[torch.Tensor] = []
+            self.manager = (
+                swapper.SwapManager(directory / "run", "16MiB") if swapped else None
+            )  # Lightning keeps the class
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            self.losses.append(self.layers(batch).square().mean())
+            return self.losses[-1]
+
+        def configure_optimizers(self) -> Any:
+            _, optimizer = offloaded(self, torch.optim.AdamW(self.parameters(), lr=1e-2), self.manager)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=directory, filename="{step}", every_n_train_steps=2, save_top_k=-1
+    )
+    trainer = lightning.Trainer(
+        max_steps=4, accelerator="cpu", accumulate_grad_batches=2, gradient_clip_val=0.1, callbacks=[saving],
+        default_root_dir=directory, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Module()
+    data = torch.randn(12, 256, generator=torch.Generator().manual_seed(3))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2), ckpt_path=checkpoint)
+    result = [*map(torch.Tensor.detach, module.losses), *(value.clone() for value in module.state_dict().values())]
+    if module.manager is not None:
+        module.manager.close()
+    return result, directory / "step=2.ckpt"
+
+
+@pytest.mark.slow
+def test_lightning_trains_and_resumes_from_its_checkpoint_as_with_plain_torch(tmp_path: Path) -> None:
+    plain, plain_checkpoint = fit_by_lightning(tmp_path / "plain", False)
+    ours, checkpoint = fit_by_lightning(tmp_path / "ours", True)
+    plain_resumed, _ = fit_by_lightning(tmp_path / "plain resumed", False, plain_checkpoint)
+    resumed, _ = fit_by_lightning(tmp_path / "resumed", True, checkpoint)
+    for one, other in ((ours, plain), (resumed, plain_resumed)):
+        assert len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert len(plain_resumed) == len(plain) - 4  # two steps of two batches are not taken again
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["model only", "with an optimizer"])
 def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp_path: Path, given: bool) -> None:
     model = llama(lora=False)
@@ -172,7 +221,7 @@ def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp
 @pytest.mark.parametrize("library", ["torch", "accelerate", "trainer", "peft", "lightning", "torchtitan"])
 def test_two_ranks_go_the_way_of_plain_torch(tmp_path: Path, library: str) -> None:
     if library == "lightning":
-        pytest.importorskip("lightning", reason="lightning is not installed, and in no extra: pip install lightning")
+        pytest.importorskip("lightning", reason="lightning is not installed: tools/setup test")
     if library == "torchtitan":
         missing = "torchtitan is not installed: pip install --no-deps torchtitan tyro docstring_parser spmd_types"
         pytest.importorskip("torchtitan.components.optimizer", reason=missing, exc_type=ImportError)

@@ -16,6 +16,8 @@ LOGS = {"notebook.md", "tried.md", "history.md"}
 CURRENT = [page for page in PAGES if page.name not in LOGS]
 WIDTH = 120
 """Characters of a line of prose."""
+CODE_WIDTH = 99
+"""Characters of a line of code that the site shows in a window of 1400 pixels without scrolling."""
 FOLDERS = ("swapper/", "csrc/", "tools/", "tests/", "examples/", "docs/", ".ci/")
 
 
@@ -118,3 +120,12 @@ def test_lines_of_prose_are_not_too_long(page: Path) -> None:
 def test_a_link_whose_text_is_a_page_leads_there(page: Path) -> None:
     links = re.findall(r"\[([^\]\s]+\.md)\]\(([^()\s#]+)", page.read_text())
     assert [text for text, target in links if Path(text).name != Path(target).name] == []
+
+
+SHOWN = [page for page in PAGES if page.parent.name in ("guides", "concepts") or page.name == "get-started.md"]
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=page_name)
+def test_lines_of_code_end_within_a_window_of_1400_pixels(page: Path) -> None:
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > CODE_WIDTH] == []
