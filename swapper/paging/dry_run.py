@@ -124,7 +124,7 @@ class DryRunVictimCache:
 
 
 class DryRunParts:
-    """Reads parts of matrices in the order of a pass, again and again, some of them ahead.
+    """Reads parts of matrices in the order of a pass, again and again, some of them ahead: as infer/operators/weight_rows.py.
 
     Args:
         sizes: of the parts of a pass, in bytes.
@@ -137,10 +137,13 @@ class DryRunParts:
         self._reading: deque[VirtualTransfer] = deque()
         self._ahead = ahead
 
-    def next(self) -> VirtualTransfer:
-        """Return the read of the next part, which is not in use any more once another one is asked for."""
+    def read_ahead(self) -> None:
         while len(self._reading) < self._ahead:
             self._reading.append(self._drive.read(next(self._sizes), None))
+
+    def next(self) -> VirtualTransfer:
+        """Return the read of the next part, which is in use until another one is asked for."""
+        self.read_ahead()
         return self._reading.popleft()
 
 
@@ -241,7 +244,9 @@ class DryRun:
             with self._counters.waiting("read", part):
                 self._drive.wait(part)
             self._drive.compute(total_s / len(task.parts))
-        total_s = 0.0 if task.parts else total_s
+        if task.parts:
+            self._parts.read_ahead()
+            total_s = 0.0
         seconds = total_s / max(len(task.accesses), 1)
         if not task.accesses:
             self._drive.compute(total_s)
