@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from swapper import _C
 from swapper.modules.groups import Unit
 
 log = logging.getLogger("swapper")
@@ -333,13 +334,18 @@ def _halved(form: TensorForm, size: int) -> TensorForm:
 
 class ColdCaches:
     """Memory larger than a processor's cache, to empty it: in a step, where pages come and go, neither data nor Python's code are
-    there. Python takes twice as long then."""
+    there. Python takes twice as long then.
+
+    The memory is read without torch. After an operation of torch's, OpenMP's other threads spin for some milliseconds (GNU's
+    GOMP_SPINCOUNT) on processors that the threads of a codec or of the engine need: an update of a slice then took twice as long
+    in a trial as in `optimizer.step()`, where torch computes nothing meanwhile.
+    """
 
     def __init__(self) -> None:
-        self._memory = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8)
+        self._memory = torch.ones(SCRATCH_BYTES, dtype=torch.uint8)  # untouched pages are one page of zeros
 
     def make(self) -> None:
-        self._memory.bitwise_not_()
+        _C.crc32_address(self._memory.data_ptr(), SCRATCH_BYTES)
 
 
 def median_seconds(act: Callable[[], object], times: int) -> float:

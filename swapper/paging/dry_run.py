@@ -6,7 +6,8 @@ computing between them.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ class Task:
         accesses: see above; of a task without pages there are none.
         updated: how many elements the optimizer updates in it.
         pieces: of how many parameters these are, whole or in part.
+        parts: bytes of parts of a matrix that are read while those before them are multiplied, into slots of their own.
     """
 
     phase: str
@@ -48,6 +50,7 @@ class Task:
     accesses: Sequence[Access]
     updated: int = 0
     pieces: int = 0
+    parts: Sequence[int] = ()
 
 
 class CountingStore:
@@ -120,6 +123,30 @@ class DryRunVictimCache:
         return []
 
 
+class DryRunParts:
+    """Reads parts of matrices in the order of a pass, again and again, some of them ahead: as infer/operators/weight_rows.py.
+
+    Args:
+        sizes: of the parts of a pass, in bytes.
+        ahead: that are read or in use at once.
+    """
+
+    def __init__(self, drive: VirtualDrive, sizes: Sequence[int], ahead: int) -> None:
+        self._drive = drive
+        self._sizes = itertools.cycle(sizes)
+        self._reading: deque[VirtualTransfer] = deque()
+        self._ahead = ahead
+
+    def read_ahead(self) -> None:
+        while len(self._reading) < self._ahead:
+            self._reading.append(self._drive.read(next(self._sizes), None))
+
+    def next(self) -> VirtualTransfer:
+        """Return the read of the next part, which is in use until another one is asked for."""
+        self.read_ahead()
+        return self._reading.popleft()
+
+
 class DryRun:
     """A pager on a store that only counts.
 
@@ -132,6 +159,7 @@ class DryRun:
         drive: moves the pages; default: one that takes no time.
         seconds: returns how long a task computes for one of its accesses; default: 0.
         is_committed: each step is committed, so that its writes are over before the next one changes anything.
+        parts_ahead: parts of matrices that are read or in use at once. See Task.
 
     Attributes:
         clock: divides the time of `drive` into steps and phases.
@@ -149,6 +177,7 @@ class DryRun:
         drive: VirtualDrive | None = None,
         seconds: Callable[[Task], float] = lambda task: 0.0,
         is_committed: bool = False,
+        parts_ahead: int = 1,
     ) -> None:
         self._drive = drive or VirtualDrive()
         self.store = CountingStore(self._drive)
@@ -156,6 +185,7 @@ class DryRun:
         self._tasks = tasks
         self._seconds = seconds
         self._is_committed = is_committed
+        self._parts = DryRunParts(self._drive, [nbytes for task in tasks for nbytes in task.parts], parts_ahead)
         pages = [page for section in sections for page in section.pages]
         self._transient = [page.index for page in pages if page.section.transient]
         for section in sections:
@@ -207,8 +237,16 @@ class DryRun:
             self.clock.end_step()
 
     def _do(self, task: Task) -> None:
-        """What a task computes is spread over its accesses."""
+        """What a task computes is spread over its parts, or else over its accesses."""
         total_s = self._seconds(task)
+        for _ in task.parts:
+            part = self._parts.next()
+            with self._counters.waiting("read", part):
+                self._drive.wait(part)
+            self._drive.compute(total_s / len(task.parts))
+        if task.parts:
+            self._parts.read_ahead()
+            total_s = 0.0
         seconds = total_s / max(len(task.accesses), 1)
         if not task.accesses:
             self._drive.compute(total_s)

@@ -34,7 +34,7 @@ class DeferredSigint:
         self._handler: Callable[[int, FrameType | None], Any] | None = None
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
         if self._depth == 0:
             handler = unnamed.getsignal(SIGINT)
@@ -44,7 +44,7 @@ class DeferredSigint:
         self._depth += 1
 
     def __exit__(self, *exception: object) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
         self._depth -= 1
         if self._depth or self._handler is None:

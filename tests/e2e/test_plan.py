@@ -16,6 +16,7 @@ from e2e.keywords import for_manager, for_offload
 from e2e.models import Net, layers, layers_step, train_step
 from e2e.twins import Twins, adamw
 from swapper.paging.virtual_drive import DriveRates
+from swapper.train.layout.train_placement import without_gradients
 from swapper.train.session.compute_times import ComputeTimes
 
 MakeTwins = Callable[..., Twins]
@@ -270,3 +271,14 @@ def test_a_prediction_needs_to_know_the_drive(tmp_path: Path) -> None:
     predicted = plan.predict(tokens=64, drive_read="1MB/s", drive_write="1MB")
     assert predicted.total.computing_s > 0 and predicted.total.update_s > 0
     assert predicted.total.wait_s > 0.5 * plan.traffic.total_read_bytes / 10**6
+
+
+def test_an_inventory_that_stays_as_it_is_keeps_what_it_has_found_out(tmp_path: Path) -> None:
+    """To find the kinds of groups of a large model takes longer than the rest of a plan."""
+    model = layers()
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        inventory = manager.plan(model, adamw(model.parameters())).inventory
+    assert without_gradients(inventory, ()) is inventory and inventory.with_state_staying(frozenset()) is inventory
+    group = inventory.groups[0].index
+    assert inventory.with_state_staying(frozenset({group})).staying_state == {group}
+    assert all(plan.group != group for plan in without_gradients(inventory, {group}).grad_plans)

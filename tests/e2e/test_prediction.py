@@ -21,7 +21,18 @@ from e2e.twins import adamw
 from swapper.bench.gpt import Gpt, GptConfig
 from swapper.bench.plain import make_optimizers
 from swapper.modules.groups import partition
-from swapper.modules.operations import SCRATCH_BYTES, OperationTimes, RecordedOperation, TensorForm, part_of, record
+from swapper.modules.operations import (
+    SCRATCH_BYTES,
+    ColdCaches,
+    OperationTimes,
+    RecordedOperation,
+    TensorForm,
+    part_of,
+    record,
+)
+from swapper.paging.dry_run import Task
+from swapper.train.session.compute_times import ComputeTimes
+from swapper.train.updates.update_times import Trial, fixed_seconds
 
 RATES: dict[str, Any] = {"drive_read": "1GB", "drive_write": "1GB"}
 CONFIG = GptConfig(vocabulary=128, context=16, layers=3, width=64)
@@ -95,6 +106,25 @@ def test_an_operation_that_cannot_run_alone_is_named(caplog: pytest.LogCaptureFi
     assert "aten.mm.default cannot be measured alone" in caplog.text
 
 
+def test_caches_are_emptied_without_threads_of_torch() -> None:
+    """They would spin on the processors that what is measured next needs."""
+    with Names() as names:
+        caches = ColdCaches()
+        names.counts.clear()
+        caches.make()
+    assert not names.counts
+
+
+def test_what_is_fixed_of_an_update_is_of_its_slice_and_of_its_pieces() -> None:
+    assert fixed_seconds(Trial(5.0, 1, 1), Trial(13.0, 1, 9)) == (4.0, 1.0)
+    assert fixed_seconds(Trial(5.0, 1, 1), Trial(18.0, 2, 10)) == (4.0, 1.0)  # two slices of small pages
+    assert fixed_seconds(Trial(5.0, 1, 1), Trial(45.0, 9, 9)) == (5.0, 0.0)  # each in a slice of its own
+    assert fixed_seconds(Trial(5.0, 1, 1), Trial(4.0, 1, 9)) == (5.0, 0.0)  # a disturbed trial
+    compute = ComputeTimes({}, {}, 0.0, {0: 2.0}, piece_s=1.0, slice_s=4.0)
+    assert compute.of(Task("step", 0, [], updated=3, pieces=2)) == 3 * 2.0 + 4.0 + 2 * 1.0
+    assert compute.faster(2).of(Task("step", 0, [], updated=3, pieces=2)) == 6.0
+
+
 @pytest.mark.parametrize("codec", ["exact", "8bit"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind: str, codec: str) -> None:
@@ -108,7 +138,7 @@ def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind
         compute = plan.measure_compute(16, (TOKENS, TOKENS))
         predicted = plan.predict(16, example={"tokens": TOKENS, "targets": TOKENS}, **RATES)
     assert compute.group_update_s.keys() == {group.index for group in plan.inventory.groups}
-    assert all(seconds >= 0 for seconds in compute.group_update_s.values()) and compute.piece_s > 0
+    assert all(seconds >= 0 for seconds in compute.group_update_s.values()) and compute.slice_s > 0 <= compute.piece_s
     assert sum(compute.forward_s.values()) > 0 and sum(compute.backward_s.values()) > 0
     assert predicted.total.update_s > 0 and compute.activation_bytes is not None
     assert all(not one.state for one in optimizers)

@@ -56,6 +56,20 @@ def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
     assert coded.token.total.computing_s > 0
 
 
+def test_what_is_read_by_parts_takes_the_drives_time_and_the_pool_is_all_there(path, tmp_path):
+    export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
+    plan = swapper.plan_load(on_meta(), tmp_path / "int8.safetensors", host_memory="4MiB")
+    placement, cuts = plan.fitting.placement, plan.fitting.plan.cuts
+    assert cuts and placement.frame_count and not placement.streamed
+    assert plan.memory["pool"] == placement.pool_bytes  # also what the ends of pages leave free
+    assert [sum(linear.part_bytes) for linear in cuts] == [linear.stored_bytes for linear in cuts]
+    rate = RATE // 100
+    token = plan.predict(32, drive_read=rate).token
+    assert token.read_bytes == sum(linear.stored_bytes for linear in cuts)
+    assert token.wall_s == pytest.approx(token.read_bytes / rate, rel=0.05)
+    assert token.total.read_wait_s > 0.8 * token.wall_s  # it is no computing
+
+
 @pytest.mark.slow
 def test_of_a_mixture_the_hit_rate_says_what_is_waited_for(tmp_path):
     save_file(Model().state_dict(), tmp_path / "model.safetensors")

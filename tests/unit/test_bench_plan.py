@@ -6,10 +6,14 @@ import json
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from swapper.bench import measure
+from swapper.io.engines import PAGES_DEPTH
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_plan"
 
@@ -27,6 +31,23 @@ def test_the_rows_cover_sizes_caps_placements_updates_codecs_and_inference(tool:
     assert {row.update for row in rows} == {"step", "deferred", "backward"}
     assert {row.placement for row in rows} == {"state", "all", "infer"}
     assert {"exact", "8bit", "bf16", "int8", "int4"} <= {row.codec for row in rows}
+
+
+def test_the_drive_is_measured_as_a_session_uses_it(
+    tool: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depths: list[tuple[str, int]] = []
+    measured = measure.measure_engine
+
+    def noting(pattern: measure.Pattern, *others: Any) -> measure.Speed:
+        depths.append((pattern.kind, pattern.depth))
+        return measured(replace(pattern, duration_s=0.01), *others)
+
+    monkeypatch.setattr(measure, "measure_engine", noting)
+    tool["own_rates"].__globals__.update(FILE_BYTES=16 << 20, BUSY_S=0.05)
+    rates = tool["own_rates"](tmp_path)
+    assert depths == [(kind, PAGES_DEPTH) for kind in ("read", "write", "both", "both")]
+    assert min(rates.read, rates.write, rates.both, rates.busy) > 0
 
 
 @pytest.mark.slow

@@ -161,3 +161,16 @@ def test_a_simulated_step_updates_when_the_committed_one_is_written(is_committed
         dry.step()
     assert len(pages) > 1 and left[0] == 0
     assert (left[1:] == [0, 0]) is is_committed
+
+
+def test_parts_of_a_matrix_are_read_while_those_before_them_are_multiplied() -> None:
+    """Of four parts of a second each, two are read or in use at once."""
+    drive = VirtualDrive(DriveRates(read=100, write=100, both=200))
+    product = Task("forward", 0, [], parts=[100] * 4)
+    dry = DryRun([], 0, [product, Task("forward", 1, [])], None, True, 0, {}, drive, lambda task: 2.0, parts_ahead=2)
+    dry.step()
+    first = dry.clock.stats()
+    assert first.wall_s == pytest.approx(6.5) and first.phases["forward"].read_wait_s == pytest.approx(2.5)
+    dry.step()
+    again = dry.clock.stats()  # two parts came beside the other task
+    assert again.wall_s == pytest.approx(5.0) and again.phases["forward"].read_wait_s == pytest.approx(1.0)

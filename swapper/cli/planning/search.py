@@ -150,8 +150,9 @@ def _row(
 ) -> list[SettingCosts]:
     """Return the row of a setting; none if one of `rows` beats the least that it can cost."""
     exact, plan, compute = forecaster.prepare(machine, setting, TABLE_PAGES)
-    saved_bytes = saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
-    memory = memory_of(exact) * machine.of_node + (saved_bytes if machine.device_bytes is None else 0)
+    memory = memory_of(exact) * machine.of_node
+    if machine.device_bytes is None:
+        memory += saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
     placement = ", ".join(family for family in FAMILIES if plan.places[family] == "nvme") or "-"
     min_s, min_bytes = _least(plan, compute, machine, setting)
     row = SettingCosts(setting.codec, setting.update, placement, setting.passes, min_s, memory, min_bytes)

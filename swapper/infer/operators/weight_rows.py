@@ -147,6 +147,11 @@ class RowPartitionedLinear:
         return sum(recipe.stored_bytes for recipe in self._whole)
 
     @property
+    def part_bytes(self) -> list[int]:
+        """The stored bytes of each part."""
+        return [sum(recipe.stored_bytes for recipe in self.recipes(*rows)) for rows in self.ranges()]
+
+    @property
     def slot_bytes(self) -> int:
         """The stored bytes of one part, with each of its tensors anywhere in a sector."""
         parts = [part for recipe in self.recipes(0, self.part_rows) for part in recipe.parts]

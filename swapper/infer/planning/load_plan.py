@@ -186,12 +186,11 @@ class LoadPlan:
         The allocator's part is what swapper lets the heap of a run keep free.
         """
         plan, placement = self.fitting.plan, self.fitting.placement
-        used = sum(nbytes for runs in plan.runs_of_used for nbytes in runs)
         small_bytes = sum(round_up(run.nbytes, SECTOR_BYTES) for run in plan.small_runs)
         parts = {
             "what stays": plan.fixed_bytes - small_bytes + resident_bytes([run.nbytes for run in plan.small_runs]),
             "experts": plan.cache_bytes(self.host_bytes),
-            "pool": placement.pool_bytes if placement.streamed else min(placement.pool_bytes, used),
+            "pool": placement.pool_bytes,
             "staging": plan.staging_bytes,
             "allocator": kept_free_bytes(self.host_bytes),
         }
@@ -281,29 +280,25 @@ class LoadPlan:
         """Predict a pass that reads `streamed` pages of each group at most; None: all, as the first one does."""
         plan, placement = self.fitting.plan, self.fitting.placement
         sections = paged_sections(plan, placement.page_bytes)
-        cuts = {id(linear.module.weight): linear.stored_bytes for linear in plan.cuts}
-        cut_bytes = {
-            group.index: cuts[id(weight.parameter)]
+        cuts = {id(linear.module.weight): linear for linear in plan.cuts}
+        parts = {
+            group.index: [
+                nbytes for weight in group.weights if id(weight.parameter) in cuts
+                for nbytes in cuts[id(weight.parameter)].part_bytes
+            ]
             for group in plan.groups
-            for weight in group.weights
-            if id(weight.parameter) in cuts
-        }
+        }  # fmt: skip
         tasks, kept = [], 0
         for group, of_group in enumerate(sections):
             pages = [page.index for section in of_group for page in section.pages] if group in plan.used_groups else []
             stays = 0 if streamed is None else max(len(pages) - streamed, 0)
             kept += stays
             accesses = [Access(("param", group), tuple(pages[stays:]))] if pages[stays:] else []
-            tasks.append(Task("forward", group, accesses))
-        seconds = {
-            g: max(s + nbytes * drive.slowing_byte_s, nbytes / drive.allowed_read)  # read while it is multiplied
-            for g, s in computing.items()
-            for nbytes in (cut_bytes.get(g, 0),)
-        }
+            tasks.append(Task("forward", group, accesses, parts=parts[group]))
         flat: list[Section] = [section for of_group in sections for section in of_group]
         dry = DryRun(
             flat, placement.frame_count - kept, tasks, None, True, 0, {}, open_drive(drive, paging),
-            lambda task: seconds[task.group],
+            lambda task: computing[task.group], parts_ahead=PARTS_IN_MEMORY,
         )  # fmt: skip
         if streamed is None:
             dry.step()
@@ -312,7 +307,7 @@ class LoadPlan:
             step = dry.time()
         used = {index for task in tasks for access in task.accesses for index in access.pages}
         nbytes = sum(page.nbytes for section in flat for page in section.pages if page.index in used)
-        nbytes += int(sum(cut_bytes.values()) + demanded_bytes)
+        nbytes += int(sum(map(sum, parts.values())) + demanded_bytes)
         return _with_reads(step, nbytes, demanded_bytes / drive.allowed_read)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,10 @@ class Inventory:
             forms = tuple(self.forms.get(name) for name in number)
             kinds.setdefault((tensors, forms, group.index in self.staying_state), group.index)
         return frozenset(kinds.values())
+
+    def with_state_staying(self, groups: frozenset[int]) -> Inventory:
+        """Return it with the state of these groups on a device; itself, with what it has found out, if that is so already."""
+        return self if groups == self.staying_state else replace(self, staying_state=groups)
 
     def family_bytes(self, family: str) -> int:
         return sum(p.nbytes for p in (*self.plans, *self.grad_plans) if p.family == family)

@@ -201,6 +201,8 @@ def _down_bytes(inventory: Inventory, budget: DeviceBudget) -> int:
 
 def without_gradients(inventory: Inventory, groups: Collection[int]) -> Inventory:
     """Return the inventory without these groups' gradients, which are neither in host memory nor on the drive."""
+    if not groups:
+        return inventory  # with what it has found out
     return replace(inventory, grad_plans=[plan for plan in inventory.grad_plans if plan.group not in groups])
 
 

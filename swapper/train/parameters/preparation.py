@@ -85,9 +85,12 @@ def averaging_refused(update: str, gradients_leave: bool) -> str:
 
 
 def check_averaging(model: nn.Module, update: str, gradients_leave: bool) -> None:
-    """Raise UnsupportedError if gradients of `model` are averaged, and cannot be. Args: see `averaging_refused`."""
+    """Raise UnsupportedError if gradients of `model` are averaged, which needs a group of processes, and cannot be.
+
+    Args: see `averaging_refused`.
+    """
     refusal = averaging_refused(update, gradients_leave)
-    if refusal and any(map(is_replicated, model.modules())):
+    if refusal and dist.is_initialized() and any(map(is_replicated, model.modules())):
         raise UnsupportedError(refusal)
 
 

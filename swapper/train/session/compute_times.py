@@ -42,7 +42,7 @@ class ComputeTimes:
         forward_s, backward_s: by group of parameters.
         update_s: of the optimizer, for one element.
         group_update_s: the same by group, where it is known.
-        piece_s: of a piece of a parameter in a slice of the optimizer's, in addition.
+        piece_s, slice_s: of a piece of a parameter in a slice of the optimizer's, and of the slice, in addition.
         copied_byte_s: of a byte of a gradient that swapper copies to its slot.
         touched_byte_s: of a byte of a gradient that stays autograd's own, if its memory is new in each step.
         paging: what windows and checksums add.
@@ -55,6 +55,7 @@ class ComputeTimes:
     update_s: float
     group_update_s: Mapping[int, float] = field(default_factory=dict)
     piece_s: float = 0.0
+    slice_s: float = 0.0
     copied_byte_s: float = 0.0
     touched_byte_s: float = 0.0
     paging: PagingCosts = field(default_factory=PagingCosts)
@@ -64,7 +65,8 @@ class ComputeTimes:
     def of(self, task: Task) -> float:
         """Return the seconds of one task of a step."""
         if task.updated:
-            return task.updated * self.group_update_s.get(task.group, self.update_s) + task.pieces * self.piece_s
+            fixed_s = self.slice_s + task.pieces * self.piece_s
+            return task.updated * self.group_update_s.get(task.group, self.update_s) + fixed_s
         return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
 
     def faster(self, times: float) -> ComputeTimes:
@@ -75,7 +77,7 @@ class ComputeTimes:
         )
         return replace(
             self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
-            piece_s=self.piece_s / times, copied_byte_s=self.copied_byte_s / times,
+            piece_s=self.piece_s / times, slice_s=self.slice_s / times, copied_byte_s=self.copied_byte_s / times,
             touched_byte_s=self.touched_byte_s / times, paging=self.paging.faster(times),
         )  # fmt: skip
 
@@ -142,8 +144,8 @@ def calibrate(
         )  # fmt: skip
         found = find_compute(model, inventory, None, tokens, update_s=0.0)
         return replace(
-            found, group_update_s=update.element_s, piece_s=update.piece_s, copied_byte_s=_copying_seconds(),
-            touched_byte_s=_touching_seconds(), paging=paging,
+            found, group_update_s=update.element_s, piece_s=update.piece_s, slice_s=update.slice_s,
+            copied_byte_s=_copying_seconds(), touched_byte_s=_touching_seconds(), paging=paging,
         )  # fmt: skip
     times = OperationTimes()
     by_phase = {
@@ -158,6 +160,7 @@ def calibrate(
         0.0,
         update.element_s,
         update.piece_s,
+        update.slice_s,
         _copying_seconds(),
         _touching_seconds(),
         paging,

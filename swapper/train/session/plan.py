@@ -435,7 +435,7 @@ def plan_run(
     stays = _stays_on_device(request)
 
     def divide(on_device: DevicePlacement, page_bytes: int | None) -> tuple[dict[str, str], Budget]:
-        left = replace(without_gradients(inventory, on_device.gradients), staying_state=on_device.state)
+        left = without_gradients(inventory, on_device.gradients).with_state_staying(on_device.state)
         return choose_placement(left, *wishes, request.manager.host_bytes, page_bytes, step)
 
     always = DevicePlacement(
@@ -446,7 +446,7 @@ def plan_run(
     )
     found, budget = divide(always, page_bytes)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
-    inventory = replace(inventory, staying_state=always.state)
+    inventory = inventory.with_state_staying(always.state)
     sections = _make_sections(inventory, found, budget, layout)
     on_device = None
     if device is not None:
@@ -459,7 +459,7 @@ def plan_run(
         check_averaging(
             request.model.given, options.update, bool(without_gradients(inventory, on_device.gradients).grad_plans)
         )
-        inventory = replace(inventory, staying_state=on_device.state)
+        inventory = inventory.with_state_staying(on_device.state)
         sections = _make_sections(inventory, found, budget, layout)
     every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))
     turns = TURNS if every or existing_files else 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean, median
 from typing import Any, cast
 
 import torch
@@ -51,7 +51,9 @@ TRIAL_ELEMENTS = 1 << 22
 """Elements of a trial: with their state more than a processor's cache. A larger parameter that may be cut is cut to that."""
 TRIALS = 5
 SMALL_ELEMENTS = 1 << 10
-"""Elements of the trial that finds what an update costs whatever its size."""
+"""Elements of the trials that find what an update costs whatever its size."""
+SMALL_PIECES = 9
+"""Pieces of a slice of such a trial, beside one with a single piece: the difference is of several, as it is small."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,12 @@ class UpdateTimes:
     Attributes:
         element_s: for one element, by group.
         piece_s: for a parameter, or a part of one in a slice, in addition.
+        slice_s: for a slice, in addition: its first piece finds the processor's cache empty.
     """
 
     element_s: Mapping[int, float]
     piece_s: float = 0.0
+    slice_s: float = 0.0
 
 
 def find_update_times(inventory: Inventory, optimizers: OptimizerSet, page_bytes: int) -> UpdateTimes:
@@ -79,21 +83,42 @@ def find_update_times(inventory: Inventory, optimizers: OptimizerSet, page_bytes
                 kinds.setdefault(_kind(inventory, name, parameter), []).append((group.index, name, parameter))
     element_s: dict[int, float] = {}
     elements: dict[int, int] = {}
-    piece_s = 0.0
+    fixed: list[tuple[float, float]] = []  # of a slice, and of a piece
     for members in kinds.values():
         _, name, parameter = max(members, key=lambda member: member[2].numel())
         shape = _trial_shape(parameter, inventory.forms[name].may_cut)
-        seconds, pieces = _measure(inventory, optimizers, name, parameter, shape, page_bytes)
-        numel = torch.Size(shape).numel()
+        of_all = _measure(inventory, optimizers, name, parameter, shape, page_bytes)
+        seconds, numel = of_all.seconds, torch.Size(shape).numel()
         if inventory.forms[name].may_cut and numel > SMALL_ELEMENTS:
             small = (SMALL_ELEMENTS // shape[-1] or 1, *shape[1:]) if len(shape) > 1 else (SMALL_ELEMENTS,)
-            fixed, _ = _measure(inventory, optimizers, name, parameter, small, page_bytes)
-            piece_s = max(piece_s, fixed)
-            seconds = max(seconds - pieces * fixed, 0.0)
+            one, several = (
+                _measure(inventory, optimizers, name, parameter, small, page_bytes, count)
+                for count in (1, SMALL_PIECES)
+            )
+            fixed.append(fixed_seconds(one, several))
+            seconds = max(seconds - of_all.slices * fixed[-1][0] - of_all.pieces * fixed[-1][1], 0.0)
         for index, _, other in members:
             element_s[index] = element_s.get(index, 0.0) + seconds / numel * other.numel()
             elements[index] = elements.get(index, 0) + other.numel()
-    return UpdateTimes({index: seconds / elements[index] for index, seconds in element_s.items()}, piece_s)
+    slice_s, piece_s = (mean(of) for of in zip(*fixed, strict=True)) if fixed else (0.0, 0.0)
+    return UpdateTimes({index: seconds / elements[index] for index, seconds in element_s.items()}, piece_s, slice_s)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The seconds of an update, and of how many slices and pieces it was."""
+
+    seconds: float
+    slices: int
+    pieces: int
+
+
+def fixed_seconds(one: Trial, several: Trial) -> tuple[float, float]:
+    """Return what a slice, and a piece of it, take whatever their size: of a slice with one piece, and one or more with several."""
+    pieces = several.pieces - several.slices * one.pieces
+    piece_s = max(several.seconds - several.slices * one.seconds, 0.0) / pieces if pieces else 0.0
+    piece_s = min(piece_s, one.seconds)
+    return one.seconds - piece_s, piece_s
 
 
 def _kind(inventory: Inventory, name: str, parameter: nn.Parameter) -> Any:
@@ -111,18 +136,34 @@ def _trial_shape(parameter: nn.Parameter, may_cut: bool) -> tuple[int, ...]:
 
 
 def _measure(
-    inventory: Inventory, optimizers: OptimizerSet, name: str, like: nn.Parameter, shape: Sequence[int], page_bytes: int
-) -> tuple[float, int]:
-    """Return the seconds of an update of a parameter of this shape, like one of the inventory, and its number of pieces."""
+    inventory: Inventory,
+    optimizers: OptimizerSet,
+    name: str,
+    like: nn.Parameter,
+    shape: Sequence[int],
+    page_bytes: int,
+    count: int = 1,
+) -> Trial:
+    """Measure an update of `count` parameters of this shape, like one of the inventory."""
     with torch.no_grad():
-        parameter = nn.Parameter(torch.empty(tuple(shape), dtype=like.dtype, device="meta"))
+        named = {
+            f"{name}.{number}": nn.Parameter(torch.empty(tuple(shape), dtype=like.dtype, device="meta"))
+            for number in range(count)
+        }
     form, codecs = inventory.forms[name], inventory.codecs.get(name, {})
-    group = Group(0, name, ((name, parameter),))
-    specs = state_specs_of(name, parameter, updated_dtype(parameter, inventory.master_dtype), form, codecs)
-    param = TensorSpec(name, "param", parameter.dtype, tuple(shape))
-    plans = [*plan_group(0, "param", [param]), *plan_group(0, "state", specs)]
-    settings = {id(parameter): inventory.settings[id(like)]}
-    trial = replace(inventory, groups=[group], plans=plans, settings=settings, staying_state=frozenset())
+    group = Group(0, name, tuple(named.items()))
+    params = [TensorSpec(each, "param", like.dtype, tuple(shape)) for each in named]
+    specs = [
+        spec
+        for each, parameter in named.items()
+        for spec in state_specs_of(each, parameter, updated_dtype(parameter, inventory.master_dtype), form, codecs)
+    ]
+    plans = [*plan_group(0, "param", params), *plan_group(0, "state", specs)]
+    index = inventory.settings[id(like)]
+    trial = replace(
+        inventory, groups=[group], plans=plans, settings=dict.fromkeys(map(id, named.values()), index),
+        staying_state=frozenset(), forms=dict.fromkeys(named, form), codecs=dict.fromkeys(named, codecs),
+    )  # fmt: skip
     sections = make_sections(plans, [0] * len(plans), lambda plan: True, page_bytes)
     for section in sections:
         section.attach(torch.zeros(section.plan.nbytes, dtype=torch.uint8), None)
@@ -130,11 +171,11 @@ def _measure(
     proxies = OptimizerProxies(OptimizerSet([copy_for_trial(member) for member in optimizers.members]))
     counters = Counters()
     sweep = Sweep(
-        [trainable], proxies, StateEntries({name: form}), cast(Pager, _NoPager()), page_bytes, counters,
+        [trainable], proxies, StateEntries(trial.forms), cast(Pager, _NoPager()), page_bytes, counters,
         lambda _, gradient, begin, end: gradient.view(-1)[begin:end], lambda _: None,
     )  # fmt: skip
-    gradients = (torch.full(tuple(shape), 1e-3, dtype=like.dtype),)
-    member = optimizers.locate(settings[id(parameter)])[0]
+    gradients = tuple(torch.full(tuple(shape), 1e-3, dtype=like.dtype) for _ in named)
+    member = optimizers.locate(index)[0]
 
     def update() -> float:
         before_s = counters.update_s
@@ -145,8 +186,8 @@ def _measure(
         return counters.update_s - before_s
 
     update()  # makes the state
-    pieces = sum(len(part.pieces) for part in trainable.slices((True,), page_bytes))
-    return median(update() for _ in range(TRIALS)), pieces
+    slices = trainable.all_slices(page_bytes)
+    return Trial(median(update() for _ in range(TRIALS)), len(slices), sum(len(part.pieces) for part in slices))
 
 
 class _NoPager:
