@@ -10,9 +10,9 @@ whose first part has no write permission or a second name, so that a run recogni
 
 [Note: checksums] The engine's thread takes the CRC-32 of what it writes: a commit names it, and the engine compares every read with
 it (`check_reads`), unless the page is torn ([Note: unannounced writes], frames.py). So bytes that a drive, memory or another
-program has changed do not become part of a step, and no commit names a page that was found changed. Without `check_reads` only reads for a
-resume or a rollback are compared, and in a run that never commits the optimizer's state, most of what a step writes, has no
-checksum: the snapshot's thread takes it then, by reading. The costs are in docs/decisions/checks-of-reads.md.
+program has changed do not become part of a step, and no commit names a page that was found changed. Without `check_reads` only
+reads for a resume or a rollback are compared, and in a run that never commits the optimizer's state, most of what a step writes,
+has no checksum: the snapshot's thread takes it then, by reading. The costs are in docs/decisions/checks-of-reads.md.
 
 [Note: external sections] A section may begin with the content of a file of the user's (ExternalBytes, layout.py). Its pages have
 offsets in the swap files as others have, where they take no space: they are read from the user's file until they are changed, if
