@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,7 +278,7 @@ class ChangedUnderWrite:
             self.place = -1
             ticket.wait()
             self.change()
-            with open(file.path, "r+b") as changed:
+            with Path(file.path).open("r+b") as changed:
                 os.pwrite(changed.fileno(), ctypes.string_at(address, nbytes // 2), offset)
         return ticket
 
