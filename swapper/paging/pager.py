@@ -230,7 +230,7 @@ class Pager:
         with self._lock:
             self._frames.settle()
             if self._find_written():
-                return False  # the next `write_back` takes it in, or its lease is told
+                return False  # the next `write_back` takes them in, or their leases report them
             if self._lazy:
                 self._write_back.write_what_waits()
             self._write_back.write_what_failed()
@@ -245,7 +245,7 @@ class Pager:
             IoError, BudgetError: as `write_back`. The writes are not lost.
         """
         with self._lock:
-            written = [page for page in self._find_written() if not page.leases]  # the others are told to their lease
+            written = [page for page in self._find_written() if not page.leases]  # leases report the others
         if written and not self._has_warned:
             self._has_warned = True
             log.warning(
