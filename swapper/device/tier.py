@@ -145,7 +145,7 @@ class DeviceTier:
 
     def release(self, image: DeviceCopy) -> None:
         """End a lease: the last kernel that uses `image` is queued."""
-        self._end_lease(image, is_whole=True)
+        self._end_lease(image, is_whole=image.is_filled)
         self.prepare_next()
 
     def forget(self, image: DeviceCopy, kept: int = 0) -> None:

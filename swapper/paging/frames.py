@@ -14,7 +14,9 @@ window shows its own page's bytes at every instant.
 (`weight.data.clamp_()`, `weight.numpy()`). Their pages are mapped read-only unless the lease is one for writing: the first write
 faults, is let through and noted (csrc/memory/fault.h), and the lease's owner asks for it before the release (`written_at`). Code
 that goes past the guard of cold parameters can also write to pages that are not leased, in memory or not. That is noted too, and
-kept outside of the frames until the page is mapped next. `find_written` finds such pages, and the pager writes them.
+kept outside of the frames until the page is mapped next. `find_written` finds such pages, and the pager writes them. If a write of
+the page was under way, the drive may have got a mix, and its checksum is of another: the page is `torn` until it is written again.
+All of its bytes are kept, whatever is read from the drive then, and no commit names them meanwhile.
 
 [Note: lazy windows] Filling the page table for a window takes 0.09 CPU seconds a GB, for nothing if a device copies
 from the frame and to it. So pages of sections that a device uses (`Section.in_frames`) are mapped only for a lease that
@@ -405,6 +407,7 @@ class Frames:
                 self.give_up_claim(page.next_owner)
             return
         self._store.written(page, ticket)
+        page.torn = self.written_at(page) >= 0
         self.unsaved.pop(page.index, None)
         page.move(Residency.CLEAN)
         if page.next_owner is None:

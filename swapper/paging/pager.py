@@ -134,7 +134,10 @@ class Pager:
             raise
 
     def release(self, access: Access, changed: Collection[int] = ()) -> None:
-        """End the lease. Pages whose index is in `changed` are written back as soon as they are unleased."""
+        """End the lease. Pages whose index is in `changed` are written back as soon as they are unleased.
+
+        A page of a lease for reading that was changed while it is being written stays noted: the next flush writes it again.
+        """
         with self._lock:
             self._frames.settle()
             held = self._frames.held.pop(id(access), None)
@@ -144,7 +147,7 @@ class Pager:
             pages = self._pages
             for index in access.pages:
                 page = pages[index]
-                if index in changed:
+                if index in changed and page.residency is not Residency.WRITING:
                     page.fresh = False  # it was filled
                     if page.guarded or not page.shown:
                         self._frames.allow_writes(page)  # what was noted of it is announced now
@@ -219,7 +222,8 @@ class Pager:
                 raise error
 
     def writes_are_done(self) -> bool:
-        """Return whether all changed pages are written: none is leased, and no write is in flight, deferred, or failed.
+        """Return whether all changed pages are written: none is leased, and no write is in flight, deferred, failed, or
+        unannounced.
 
         Raises:
             IoError: a write failed. It is tried again.
@@ -227,7 +231,7 @@ class Pager:
         with self._lock:
             self._frames.settle()
             if self._find_written():
-                return False  # the next `write_back` takes it in
+                return False  # the next `write_back` takes them in, or their leases report them
             if self._lazy:
                 self._write_back.write_what_waits()
             self._write_back.write_what_failed()
@@ -242,7 +246,7 @@ class Pager:
             IoError, BudgetError: as `write_back`. The writes are not lost.
         """
         with self._lock:
-            written = self._find_written()
+            written = [page for page in self._find_written() if not page.leases]  # leases report the others
         if written and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -477,12 +481,12 @@ class Pager:
     # --- ending leases and writing --------------------------------------------------------------------------------
 
     def _find_written(self) -> list[Page]:
-        """Return the unleased pages with unannounced writes. Searches only if one was noted since the last search found none."""
+        """Return the pages with unannounced writes. Searches only if one was noted since the last search found none."""
         noted = self._writes_noted()
         written = self._frames.find_written() if noted != self._noted else []
         if not written:
             self._noted = noted
-        return [page for page in written if page.leases == 0]  # the others are reported to their lease
+        return written
 
     def _end_lease(self, page: Page, made: bool = False) -> None:
         """End a lease of `page`. `made`: it was one for writing."""
@@ -490,6 +494,8 @@ class Pager:
             raise InvariantError(f"{page} is released but was not leased")
         page.leases -= 1
         if page.leases:
+            if not page.guarded and not any(page.index in held.writes for held, _ in self._frames.held.values()):
+                self._frames.guard(page)  # those that are left only read
             return
         page.next_use = self._schedule.next_use(page.index)
         if page.residency is Residency.CLEAN and not self._write_back.is_read_again(page):

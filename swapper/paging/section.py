@@ -77,6 +77,7 @@ class Page(Resident):
     committed: int | None = None  # which file the last commit names for it
     committed_crc32: int | None = None  # of the content there
     crc32: int | None = None  # of the content at `location`
+    torn: bool = False  # its last write met an unannounced one: `location` may have a mix, see frames.py
 
     def __post_init__(self) -> None:
         Resident.__init__(self, Residency.COLD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -170,6 +171,22 @@ def test_a_read_that_failed_is_explained(bench: Bench) -> None:
     error = bench.store.read(page, bench.arena.address + PAGE).exception()
     assert isinstance(error, IoError)
     assert isinstance(bench.store.explain(page, error), ChecksumError)
+
+
+@pytest.mark.parametrize("bench", [swap_files], indirect=True)
+def test_a_torn_page_is_read_as_it_is_and_returns_to_what_was_committed(bench: Bench) -> None:
+    page = bench.pages[1]
+    bench.write(page, bench.content(page))
+    bench.store.commit()  # type: ignore[attr-defined]
+    bench.write(page, torch.zeros(page.nbytes, dtype=torch.uint8))
+    mixed = torch.arange(page.nbytes).to(torch.uint8)
+    with bench.path_of(page).open("r+b") as file:
+        os.pwrite(file.fileno(), mixed.numpy().tobytes(), page.stored_offset)
+    assert isinstance(bench.store.read(page, bench.arena.address + PAGE).exception(), IoError)
+    page.torn = True
+    assert torch.equal(bench.read(page), mixed)
+    bench.store.roll_back([page])  # type: ignore[attr-defined]
+    assert not page.torn and torch.equal(bench.read(page), bench.content(page))
 
 
 @pytest.mark.parametrize("bench", [checkpoint_files], indirect=True)

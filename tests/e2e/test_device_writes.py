@@ -12,9 +12,12 @@ import pytest
 import torch
 from infer.host_device import ORDERS, HostDevice
 
+import swapper
 from e2e.device_twins import MIB, MakeTwins, on_device
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, assert_same
+from swapper import _C
+from swapper.paging.residency import Residency
 
 __all__ = ["on_device"]
 
@@ -61,3 +64,32 @@ def test_a_commit_has_what_is_being_copied(on_device: MakeTwins, tmp_path: Path,
     pair.resume(Net(), device=HostDevice(order))
     assert pair.manager.step == 2
     pair.finish(paged=False)
+
+
+def test_a_change_of_a_forward_that_cannot_be_copied_back_is_not_on_the_device_either(on_device: MakeTwins) -> None:
+    pair = on_device(**{**STREAMED, "optimizer_state": "nvme"})
+    pair.both(train_step)
+    weight = pair.swapped.blocks[1].up.weight
+    run = pair.manager.current.run
+    store = run._resources.store.swap_files
+    sound, failing = store._engine, _C.Engine(chaos={"seed": 1, "eio": 1})
+
+    def change(*of: Any) -> None:
+        weight.mul_(2)
+        run.on_device._uploads.finish()
+        with run.pager._lock:
+            for page in [page for page in run.pager._pages if page.residency is Residency.CLEAN and not page.leases]:
+                run.pager._frames.evict(page)
+        store._engine = failing
+
+    hook = pair.swapped.blocks[1].up.register_forward_pre_hook(change)
+    with torch.no_grad():
+        before = weight.clone()
+        with pytest.raises(swapper.IoError):
+            loss_of(pair.swapped, tokens())
+        store._engine = sound
+        hook.remove()
+        with pair.manager.gather(weight):
+            assert torch.equal(weight, before)
+    failing.close()
+    pair.close()

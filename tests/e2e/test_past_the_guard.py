@@ -4,9 +4,11 @@ what it writes is a change as any other."""
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import swapper
 from e2e.models import finish_step
 from e2e.twins import Twins, send_away
 from swapper import _C
+from swapper.paging.residency import Residency
 
 MakeTwins = Callable[..., Twins]
 WIDTH = 256
@@ -256,3 +259,45 @@ def test_it_is_said_once(make: MakeTwins, caplog: pytest.LogCaptureFixture) -> N
     told = [record.getMessage() for record in caplog.records if "past its guard" in record.getMessage()]
     assert len(told) == 1 and told[0].startswith("parameter 1.bias was changed") and "write=True" in told[0]
     pair.close()
+
+
+class ChangedUnderWrite:
+    """The engine of a run. At the next write to `place`, a file's offset, `change` comes while the drive is half-way through it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.place = -1
+        self.change: Callable[[], None] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def write(self, file: Any, offset: int, address: int, nbytes: int, **options: Any) -> Any:
+        ticket = self._engine.write(file, offset, address, nbytes, **options)
+        if offset == self.place:
+            self.place = -1
+            ticket.wait()
+            self.change()
+            with Path(file.path).open("r+b") as changed:
+                os.pwrite(changed.fileno(), ctypes.string_at(address, nbytes // 2), offset)
+        return ticket
+
+
+def test_a_page_that_is_changed_under_its_write_is_no_damage_of_the_drive(make: MakeTwins) -> None:
+    pair = make()
+    pair.train(step, steps=1)
+    pager, store = pair.manager.current.run.pager, pair.manager.current.run._resources.store.swap_files
+    store._engine = engine = ChangedUnderWrite(store._engine)
+    page = next(page for page in pager._pages if "10.weight" in page.tensors)
+    engine.place, engine.change = page.file_offset, lambda: write(pair, 20, 7, 3.5)
+    pair.train(step, steps=1)
+    assert engine.place == -1
+    with pager._lock:
+        while page.residency is Residency.WRITING:
+            page.ticket.wait()
+            pager._frames.settle()
+    assert page.torn
+    assert_shown(pair, by_address)
+    pair.train(step, steps=2)
+    assert not page.torn
+    pair.finish(paged=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 from simulated_engine import File, SimulationError
 from simulated_store import SimulatedStore, part_of
 
@@ -33,6 +35,8 @@ class KeptContents:
             if page.location is not None:
                 file = self._store.file(page.location)
                 self._committed[page.index] = file, part_of(file, page)
+                if page.crc32 != zlib.crc32(part_of(file, page)):
+                    raise SimulationError(f"{page} is committed with the checksum of something else")
 
     def publish(self) -> None:
         """What was committed just now: begin to make its swap file a snapshot."""

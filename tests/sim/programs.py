@@ -20,8 +20,18 @@ PATIENCE = 60
 """A program gives up asking after so many errors in a row."""
 
 
-def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class: type[Pager] = Pager) -> Run:
-    """Run some steps of training: forward, backward, optimizer; now and then out of the usual order."""
+def train(
+    seed: int,
+    fault_rate: float = 0.0,
+    threads: bool = False,
+    pager_class: type[Pager] = Pager,
+    stray_rate: float | None = None,
+) -> Run:
+    """Run some steps of training: forward, backward, optimizer; now and then out of the usual order.
+
+    Args:
+        stray_rate: see `Run`; None lets the seed say.
+    """
     random = Random(f"train {seed}")
     groups = random.randint(1, 5)
     param_pages = [random.randint(1, 4) for _ in range(groups)]
@@ -42,7 +52,7 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
     frames = min(needed + random.choice([0, 0, 1, 2, 5, pages]), pages)
     guess = random.choice([[], [*uses, *reversed(uses), *slices]])
     sections = [*param_pages, *state_pages]
-    options = _options(seed, random, frames, needed)
+    options = _options(seed, random, frames, needed, stray_rate)
     run = Run(seed, sections, frames, guess, pager_class, fault_rate, threads, **options)
     for group in range(groups):
         for number in (*states[group], *params[group]):
@@ -55,7 +65,7 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
         if random.random() < 0.2:
             _pass(run, random, uses)  # an evaluation in between
         _commit(run)
-        run.write_past_the_guard()
+        run.go_past_the_guard()
         due = [part for part in slices if random.random() > random.choice([0, 0, 0, 0.2])]
         if not deferred:
             _sweep(run, due)
@@ -68,15 +78,21 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
     return run
 
 
-def wander(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class: type[Pager] = Pager) -> Run:
-    """Ask for one thing after the other, whatever comes to mind."""
+def wander(
+    seed: int,
+    fault_rate: float = 0.0,
+    threads: bool = False,
+    pager_class: type[Pager] = Pager,
+    stray_rate: float | None = None,
+) -> Run:
+    """Ask for one thing after the other, whatever comes to mind. Args: as `train`."""
     random = Random(f"wander {seed}")
     section_pages = [random.randint(1, 6) for _ in range(random.randint(1, 4))]
     pages = sum(section_pages)
     frames = random.randint(1, pages)
     known = [_known_access(random, pages, frames, key) for key in range(random.randint(1, 8))]
     cycle = [random.choice(known) for _ in range(random.randint(0, 12))]
-    options = _options(seed, random, frames, needed=1)
+    options = _options(seed, random, frames, 1, stray_rate)
     run = Run(seed, section_pages, frames, cycle, pager_class, fault_rate, threads, **options)
     for number in range(pages):
         if random.random() < 0.9:
@@ -88,13 +104,15 @@ def wander(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_clas
     return run
 
 
-def _options(seed: int, random: Random, frames: int, needed: int) -> dict[str, Any]:
+def _options(seed: int, random: Random, frames: int, needed: int, stray_rate: float | None) -> dict[str, Any]:
     """Deferred writes, and writes past the guard, need a frame more than the program itself."""
+    if stray_rate is None:
+        stray_rate = random.choice([0.0, 0.05])
     return {
         "victim_cache": True,
         "max_deferred_writes": random.choice([0, 1, frames // 2]) if frames > needed else 0,
         "tolerance": TOLERANCES[seed % 3],
-        "strays": frames > needed and random.random() < 0.5,
+        "stray_rate": stray_rate if frames > needed else 0.0,
     }
 
 
@@ -158,6 +176,7 @@ def _sweep(run: Run, slices: list[Access]) -> None:
             lease = _insist(run, access)
         run.check()
         run.change(lease)
+        run.go_past_the_guard()
         last = lease
     if last is not None:
         run.release(last)
@@ -192,6 +211,7 @@ def _insist(run: Run, access: Access) -> Lease:
         lease = run.acquire(access)
         run.check()
         if lease is not None:
+            run.go_past_the_guard()
             return lease
         if attempt > 2 or run.random.random() < 0.5:
             run.faults.repair()
@@ -217,8 +237,7 @@ def _do_anything(run: Run, random: Random, known: list[Access]) -> None:
     ready = [lease for lease in run.leases if lease.granted]
     asked = [lease for lease in run.leases if not lease.granted]
     changing = [lease for lease in run.leases if lease.changed]
-    if random.random() < 0.05:
-        run.write_past_the_guard()
+    run.go_past_the_guard()
     dice = random.random()
     if dice < 0.40:
         _ask(run, random, known)

@@ -70,7 +70,8 @@ class Run:
         victim_cache: there is one, with room by chance.
         tolerance: the schedule's.
         max_deferred_writes: see `Pager`.
-        strays: somebody changes pages past the guard; there must be a frame more than what is leased needs.
+        stray_rate: chance that somebody changes a page past the guard, whenever they may; if not 0, there must be a frame more
+            than what is leased needs.
         in_frames: a device uses pages in their frames, by chance: [Note: lazy windows], paging/frames.py. None lets the seed say.
     """
 
@@ -90,13 +91,13 @@ class Run:
         victim_cache: bool = False,
         tolerance: int | None = None,
         max_deferred_writes: int = 0,
-        strays: bool = False,
+        stray_rate: float = 0.0,
         in_frames: bool | None = None,
     ) -> None:
         self.random = Random(seed)
         self._in_frames = Random(f"in frames {seed}")
         is_used_there = self._in_frames.random() < 0.5 if in_frames is None else in_frames
-        self.strays = strays
+        self.stray_rate = stray_rate
         self.stray_writes = 0
         self.frame_count = frame_count
         self.threads = threads
@@ -124,7 +125,7 @@ class Run:
         if window_pages is None:
             window_pages = self.random.choice([1, 2, frame_count // 2, frame_count])
         # A deferred or unannounced write needs a frame.
-        self._most_leased = frame_count - 1 if max_deferred_writes or strays else frame_count
+        self._most_leased = frame_count - 1 if max_deferred_writes or stray_rate else frame_count
         self.pager = pager_class(
             self.pages,
             pool,
@@ -136,7 +137,7 @@ class Run:
             max_deferred_writes=max_deferred_writes,
             writes_noted=lambda: self.stray_writes,
         )
-        self.victim_cache = VictimCache(self.arena, Random(f"spare {seed}"))
+        self.victim_cache = VictimCache(self.arena, Random(f"spare {seed}"), self.engine.count_call)
         if victim_cache:
             self.pager.use_victim_cache(self.victim_cache)
         self.leases: list[Lease] = []
@@ -207,16 +208,29 @@ class Run:
                 raise SimulationError(f"{self.pages[index]} is leased for writing and on its way out")
         return True
 
-    def write_past_the_guard(self) -> None:
-        """Change a page by way of an alias, though nobody leases it. [Note: unannounced writes], paging/frames.py"""
-        idle = [p for p in self.pages if not (p.leases or p.section.transient or p.fresh or p.index in self.unfilled)]
-        idle = [page for page in idle if self.content[page.index] is not None]
-        if idle and self.strays:
-            page = self.random.choice(idle)
-            content = self.content[page.index] = self.random.randbytes(page.nbytes)
-            page.section.window.write(page.offset, content)  # type: ignore[attr-defined]
-            self.stray_writes += 1
-            self.engine.seen[f"stray write, {page.residency.name}"] += 1
+    def go_past_the_guard(self) -> None:
+        """Perhaps change a page by way of an alias, though nobody leases it for that."""
+        if self.random.random() >= self.stray_rate:
+            return
+        open_to_all = [page for page in self.pages if self._may_be_changed(page)]
+        if open_to_all:
+            self.write_past_the_guard(self.random.choice(open_to_all))
+
+    def _may_be_changed(self, page: Page) -> bool:
+        """Whether the guard notes who changes the page: it has content, and each lease of it is for reading at its addresses."""
+        if self.content[page.index] is None or page.section.transient or page.fresh or page.index in self.unfilled:
+            return False
+        leases = [lease for lease in self.leases if page.index in lease.access.pages]
+        return not leases or (
+            page.shown and all(lease.granted and page.index not in lease.access.writes for lease in leases)
+        )
+
+    def write_past_the_guard(self, page: Page) -> None:
+        """Change a page by way of an alias. [Note: unannounced writes], paging/frames.py"""
+        content = self.content[page.index] = self.random.randbytes(page.nbytes)
+        page.section.window.write(page.offset, content)  # type: ignore[attr-defined]
+        self.stray_writes += 1
+        self.engine.seen[f"stray write, {page.residency.name}{', leased' if page.leases else ''}"] += 1
 
     def acquire(self, access: Access, other: bool = False) -> Lease | None:
         lease = self.lease(access, other)
@@ -240,8 +254,16 @@ class Run:
         changed = lease.access.writes
         if not lease.changed and self.random.random() < 0.5:
             changed = frozenset(i for i in changed if self.random.random() < 0.5)
+        lease.other = False  # nobody else releases it while this waits
+        written = frozenset(page.index for page, _ in self.pager.written_at(lease.access))
+        again = Access(None, tuple(written), writes=written)
+        may_write = bool(written) and self.attempt(
+            self.pager.acquire, again
+        )  # as train/parameters/parameter_group.py does
         self.leases.remove(lease)
-        if not self.attempt(self.pager.release, lease.access, changed):
+        if not self.attempt(self.pager.release, lease.access, changed if may_write else changed | written):
+            raise SimulationError("release raised: nobody could release then")
+        if may_write and not self.attempt(self.pager.release, again, written):
             raise SimulationError("release raised: nobody could release then")
 
     def flush(self) -> bool:
@@ -253,7 +275,7 @@ class Run:
             if written:
                 raise SimulationError(f"flush returned and has not taken in what was written past the guard: {written}")
             idle = [p for p in self.pages if p.residency is Residency.DIRTY and p.leases == 0]
-            left = [p for p in idle if not p.section.transient]
+            left = [p for p in idle if not p.section.transient] + list(self.pager._frames.deferred_writes.values())
             if left or self.engine.write_failed:
                 raise SimulationError(f"flush returned and has not written {left}")
         return True
@@ -265,10 +287,11 @@ class Run:
             return False
         if not self.attempt(lambda: done.append(self.pager.writes_are_done())) or not done[0]:
             return False
+        changed = self._pages_being_changed()
         for page in self.pages:
             if page.residency is Residency.WRITING:
                 raise SimulationError(f"writes are said to be done, but {page}")
-            if page.leases == 0 and self.store.content(page) != self.content[page.index]:
+            if page.index not in changed and self.store.content(page) != self.content[page.index]:
                 raise SimulationError(f"writes are said to be done, but the drive has an old content of {page}")
         self.kept.commit()
         return True
@@ -286,6 +309,7 @@ class Run:
         self.unfilled &= {index for lease in kept for index in lease.access.pages}
 
     def discard(self) -> None:
+        """Return to the last commit, as TrainingSession.roll_back does after a step that failed half-way."""
         self.engine.begin_request()
         self._requests_inside = REQUESTS_INSIDE  # no more from other threads
         self._may_forget = True
@@ -294,6 +318,8 @@ class Run:
         self._requests_inside = 0
         self.leases.clear()
         self.unfilled.clear()
+        self.store.roll_back(self.pages)
+        self.pager.back_cold_pages()
         for page in self.pages:
             self.content[page.index] = self.store.content(page)
         self._may_forget = False
@@ -335,7 +361,7 @@ class Run:
         """Raise unless everything is as the model says. Between requests only."""
         self.check_frames()
         self.kept.check()
-        changed = {i for lease in self.leases if lease.changed for i in lease.access.writes}
+        changed = self._pages_being_changed()
         counts = [0] * len(self.pages)
         for lease in self.leases:
             for index in lease.access.pages:
@@ -346,6 +372,10 @@ class Run:
             if page.leases != count:
                 raise SimulationError(f"{page} should have {count} leases")
             self._check_content(page, page.index in changed)
+
+    def _pages_being_changed(self) -> set[int]:
+        """Pages that a lease has changed, or makes, and has not said so yet."""
+        return {i for lease in self.leases if lease.changed for i in lease.access.writes} | self.unfilled
 
     def check_frames(self) -> None:
         """Raise unless frames and mappings are whole. At any time when the pager's mutex is free."""
@@ -439,8 +469,8 @@ class Run:
         if self.pager._lock.locked():
             raise SimulationError("the pager waits and keeps its mutex")
         self.check_frames()
-        if self.others_run and self.random.random() < 0.02:
-            self.write_past_the_guard()
+        if self.others_run and self.random.random() < 0.4:
+            self.go_past_the_guard()
         if not self.others_run or self._requests_inside >= REQUESTS_INSIDE or self.random.random() > 0.2:
             return
         self._requests_inside += 1

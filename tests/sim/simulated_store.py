@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -60,8 +61,9 @@ def make_sections(section_pages: list[int], random: Random, transient: frozenset
 class VictimCache:
     """A victim cache that has room by chance, and is needed for something else by chance."""
 
-    def __init__(self, arena: Arena, random: Random) -> None:
+    def __init__(self, arena: Arena, random: Random, note_load: Callable[[], None]) -> None:
         self._arena = arena
+        self._note_load = note_load
         self._random = random
         self._kept: dict[int, bytes] = {}
         self.generosity = random.choice([0.0, 0.5, 1.0])
@@ -74,14 +76,15 @@ class VictimCache:
         return True
 
     def load(self, page: Page, address: int) -> None:
-        self._arena.at(address, page.nbytes)[:] = self._kept.pop(page.index)
+        self._note_load()
+        self._arena.at(address, page.nbytes)[:] = self._kept.pop(page.index, b"\xaa" * page.nbytes)
         self.loads += 1
 
     def place_of(self, page: Page) -> tuple[object, int]:
         return self, page.index
 
     def at(self, index: int, nbytes: int) -> bytes:
-        return self._kept[index]
+        return self._kept.get(index, b"\xaa" * nbytes)  # what the memory is used for otherwise
 
     def content(self, page: Page) -> bytes | None:
         return self._kept.get(page.index)

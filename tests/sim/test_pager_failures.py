@@ -152,3 +152,59 @@ def test_what_was_queued_behind_a_failed_write_is_told_as_that_failure():
     assert error_of(run, "acquire", cycle[1]).op == "write"
     assert run.pages[0].residency is Residency.DIRTY
     run.finish()
+
+
+# --- what is written past the guard, under a write: [Note: unannounced writes], paging/frames.py ----------------------
+
+
+def test_a_page_that_was_changed_under_its_write_is_read_back_whatever_the_drive_has():
+    run = make(3, 1)
+    write(run, 0)
+    run.write_past_the_guard(run.pages[0])
+    pass_over(run, [use(None, 1)])
+    assert run.pages[0].torn and run.store.content(run.pages[0]) != run.content[0]
+    pass_over(run, [use(None, 0)])
+    assert run.commit()
+    assert not run.pages[0].torn
+    run.finish()
+
+
+def test_no_commit_names_what_a_write_made_of_a_page_that_its_reader_changed():
+    run = make(2, 2)
+    write(run, 0)
+    reader = run.acquire(use(None, 0))
+    run.write_past_the_guard(run.pages[0])
+    run.pager.wait_for_writes()
+    assert run.pages[0].torn and not run.commit(flush=False)
+    run.release(reader)
+    assert run.commit()
+    run.finish()
+
+
+def test_a_page_that_its_reader_changed_under_its_write_is_written_again_also_after_the_failure_of_another():
+    run = make(3, 3)
+    fail(run, "write", 1)
+    write(run, 1)
+    run.engine.tick()
+    write(run, 0)
+    run.pages[0].ticket.slow = True
+    reader = run.acquire(use(None, 0))
+    run.write_past_the_guard(run.pages[0])
+    while not run.engine.seen["failed write"]:
+        run.engine.tick()
+    run.release(reader)  # asks for a lease to write, and is told of the failure
+    assert run.pages[0].residency is Residency.WRITING
+    run.faults.repair()
+    assert run.commit()
+    run.finish()
+
+
+def test_readers_that_stay_when_a_writer_ends_are_guarded_again():
+    run = make(2, 2)
+    reader, writer = run.acquire(use(None, 0)), run.acquire(change(None, 0))
+    run.leases.remove(writer)
+    run.pager.release(writer.access)  # it has changed nothing
+    run.write_past_the_guard(run.pages[0])
+    run.release(reader)
+    assert run.commit()
+    run.finish()

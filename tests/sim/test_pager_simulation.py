@@ -19,3 +19,9 @@ SEEDS = range(int(os.environ.get("SWAPPER_SIM_SEEDS", "60")))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_frames_leases_and_contents_hold_in_every_order_of_events(program, fault_rate, threads, seed):
     program(seed, fault_rate, threads)
+
+
+@pytest.mark.parametrize("program", [train, wander])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_written_past_the_guard_is_kept_on_a_failing_drive(program, seed):
+    program(seed, 0.05, threads=seed % 2 == 1, stray_rate=0.4)

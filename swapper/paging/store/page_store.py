@@ -34,7 +34,11 @@ class PageStore(Protocol):
         ...
 
     def write(self, page: Page, address: int) -> Transfer:
-        """Submit a write of `page` from memory at `address`. The content before stays whole until `written`."""
+        """Submit a write of `page` from memory at `address`.
+
+        What the last commit names stays whole. Newer content may be overwritten: after a write that fails, the page stays in
+        memory until another succeeds, or `roll_back`.
+        """
         ...
 
     def written_to(self, page: Page) -> File | None:

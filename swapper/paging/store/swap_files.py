@@ -13,10 +13,10 @@ removed; and a run that is killed again and again before its next commit makes n
 be frozen. So a resumed run takes as many of these files as it has turns for, where they are still there, and removes the others.
 
 [Note: checksums] The engine's thread takes the CRC-32 of what it writes: a commit names it, and the engine compares every read with
-it (`check_reads`). So bytes that a drive, memory or another program has changed do not become part of a step, and no commit names
-a page that was found changed. Without `check_reads` only reads for a resume or a rollback are compared, and in a run that never
-commits the optimizer's state, most of what a step writes, has no checksum: the snapshot's thread takes it then, by reading. The
-costs are in docs/decisions/checks-of-reads.md.
+it (`check_reads`), unless the page is torn ([Note: unannounced writes], frames.py). So bytes that a drive, memory or another
+program has changed do not become part of a step, and no commit names a page that was found changed. Without `check_reads` only
+reads for a resume or a rollback are compared, and in a run that never commits the optimizer's state, most of what a step writes,
+has no checksum: the snapshot's thread takes it then, by reading. The costs are in docs/decisions/checks-of-reads.md.
 
 [Note: external sections] A section may begin with the content of a file of the user's (ExternalBytes, layout.py). Its pages have
 offsets in the swap files as others have, where they take no space: they are read from the user's file until they are changed, if
@@ -145,7 +145,7 @@ class Store:
         """Submit a read of `page` into memory at `address`; returns its ticket. It fails on changed bytes. [Note: checksums]"""
         if page.location == EXTERNAL and self._checks_reads and page.crc32 is None:
             return self._read_unknown(page, address, after)
-        ticket = self._read(page, address, after, page.crc32 if self._checks_reads else None)
+        ticket = self._read(page, address, after, page.crc32 if self._checks_reads and not page.torn else None)
         self._damages.read_again(page, ticket)
         return ticket
 
@@ -263,7 +263,7 @@ class Store:
     def roll_back(self, pieces: Iterable[Page]) -> None:
         """Return `pieces` to the content that the last commit names. No write of them is in flight."""
         for piece in pieces:
-            piece.location, piece.crc32 = piece.committed, piece.committed_crc32
+            piece.location, piece.crc32, piece.torn = piece.committed, piece.committed_crc32, False
             self._written.pop(piece, None)
             self._targets.pop(piece, None)
 

@@ -343,7 +343,11 @@ class DeviceGroupParameters(GroupParameters):
         return {}
 
     def _copy_back(self) -> None:
-        self._on_device.copy_back(self.image)
+        try:
+            self._on_device.copy_back(self.image)
+        except BaseException:
+            self.image.sent = 0  # it has what the host does not: it is copied again for its next use
+            raise
 
     def _drop_pin(self, access: Access, changed: Collection[int]) -> None:
         self.pins.remove(access)
