@@ -1,13 +1,16 @@
 """Samples this process's memory with a thread, and its peak: proportional set size.
 
-RSS would count a frame twice that is mapped twice in one process; PSS counts each page once.
+RSS would count a frame twice that is mapped twice in one process; PSS counts each page once. Pages of a memory file that nobody has
+touched are in no map, and take memory all the same: of such files what they take counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 
@@ -22,8 +25,21 @@ def pss_bytes(files: bool = True) -> int:
     """
     if not _ROLLUP.exists():
         return 0
-    found = re.findall(rf"^{'Pss' if files else 'Pss_(?:Anon|Shmem)'}:\s+(\d+) kB$", _ROLLUP.read_text(), re.MULTILINE)
-    return sum(map(int, found)) * 1024
+    found = re.findall(r"^(Pss\w*):\s+(\d+) kB$", _ROLLUP.read_text(), re.MULTILINE)
+    nbytes = Counter({name: int(kilobytes) * 1024 for name, kilobytes in found})
+    mapped_bytes = nbytes["Pss"] if files else nbytes["Pss_Anon"] + nbytes["Pss_Shmem"]
+    return mapped_bytes + max(_memory_file_bytes() - nbytes["Pss_Shmem"], 0)
+
+
+def _memory_file_bytes() -> int:
+    """Return what the memory files take that this process has open."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(entry.readlink()).startswith("/memfd:"):
+                status = entry.stat()
+                found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
 
 
 class PeakMemory:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import runpy
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from swapper.bench import measure
+from swapper.bench.memory import pss_bytes
 from swapper.io.engines import PAGES_DEPTH
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_plan"
@@ -64,6 +67,20 @@ def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any],
     assert tool["error"](row, "bytes") == pytest.approx(
         0, abs=0.15
     )  # the pool keeps what it can: which, depends on the time
+
+
+def test_memory_counts_what_a_memory_file_takes_in_no_map_too() -> None:
+    nbytes = 64 << 20
+    before = pss_bytes(files=False)
+    file = os.memfd_create("trial")
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+        assert pss_bytes(files=False) - before == pytest.approx(nbytes, rel=0.1)
+        with mmap.mmap(file, nbytes) as memory:
+            memory[: nbytes // 2] = bytes(nbytes // 2)  # in a map now: once all the same
+            assert pss_bytes(files=False) - before == pytest.approx(nbytes, rel=0.1)
+    finally:
+        os.close(file)
 
 
 def test_a_row_is_predicted_again_from_what_it_has(tool: dict[str, Any]) -> None:
