@@ -169,6 +169,8 @@ class Committer:
 
     def meet_ranks(self, failure: BaseException | None = None) -> bool:
         """Wait for all ranks before a step. Return True if they have the same last commit. See WayBack.before_step."""
+        if not self._way_back.is_of_all_ranks:
+            return True
         counters = self._pager.counters
         step = counters.step + 1
         with counters.waiting("rank", f"to come to step {step}, which another does not take, or not yet"):
