@@ -273,7 +273,7 @@ class Frames:
 
     def guard(self, page: Page) -> None:
         """Note writes to the page from now on: no lease for writing has it. [Note: unannounced writes]"""
-        if page.shown and not page.guarded:
+        if page.section.guards_writes and page.shown and not page.guarded:
             page.section.window.guard(page.offset, page.nbytes)
             page.guarded = True
 

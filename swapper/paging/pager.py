@@ -500,8 +500,7 @@ class Pager:
         page.next_use = self._schedule.next_use(page.index)
         if page.residency is Residency.CLEAN and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # it is overwritten next: evict it first
-        if page.section.guards_writes:
-            self._frames.guard(page)  # before its write is submitted
+        self._frames.guard(page)  # before its write is submitted
         if page.residency is Residency.DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content
