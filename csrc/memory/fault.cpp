@@ -53,6 +53,7 @@ std::atomic<std::uint64_t> g_writes{0};
 std::array<std::byte*, kMaxChunks> g_faulted_in{};  // a ring of chunks that were faulted in
 std::size_t g_oldest = 0;                           // of these
 pid_t g_owner = 0;                                  // a forked child does not have this memory
+bool g_is_installed = false;
 struct sigaction g_previous;
 
 class SpinLock {
@@ -217,28 +218,39 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   errno = saved;
 }
 
-// Without the handler an access to absent memory ends the process, and watched memory stays read-only.
-void install() {
-  g_owner = ::getpid();
-  if (is_off("sigsegv")) return;
+void set_handler(struct sigaction* previous) {
   struct sigaction action{};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
   sigemptyset(&action.sa_mask);
-  ::sigaction(SIGSEGV, &action, &g_previous);
+  ::sigaction(SIGSEGV, &action, previous);
 }
 
-// No template: each instance would install it again, and the handler be its own predecessor.
-void install_once() {
+// Without the handler an access to absent memory ends the process, and watched memory stays read-only.
+void install() {
+  g_owner = ::getpid();
+  if (is_off("sigsegv")) return;
+  set_handler(&g_previous);
+  g_is_installed = true;
+}
+
+// Installs it at the first call, and again if somebody has reset the signal: code that saves and restores
+// what Python says of it, where a handler that is not Python's counts as none (Lightning's Trainer). No
+// template: each instance would install it again, and the handler be its own predecessor.
+void keep_installed() {
   static const bool installed = (install(), true);
   static_cast<void>(installed);
+  struct sigaction now{};
+  const bool is_reset = g_is_installed && ::sigaction(SIGSEGV, nullptr, &now) == 0 &&
+                        (now.sa_flags & SA_SIGINFO) == 0 && now.sa_handler == SIG_DFL;
+  if (is_reset) set_handler(nullptr);
 }
 
 // Replaces the entry of `range` in the table if `remap` succeeds (returns 0, not an errno). `remap` gets the
 // old entry of the very same range, if any, and `range`. An empty range is only forgotten.
 template <typename Remap>
 int exchange_range(std::byte* begin, std::uint64_t nbytes, bool is_known, Range range, Remap remap) {
-  install_once();
+  keep_installed();
   if (::getpid() != g_owner) {  // a forked process with windows of its own: the parent's do not exist here
     g_owner = ::getpid();
     g_ranges.clear();

@@ -64,7 +64,7 @@ struct Shown {
 };
 
 // All of these return 0 or an errno, and change nothing on an error. They replace any earlier entry for a
-// part of the range. The first call installs the handler.
+// part of the range. The first call installs the handler, and a later one again if the signal was reset.
 
 // Maps `memory` at [begin, begin + nbytes). What was written there while the very same range was absent is
 // copied into it; then the range is watched and counts as written, and `merged` is true.

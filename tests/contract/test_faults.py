@@ -247,6 +247,17 @@ def test_without_backing_a_read_ends_the_process(file: _C.File, action: str) -> 
     assert run(file.path, action).returncode == -11
 
 
+def test_a_handler_that_was_reset_is_installed_again(file: _C.File) -> None:
+    """As by Lightning's Trainer, which at its end restores what Python says of each signal: of handlers in C it knows nothing."""
+    done = run(
+        file.path,
+        "import signal; window.unmap(0, 8192, file, 4096); view[0]; "
+        "signal.signal(signal.SIGSEGV, signal.getsignal(signal.SIGSEGV)); "
+        "window.unmap(0, 8192, file, 4096); print(view[0])",
+    )
+    assert (done.returncode, done.stdout) == (0, f"{Path(file.path).read_bytes()[4096]}\n")
+
+
 def test_other_faults_are_passed_on(file: _C.File) -> None:
     done = run(file.path, "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)")
     assert done.returncode == -11
