@@ -128,20 +128,25 @@ class _Worker:
     def _work(self) -> None:
         while (registration := self._next()) is not None:
             seconds = registration.register_one()
-            del registration  # its owner may drop it
             with self.changed:
+                registration.is_busy = False
+                del registration  # its owner may drop it
+                self._drop_done()
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: any(one.is_awaited for one in self._pending), seconds)
 
     def _next(self) -> Registration | None:
         with self.changed:
-            self._pending = [one for one in self._pending if one.parts]
+            self._drop_done()
             if not self._pending:
                 self._thread = None
                 return None
             found = next((one for one in self._pending if one.is_awaited), self._pending[0])
             found.is_busy = True
             return found
+
+    def _drop_done(self) -> None:
+        self._pending = [one for one in self._pending if one.parts]
 
 
 _worker = _Worker()
@@ -221,7 +226,6 @@ class Registration:
         try:
             offset, nbytes = self.parts.popleft()
         except IndexError:  # closed meanwhile
-            self.is_busy = False
             return seconds
         try:
             self._memory.wait_populated(offset + nbytes)
@@ -238,7 +242,6 @@ class Registration:
                 if not self._reason:
                     logger.warning("%s; copies to and from devices will be slow", reason)
                 self._reason = self._reason or reason
-        self.is_busy = False
         return seconds
 
 
