@@ -172,5 +172,5 @@ def test_parts_of_a_matrix_are_read_while_those_before_them_are_multiplied() -> 
     first = dry.clock.stats()
     assert first.wall_s == pytest.approx(6.5) and first.phases["forward"].read_wait_s == pytest.approx(2.5)
     dry.step()
-    again = dry.clock.stats()  # two parts came beside the other task
+    again = dry.clock.stats()  # two parts came while the other task computed
     assert again.wall_s == pytest.approx(5.0) and again.phases["forward"].read_wait_s == pytest.approx(1.0)

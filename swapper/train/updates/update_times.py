@@ -53,7 +53,7 @@ TRIALS = 5
 SMALL_ELEMENTS = 1 << 10
 """Elements of the trials that find what an update costs whatever its size."""
 SMALL_PIECES = 9
-"""Pieces of a slice of such a trial, beside one with a single piece: the difference is of several, as it is small."""
+"""Pieces of a slice in the second of these trials; the first has one. The difference is of several, as it is small."""
 
 
 @dataclass(frozen=True)
