@@ -7,6 +7,7 @@ direct, from page-locked memory. Files are filled before, and removed after.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -18,19 +19,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from swapper import _C
 from swapper.io.alignment import SECTOR_BYTES, round_up
+from swapper.modules.operations import has_spare_processor
 
 KINDS = ("read", "write", "both")
 OPERATIONS_AHEAD = 4
 START_S = 0.2  # not counted: programs and caps start
-WARM_ROUNDS = 32
-MIN_SHARE = 0.1  # of the processors that computing has during transfers: less is too short a measurement
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,16 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Speed:
-    """Bytes a second, both directions together, and CPU seconds for each GB.
-
-    By `slowing_byte_s`, in seconds, each byte made the computing longer that went on meanwhile.
-    """
+    """Bytes a second, both directions together, and CPU seconds for each GB."""
 
     bytes_per_s: float
     cpu_s_per_gb: float | None = None
-    slowing_byte_s: float = 0.0
+
+    @property
+    def slowing_byte_s(self) -> float:
+        """By how many seconds each byte makes computing longer that goes on meanwhile: all threads wait for the one that the
+        engine's has displaced."""
+        return 0.0 if has_spare_processor() else (self.cpu_s_per_gb or 0.0) / 1e9
 
 
 @contextlib.contextmanager
@@ -132,30 +134,16 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
 
 
 def measure_while_computing(pattern: Pattern, paths: dict[str, Path], backend: str = "auto") -> Speed:
-    """Measure swapper's engine while torch computes on all its threads, and how much longer that makes the computing."""
-    rounds = _rounds()
-    for _ in range(WARM_ROUNDS):
-        next(rounds)
-    began_s = time.perf_counter()
-    alone = [next(rounds) for _ in iter(lambda: time.perf_counter() - began_s < pattern.duration_s, False)]
+    """Measure the bytes a second of swapper's engine while torch computes on all its threads."""
+    left, right, large = torch.ones(128, 1024), torch.ones(1024, 1024), torch.ones(16 << 20)
+    parts = itertools.cycle(torch.split(large, 1 << 20))  # products, and operations on more than a cache has, as in a step
     with ThreadPoolExecutor(1) as pool:
         measured = pool.submit(measure_engine, pattern, paths, backend)
-        during = [next(rounds) for _ in iter(measured.done, True)]
-        speed = measured.result()
-    first_s = time.perf_counter() - pattern.duration_s  # before, the engine started
-    rounds_s = (alone[-1] - began_s) / len(alone) * sum(end_s > first_s for end_s in during)
-    share = min(max(rounds_s / pattern.duration_s, MIN_SHARE), 1.0)
-    return replace(speed, slowing_byte_s=(1 - share) / speed.bytes_per_s)
-
-
-def _rounds() -> Iterator[float]:
-    """Compute products, and operations on more than a cache has, as long a part of a step; yield when each round is over."""
-    left, right, large = torch.ones(128, 1024), torch.ones(1024, 1024), torch.ones(16 << 20)
-    while True:
-        for part in torch.split(large, 1 << 20):
+        while not measured.done():
             torch.mm(left, right)
+            part = next(parts)
             torch.add(part, part, alpha=0.5, out=part)
-            yield time.perf_counter()
+        return Speed(measured.result().bytes_per_s)
 
 
 def _moved(engine: _C.Engine) -> int:

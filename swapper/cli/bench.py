@@ -232,7 +232,7 @@ larger."""
 def tune(
     directory: Annotated[Path, typer.Argument(help="A directory on the drive.")],
     file_size: Annotated[str, typer.Option(help="Size of each of the two files.")] = "512MiB",
-    seconds: Annotated[float, typer.Option(min=0.05, help="For each measurement; there are some 23.")] = 0.5,
+    seconds: Annotated[float, typer.Option(min=0.05, help="For each measurement; there are some 24.")] = 0.5,
     backend: Annotated[str, typer.Option(help="auto, uring, aio or threads.")] = "auto",
     keep: Annotated[bool, typer.Option(help="Write down the result, for swapper to find.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures and settings as JSON.")] = False,
@@ -256,7 +256,7 @@ def tune(
     console.print(
         f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}: "
         f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written, "
-        f"{tuning.busy_bytes_per_s / 1e9:.2f} GB/s both ways while torch computes, "
+        f"{tuning.both_bytes_per_s / 1e9:.2f} GB/s both ways, {tuning.busy_bytes_per_s / 1e9:.2f} while torch computes, "
         f"{tuning.slowing_byte_s * 1e9:.2f} s longer for each GB",
         highlight=False,
     )
@@ -281,9 +281,12 @@ def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuni
             return read, write
 
         found = search(speeds, name)
-        both = Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds)
-        busy = measure_while_computing(both, paths, name)
-        return replace(found, busy_bytes_per_s=busy.bytes_per_s, slowing_byte_s=busy.slowing_byte_s)
+        pattern = Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds)
+        both, busy = measure_engine(pattern, paths, name), measure_while_computing(pattern, paths, name)
+        return replace(
+            found, both_bytes_per_s=both.bytes_per_s, busy_bytes_per_s=busy.bytes_per_s,
+            slowing_byte_s=both.slowing_byte_s,
+        )  # fmt: skip
 
 
 def search(speeds: Callable[[int, int], tuple[float, float]], backend: str) -> Tuning:

@@ -27,8 +27,8 @@ log = logging.getLogger("swapper")
 class Tuning:
     """The best settings of one drive, and the bytes a second that they reached.
 
-    `busy_bytes_per_s` is of reads and writes together while torch computes on all its threads; infinite: not measured. By
-    `slowing_byte_s`, in seconds, each of those bytes made that computing longer.
+    `both_bytes_per_s` is of reads and writes together, `busy_bytes_per_s` the same while torch computes on all its threads;
+    infinite: not measured. By `slowing_byte_s`, in seconds, each byte makes computing longer that goes on meanwhile.
     """
 
     piece_bytes: int
@@ -38,10 +38,12 @@ class Tuning:
     write_bytes_per_s: float
     busy_bytes_per_s: float = math.inf
     slowing_byte_s: float = 0.0
+    both_bytes_per_s: float = math.inf
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """Return the minimum seconds for these bytes, reading and writing at once."""
-        return max(read_bytes / self.read_bytes_per_s, written_bytes / self.write_bytes_per_s)
+        together_s = (read_bytes + written_bytes) / self.both_bytes_per_s
+        return max(read_bytes / self.read_bytes_per_s, written_bytes / self.write_bytes_per_s, together_s)
 
     def checked(self) -> Tuning:
         """Raise ValueError for settings that an engine would refuse; return self."""
@@ -56,8 +58,9 @@ class Tuning:
             for rate in (self.read_bytes_per_s, self.write_bytes_per_s)
         ):
             raise ValueError(f"rates {self.read_bytes_per_s!r}, {self.write_bytes_per_s!r}")
-        if not isinstance(self.busy_bytes_per_s, int | float) or not self.busy_bytes_per_s > 0:
-            raise ValueError(f"busy_bytes_per_s={self.busy_bytes_per_s!r}")
+        for name in ("both_bytes_per_s", "busy_bytes_per_s"):
+            if not isinstance(rate := getattr(self, name), int | float) or not rate > 0:
+                raise ValueError(f"{name}={rate!r}")
         if not isinstance(self.slowing_byte_s, int | float) or not 0 <= self.slowing_byte_s < math.inf:
             raise ValueError(f"slowing_byte_s={self.slowing_byte_s!r}")
         return self
@@ -113,6 +116,7 @@ def find_tuning_of(drives: Drives) -> Tuning | None:
         known[0],
         read_bytes_per_s=min(tuning.read_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),
         write_bytes_per_s=min(tuning.write_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),
+        both_bytes_per_s=min(tuning.both_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),
         busy_bytes_per_s=max(tuning.busy_bytes_per_s for tuning in known),  # which the processors set
         slowing_byte_s=min(tuning.slowing_byte_s for tuning in known),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -346,6 +347,11 @@ class ColdCaches:
 
     def make(self) -> None:
         _C.crc32_address(self._memory.data_ptr(), SCRATCH_BYTES)
+
+
+def has_spare_processor() -> bool:
+    """Return whether torch's threads leave a processor to the engine's: else each of them waits for what delays one."""
+    return torch.get_num_threads() < len(os.sched_getaffinity(0))
 
 
 def median_seconds(act: Callable[[], object], times: int) -> float:

@@ -15,7 +15,7 @@ from swapper import _C
 from swapper.errors import IoError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
-from swapper.modules.operations import ColdCaches, min_seconds
+from swapper.modules.operations import ColdCaches, has_spare_processor, median_seconds
 from swapper.modules.resources import Resources
 from swapper.paging.planning.budget import PoolSize
 from swapper.paging.planning.layout import SectionPlan
@@ -28,7 +28,8 @@ PAGES, FRAMES, ROUNDS = 12, 6, 4
 """Of a trial: each page is read, and written, each time. The first round counts for nothing."""
 MAX_PAGE_BYTES = 8 << 20
 """Larger pages count by their bytes."""
-CHECKED_BYTES = 16 << 20
+CHECKED_BYTES = 64 << 20
+"""More than a processor's cache: the engine finds no page there."""
 TRIALS = 5
 
 
@@ -37,19 +38,17 @@ def measure_paging_costs(page_bytes: int, has_checksums: bool, writes: bool = Tr
 
     Args:
         page_bytes: of a page.
-        has_checksums: the engine takes checksums of what moves. They are taken from the computing if torch has a thread for each
-            processor.
+        has_checksums: the engine takes checksums of what moves.
         writes: pages are changed.
     """
     page_bytes = min(page_bytes, MAX_PAGE_BYTES)
     page_s = _page_seconds(SECTOR_BYTES, writes)
     mapped_s = max(_page_seconds(page_bytes, writes) - page_s, 0.0)
-    shares = torch.get_num_threads() >= len(os.sched_getaffinity(0))
     checked_s = 0.0
-    if has_checksums and shares:
+    if has_checksums:
         with closing(_C.Arena(CHECKED_BYTES)) as arena:
-            checked_s = min_seconds(lambda: _C.crc32_address(arena.address, CHECKED_BYTES), TRIALS) / CHECKED_BYTES
-    return PagingCosts(page_s, mapped_s / page_bytes, checked_s)
+            checked_s = median_seconds(lambda: _C.crc32_address(arena.address, CHECKED_BYTES), TRIALS) / CHECKED_BYTES
+    return PagingCosts(page_s, mapped_s / page_bytes, checked_s, not has_spare_processor())
 
 
 def _page_seconds(page_bytes: int, writes: bool) -> float:

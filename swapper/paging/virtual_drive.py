@@ -47,6 +47,14 @@ class DriveRates:
         rates = {name: getattr(self, name) * times for name in ("read", "write", "both", "cap")}
         return replace(self, **rates)
 
+    def with_checksums(self, byte_s: float) -> DriveRates:
+        """Return the rates of an engine whose thread takes a checksum, in so many seconds a byte, of what it moves.
+
+        Writes alone are as fast as before: their checksums are taken while they are under way.
+        """
+        slower = {name: 1 / (1 / getattr(self, name) + byte_s) for name in ("read", "both", "busy")} if byte_s else {}
+        return replace(self, **slower)
+
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """Return the least seconds for these bytes."""
         together = (read_bytes + written_bytes) / self.both
@@ -67,16 +75,21 @@ class PagingCosts:
     Attributes:
         page_s: of a page, whatever its size; the next use of the page waits for it.
         mapped_byte_s: the same for a byte of it, which is mapped into its window.
-        checked_byte_s: of the engine's checksum of a byte that moves, in time that the computing needs.
+        checked_byte_s: of the engine's checksum of a byte that moves: its thread submits nothing meanwhile.
+        takes_turns: the computing needs each processor, and waits for the engine's checksums.
     """
 
     page_s: float = 0.0
     mapped_byte_s: float = 0.0
     checked_byte_s: float = 0.0
+    takes_turns: bool = True
 
     def faster(self, times: float) -> PagingCosts:
         """Return the costs with processors that are `times` as fast."""
-        return PagingCosts(self.page_s / times, self.mapped_byte_s / times, self.checked_byte_s / times)
+        return replace(
+            self, page_s=self.page_s / times, mapped_byte_s=self.mapped_byte_s / times,
+            checked_byte_s=self.checked_byte_s / times,
+        )  # fmt: skip
 
 
 class VirtualTransfer:
@@ -118,6 +131,7 @@ class VirtualDrive:
     def __init__(self, rates: DriveRates | None = None, costs: PagingCosts | None = None) -> None:
         self.rates = rates or DriveRates()
         self._costs = costs or PagingCosts()
+        self._rates = self.rates.with_checksums(self._costs.checked_byte_s)
         self._takes_time = rates is not None
         self._reads: list[VirtualTransfer] = []
         self._writes: list[VirtualTransfer] = []
@@ -165,7 +179,7 @@ class VirtualDrive:
         """Return the transfers that are under way: the queue, the transfer, and its rate."""
         read = next((one for one in self._reads if one.after is None or one.after.done), None)
         write = self._writes[0] if self._writes else None
-        rates = self.rates.of(read is not None, write is not None, self._is_computing)
+        rates = self._rates.of(read is not None, write is not None, self._is_computing)
         found = zip((self._reads, self._writes), (read, write), rates, strict=True)
         return [(queue, one, rate) for queue, one, rate in found if one is not None]
 
@@ -185,7 +199,8 @@ class VirtualDrive:
             if one.left <= 1e-3:  # of a byte: rounding
                 one.left = 0.0
                 self.finished += 1
-                self._added_s += one.nbytes * self._costs.checked_byte_s * self._is_computing
+                if self._is_computing and self._costs.takes_turns:
+                    self._added_s += one.nbytes * self._costs.checked_byte_s
                 queue.remove(one)
         return True
 
