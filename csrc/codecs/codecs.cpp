@@ -1,5 +1,4 @@
-// Divides runs among threads and blocks, and calls the kernels of the processor's instruction set. Owns the
-// threads of a call, which end with it.
+// Divides runs among threads and blocks, and calls the kernels of the processor's instruction set. Owns nothing.
 #include "codecs/codecs.h"
 
 #include <algorithm>
@@ -7,19 +6,19 @@
 #include <atomic>
 #include <cfenv>
 #include <string>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #include "base/error.h"
+#include "base/parallel.h"
 
 namespace swapper {
 namespace {
 
 constexpr std::size_t kBlock = 1024;  // its three states in fp32 fit the L1 cache
-// Elements of a thread, at least: starting one takes 20 us, and these some 40 and 60.
+// Elements of a part, at least: waking a thread takes 20 us, and these some 40 and 60.
 constexpr std::size_t kLeastToCode = 1 << 17;
 constexpr std::size_t kLeastToUpdate = 1 << 15;
+// Parts for each thread, at most: one whose processor has something else to do takes fewer.
+constexpr std::size_t kParts = 4;
 
 // The results are those of the default rounding, with subnormal numbers, whatever the calling thread has set.
 class DefaultArithmetic {
@@ -36,29 +35,21 @@ class DefaultArithmetic {
   std::fenv_t saved_;
 };
 
-// Calls work(begin, end) for parts of [0, count), each from a multiple of kBlock, on up to `threads` threads
-// with at least `least` elements each; on fewer where the system refuses one. Returns the sum of what the
-// calls return.
+// Calls work(begin, end) for parts of [0, count), each from a multiple of kBlock and of some `least` elements or
+// more, on up to `threads` threads. Returns the sum of what the calls return.
 template <typename Work>
 std::uint64_t share(std::size_t count, std::size_t threads, std::size_t least, const Work& work) {
-  const auto run = [&work](std::size_t begin, std::size_t end) {
-    const DefaultArithmetic arithmetic;
-    return work(begin, end);
-  };
   threads = std::clamp<std::size_t>(count / least, 1, std::max<std::size_t>(threads, 1));
-  const std::size_t each = (count / threads + kBlock - 1) / kBlock * kBlock;
+  const std::size_t parts = threads == 1 ? 1 : std::min(count / least, threads * kParts);
+  const std::size_t each = (count / parts + kBlock - 1) / kBlock * kBlock;
   std::atomic<std::uint64_t> sum{0};
-  std::vector<std::jthread> others;
-  std::size_t begin = 0;
-  for (; others.size() + 1 < threads && begin + each < count; begin += each) {
-    try {
-      others.emplace_back([&sum, &run, begin, each] { sum += run(begin, begin + each); });
-    } catch (const std::system_error&) {
-      break;
+  std::atomic<std::size_t> next{0};
+  run_parallel(threads, [&] {
+    const DefaultArithmetic arithmetic;
+    for (std::size_t begin = each * next++; begin < count; begin = each * next++) {
+      sum += work(begin, std::min(begin + each, count));
     }
-  }
-  sum += run(begin, count);
-  others.clear();  // joins
+  });
   return sum;
 }
 

@@ -7,6 +7,7 @@ import math
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ COPIED_BYTES = 32 << 20
 """Of a trial copy: more than most caches."""
 TOUCHES = 3
 ROUNDS = 3
-"""Of all measurements: the least of each counts, as another program that runs for a moment makes some many times as long."""
+"""Of all measurements: the median of each counts, as another program that runs for a moment makes some many times as long."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def calibrate(
                 paging=measure_paging_costs(page_bytes, has_checksums),
             )  # fmt: skip
         )
-    return least(rounds)
+    return middle(rounds)
 
 
 def _recorded_times(recording: Recording, inventory: Inventory) -> ComputeTimes:
@@ -172,16 +173,15 @@ def _recorded_times(recording: Recording, inventory: Inventory) -> ComputeTimes:
     return ComputeTimes(forward, backward, 0.0, activation_bytes=peaks[0], with_gradients_bytes=peaks[1])
 
 
-def least(rounds: Sequence[Any]) -> Any:
-    """Return the least of each of their numbers: of dataclasses, mappings or numbers. What else the machine did for a while made
-    some larger."""
+def middle(rounds: Sequence[Any]) -> Any:
+    """Return the median of each of their numbers: of dataclasses, mappings or numbers."""
     one = rounds[0]
     if is_dataclass(one):
         names = [each.name for each in fields(one)]
-        return replace(cast(Any, one), **{name: least([getattr(of, name) for of in rounds]) for name in names})
+        return replace(cast(Any, one), **{name: middle([getattr(of, name) for of in rounds]) for name in names})
     if isinstance(one, Mapping):
-        return {key: least([of[key] for of in rounds]) for key in one}
-    return None if one is None else min(rounds)
+        return {key: middle([of[key] for of in rounds]) for key in one}
+    return None if one is None else median(rounds)
 
 
 def _copying_seconds() -> float:
