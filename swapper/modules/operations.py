@@ -15,9 +15,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from swapper.modules.groups import Unit
 
 log = logging.getLogger("swapper")
 
+T = TypeVar("T")
+
 SCRATCH_BYTES = 64 << 20
 """Memory for the tensors of a trial, of each dtype: larger than most caches. An operation on more is measured on a part."""
 LARGE_BYTES = 64 << 10
@@ -37,6 +39,8 @@ LARGE_BYTES = 64 << 10
 TRIALS, TRIAL_S = 5, 0.02
 """An operation runs so often, or less often if that takes longer, in seconds: the median counts, as a step has all of them."""
 MIN_TRIALS = 3
+ROUNDS = 3
+"""Of all measurements: the median of each counts, as another program that runs for a moment makes some many times as long."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -331,6 +335,20 @@ def _halved(form: TensorForm, size: int) -> TensorForm:
         stride[dim] = step if form.stride[dim] else 0
         step *= shape[dim] if form.stride[dim] else 1
     return TensorForm(shape, tuple(stride), form.dtype)
+
+
+def middle(rounds: Sequence[T]) -> T:
+    """Return the median of each of their numbers: of dataclasses, mappings or numbers."""
+    one: Any = rounds[0]
+    found: Any = None
+    if is_dataclass(one):
+        names = [each.name for each in fields(one)]
+        found = replace(one, **{name: middle([getattr(of, name) for of in rounds]) for name in names})  # type: ignore[type-var]
+    elif isinstance(one, Mapping):
+        found = {key: middle([of[key] for of in cast(Any, rounds)]) for key in one}
+    elif one is not None:
+        found = median(cast(Any, rounds))
+    return cast(T, found)
 
 
 class ColdCaches:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import codec_reference
@@ -182,3 +185,32 @@ def test_what_does_not_fit_is_refused() -> None:
     refused("complete", exp_avg=Slice.of(EIGHT_BIT, 64).states[0])
     refused("seed", step=AdamWStep(1, seed=3))
     refused("bf16 or fp32", parameter=torch.zeros(64).half())
+
+
+WORKS_ON_TORCHS_THREADS = """
+import os
+import torch
+from swapper.codecs import CODECS, CodedState, adamw_
+from swapper.device.kernels.adamw import AdamWStep
+
+def turns():
+    return {task: int(open(f"/proc/self/task/{task}/schedstat").read().split()[2]) for task in os.listdir("/proc/self/task")}
+
+torch.set_num_threads(2)
+before = set(os.listdir("/proc/self/task"))
+torch.ones(1 << 22).add_(1)  # OpenMP's second thread begins, and sleeps
+(other,) = {task for task in os.listdir("/proc/self/task") if task not in before}
+state = [CodedState(CODECS["fp32"], (torch.zeros(1 << 22),)) for _ in range(2)]
+asleep = turns()[other]
+adamw_(torch.zeros(1 << 22), torch.ones(1 << 22), None, *state, AdamWStep(1, 1e-3, (0.9, 0.99), 1e-8, 0.0), threads=2)
+assert turns()[other] > asleep, "the pass began threads of its own"
+"""
+
+
+def test_a_pass_runs_on_torchs_own_threads() -> None:
+    """Threads of ours would share the processors with OpenMP's, which spin after each of torch's operations."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(
+        [sys.executable, "-c", WORKS_ON_TORCHS_THREADS], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0, done.stderr

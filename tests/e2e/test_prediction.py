@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from swapper.modules.operations import (
     OperationTimes,
     RecordedOperation,
     TensorForm,
+    middle,
     part_of,
     record,
 )
 from swapper.paging.dry_run import Task
+from swapper.paging.virtual_drive import PagingCosts
 from swapper.train.session.compute_times import ComputeTimes
 from swapper.train.updates.update_times import Trial, fixed_seconds
 
@@ -113,6 +116,15 @@ def test_caches_are_emptied_without_threads_of_torch() -> None:
         names.counts.clear()
         caches.make()
     assert not names.counts
+
+
+def test_of_several_rounds_the_median_of_each_number_counts() -> None:
+    costs = PagingCosts(1e-4, takes_turns=False)
+    rounds = [
+        ComputeTimes({0: seconds, 1: 2.0}, {0: 9.0 - seconds}, 0.0, paging=replace(costs, page_s=seconds))
+        for seconds in (1.0, 7.0, 3.0)
+    ]
+    assert middle(rounds) == ComputeTimes({0: 3.0, 1: 2.0}, {0: 6.0}, 0.0, paging=replace(costs, page_s=3.0))
 
 
 def test_what_is_fixed_of_an_update_is_of_its_slice_and_of_its_pieces() -> None:

@@ -53,6 +53,17 @@ def test_the_drive_is_measured_as_a_session_uses_it(
     assert min(rates.read, rates.write, rates.both, rates.busy) > 0
 
 
+@pytest.mark.parametrize(("changes", "runs"), [([0.01], 1), ([0.2, -0.2, 0.03], 3), ([0.2] * 9, 4)])
+def test_a_row_is_run_again_while_the_processors_change_their_speed(
+    tool: dict[str, Any], changes: list[float], runs: int
+) -> None:
+    answers = iter(changes)
+    tool["measure_row"].__globals__["in_process"] = lambda *_: {"processor_change": next(answers)}
+    options = tool["parse_arguments"]([])
+    found = tool["measure_row"](next(row for row in tool["ROWS"] if row.cap is None), options)
+    assert (found["runs"], found["processor_change"]) == (runs, changes[runs - 1])
+
+
 @pytest.mark.slow
 def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any], tmp_path: Path) -> None:
     figures = tmp_path / "rows.json"

@@ -80,17 +80,18 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
     assert min_s * (1 - 1e-6) <= drive.now_s <= max_s * (1 + 1e-6)
 
 
-def test_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet() -> None:
-    costs = PagingCosts(page_s=0.05, mapped_byte_s=1.5e-10, checked_byte_s=1e-10)
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet(takes_turns: bool) -> None:
+    costs = PagingCosts(page_s=0.05, mapped_byte_s=1.5e-10, checked_byte_s=1e-10, takes_turns=takes_turns)
     drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9), costs)
-    drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes
-    assert drive.now_s == pytest.approx(1.0)
+    drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes, and submits the next read later
+    assert drive.now_s == pytest.approx(2.0)
     drive.map(10**9)
     drive.write(10 * 10**9)
     drive.compute(2.0)
-    assert drive.now_s == pytest.approx(1.0 + 2.0 + 0.2 + 1.0)
+    assert drive.now_s == pytest.approx(2.0 + 2.0 + 0.2 + takes_turns)
     drive.compute(1.0)
-    assert drive.now_s == pytest.approx(5.2)
+    assert drive.now_s == pytest.approx(5.2 + takes_turns)
 
 
 def test_a_cap_lets_the_bytes_of_a_slice_pass_at_once_and_no_more_on_average() -> None:

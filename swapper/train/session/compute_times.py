@@ -6,9 +6,8 @@ import logging
 import math
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from statistics import median
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from swapper.errors import StateError
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
-from swapper.modules.operations import OperationTimes, Recording, min_seconds, record
+from swapper.modules.operations import ROUNDS, OperationTimes, Recording, middle, min_seconds, record
 from swapper.modules.paging_costs import measure_paging_costs
 from swapper.paging.dry_run import Task
 from swapper.paging.planning.layout import SectionPlan
@@ -33,8 +32,6 @@ log = logging.getLogger("swapper")
 COPIED_BYTES = 32 << 20
 """Of a trial copy: more than most caches."""
 TOUCHES = 3
-ROUNDS = 3
-"""Of all measurements: the median of each counts, as another program that runs for a moment makes some many times as long."""
 
 
 @dataclass(frozen=True)
@@ -144,44 +141,30 @@ def calibrate(
             "predict(..., example=(tensors,)), the arguments of a forward",
             type(error).__name__, str(error).strip().split("\n")[0][:200],
         )  # fmt: skip
-    rounds = []
+    rounds: list[ComputeTimes] = []
     for _ in range(ROUNDS):
         update = find_update_times(inventory, optimizers, page_bytes)
         if recording is None:
             found = find_compute(model, inventory, None, tokens, update_s=0.0)
         else:
             found = _recorded_times(recording, inventory)
-        rounds.append(
-            replace(
-                found, group_update_s=update.element_s, piece_s=update.piece_s, slice_s=update.slice_s,
-                copied_byte_s=_copying_seconds(), touched_byte_s=_touching_seconds(),
-                paging=measure_paging_costs(page_bytes, has_checksums),
-            )  # fmt: skip
-        )
+        found = replace(
+            found, group_update_s=update.element_s, piece_s=update.piece_s, slice_s=update.slice_s,
+            copied_byte_s=_copying_seconds(), touched_byte_s=_touching_seconds(),
+            paging=measure_paging_costs(page_bytes, has_checksums),
+        )  # fmt: skip
+        rounds.append(found)
     return middle(rounds)
 
 
 def _recorded_times(recording: Recording, inventory: Inventory) -> ComputeTimes:
     times = OperationTimes()
     forward, backward = (
-        {
-            group.index: times.of(phase, recording.counts.get((phase, group.index), {})) for group in inventory.groups
-        }
+        {group.index: times.of(phase, recording.counts.get((phase, group.index), {})) for group in inventory.groups}
         for phase in ("forward", "backward")
     )
     peaks = recording.peak_bytes, recording.with_gradients_bytes
     return ComputeTimes(forward, backward, 0.0, activation_bytes=peaks[0], with_gradients_bytes=peaks[1])
-
-
-def middle(rounds: Sequence[Any]) -> Any:
-    """Return the median of each of their numbers: of dataclasses, mappings or numbers."""
-    one = rounds[0]
-    if is_dataclass(one):
-        names = [each.name for each in fields(one)]
-        return replace(cast(Any, one), **{name: middle([getattr(of, name) for of in rounds]) for name in names})
-    if isinstance(one, Mapping):
-        return {key: middle([of[key] for of in rounds]) for key in one}
-    return None if one is None else median(rounds)
 
 
 def _copying_seconds() -> float:
