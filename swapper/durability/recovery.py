@@ -29,7 +29,7 @@ from swapper.durability.commit import (
 )
 from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
 from swapper.durability.ranks import CommitId, Ranks, boot_id, describe
-from swapper.durability.verify import Fault, find_damage
+from swapper.durability.verify import Fault, find_cut_off, find_damage
 from swapper.errors import CheckpointError, ChecksumError, StateError
 from swapper.io import beneath
 from swapper.paging.host_memory import Pool
@@ -241,7 +241,8 @@ def resume_from(
         return None, None
     last, before = read_commit(directory), commits[1] if len(commits) > 1 else None
     if last is not None and last.id == record.id:
-        if keep_before and before is not None and files_of(before) <= record.files.keys():
+        may_stay = before is not None and files_of(before) <= record.files.keys()
+        if keep_before and before is not None and may_stay and not find_cut_off(directory, before):
             return record, Commit.of(before, encode_commit(before))
     else:
         if faults := find_damage(directory, record):
@@ -264,10 +265,8 @@ def _read_fallback(directory: Path) -> CommitRecord | None:
 
 def _say(faults: Sequence[Fault]) -> str:
     names = sorted({name for fault in faults for name in fault.tensors})
-    return (
-        f"{faults[0].path}, the same file as a snapshot, was changed from outside ({faults[0].what}), which lost "
-        f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
-    )
+    lost = f", which lost {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else ""
+    return f"{faults[0].path}, the same file as a snapshot, was changed from outside ({faults[0].what}){lost}"
 
 
 # --- restoring what the commit names

@@ -369,7 +369,19 @@ def find_damage(directory: Path, record: CommitRecord) -> list[Fault]:
     """Compare a commit's content in files that may be a snapshot's too with its checksums; return the faults."""
     parts = _parts_of_run(directory, record)
     shared = {path: found for path, found in parts.items() if is_frozen(path) or not path.exists()}
-    return _check(shared)
+    return _check(shared) or find_cut_off(directory, record)
+
+
+def find_cut_off(directory: Path, record: CommitRecord) -> list[Fault]:
+    """Return which of a commit's files are missing, or have been cut off while they were a snapshot's too: no run opens them."""
+    nbytes = ContainerLayout.plan([section.nbytes for section in record.sections]).tail_offset
+    paths = sections_of(directory, record)[1]
+    faults = []
+    for path in (path for number in files_of(record) for path in paths[number]):
+        size = path.stat().st_size if path.exists() else 0
+        if size < nbytes and (is_frozen(path) or not path.exists()):
+            faults.append(Fault(str(path), size, nbytes - size, f"it has {size} of {nbytes} bytes"))
+    return faults
 
 
 def _changed_external(record: CommitRecord) -> list[Fault]:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 import swapper
 from e2e import killed_run
 from e2e.processes import LONG_S
-from swapper.durability.commit import read_commit
+from swapper.durability.commit import encode_commit, files_of, publish_commit, read_commit
 from swapper.durability.directory import FALLBACK_NAME
 from swapper.durability.publication import Draft
 from swapper.durability.verify import verify
@@ -196,6 +197,26 @@ def test_a_changed_snapshot_costs_a_run_that_goes_on_at_most_one_step(
     second.manager.close()
     assert len(second.names()) == 2
     assert losses == killed_run.plain_losses(6)
+
+
+@pytest.mark.parametrize("how", ["cut off", "overwritten"])
+def test_a_changed_snapshot_of_the_commit_before_costs_nothing(tmp_path: Path, how: str) -> None:
+    """As of a snapshot that was published after the next commit, which names its file still, before a kill."""
+    first = Run(tmp_path)
+    losses = first.train(4)
+    path = first.manager.snapshot(tmp_path / "a.pt").result()
+    losses += first.train(1)
+    first.manager.snapshot(tmp_path / "b.pt").result()
+    first.manager.close()
+    last, before = read_commit(first.swap_files), read_commit(first.swap_files, FALLBACK_NAME)
+    assert last is not None and before is not None and not files_of(last) & files_of(before)
+    publish_commit(first.swap_files, encode_commit(replace(last, files=last.files | before.files)), True)
+    harm(path, how)
+    second = Run(tmp_path)
+    assert second.manager.step == 5
+    losses += second.train(2)
+    second.manager.close()
+    assert losses == killed_run.plain_losses(7)
 
 
 @pytest.mark.parametrize("how", ["cut off", "overwritten"])
