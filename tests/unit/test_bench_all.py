@@ -135,7 +135,9 @@ def test_the_table_names_tools_options_and_figures_that_there_are(monkeypatch: p
     table: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "bench_rows.py"))
     named = {row.name: row for row in table["ROWS"]}
     assert len(named) == len(table["ROWS"]) <= 25
-    texts = [(text, row) for row in named.values() for figure in row.figures for text in (figure.value, figure.also) if text]
+    texts = [
+        (text, row) for row in named.values() for figure in row.figures for text in (figure.value, figure.also) if text
+    ]
     texts += [(text, None) for _, bars in table["CHARTS"] for _, *values in bars for text in values]
     for text, row in texts:
         for word in text.split(" / "):
