@@ -112,7 +112,7 @@ def test_rows_are_measured_at_one_commit_and_kept_when_it_is_stopped(checkout: P
     assert found["A pager"] == pager
     bars, measured, status, _ = found["Two bars"]
     assert bars == "43 at most; 1,000,000 times; 1 us" and status == "met; not met; not measured"
-    assert measured.startswith("42; 0.") and measured.endswith("; -")
+    assert measured.startswith("42; ") and measured.endswith("; -")
     assert found["Fails"][1:] == ["failed: exit code 3: no luck", "not measured", "-"]
     ran = bench_all(checkout)
     assert "1 of 1: failing" in ran.stdout  # what has failed is run again
