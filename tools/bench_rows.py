@@ -1,7 +1,8 @@
 """The table of benchmarks: what tools/bench_all measures, by which command, and the bar of each figure.
 
 Commands are short forms where the whole takes more than some three minutes: fewer steps, kills, pairs or rows. Those that
-need no comparison with the training in memory leave it out; the limit is then that of the drive's bytes.
+need no comparison with the training in memory leave it out; the limit is then that of the drive's bytes. Bytes that a
+snapshot copies are those that steps with one write more than others, which differ by what is in flight: a copy would be 100 %.
 """
 
 # ruff: noqa: RUF001  # the sign of multiplication in bars
@@ -192,7 +193,7 @@ ROWS = (
     Row("int4", "Weights in 4 bits", "F --host-memory 300MB --quantize int4 --no-plain", 1.1,
         (Figure("infer.pass_s / pass_s", "4 × faster", "{:.2f} ×", also="pass_s", at_least=True),)),
     Row("snapshot", "`snapshot()` returns; bytes copied", "tools/bench_snapshot --steps 4 --read-cap 500MB --write-cap 500MB", 1.9,
-        (Figure("call", "1 % of a step", "{:.2f} %"), Figure("copied", "2 % of the state", "{:.1f} %"))),
+        (Figure("call", "1 % of a step", "{:.2f} %"), Figure("copied", "5 % of the state", "{:.1f} %"))),
     Row("kills", "Kills at random instants, resumed bit for bit", "tools/test_crashes kills 40", 1.5,
         (Figure("kills", "40 of 40", "{} of 40", at_least=True),)),
     Row("io", "I/O engine, read and written under the cap, of fio",
