@@ -62,9 +62,10 @@ class DriveRates:
 
     def of(self, reading: bool, writing: bool, computing: bool = False) -> tuple[float, float]:
         """Return the rates of reads and of writes while the drive, and the processors, do these."""
-        wanted = self.read * reading + self.write * writing if computing else 0.0
-        share = min(1.0, self.both / (self.read + self.write)) if reading and writing else 1.0
-        share = min(share, self.busy / wanted) if wanted else share
+        both = min(self.both, self.read + self.write)
+        share = both / (self.read + self.write) if reading and writing and both < math.inf else 1.0
+        if computing and self.busy < both < math.inf:  # one direction alone is slower by as much
+            share *= self.busy / both
         return self.read * share, self.write * share
 
 

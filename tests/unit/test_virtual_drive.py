@@ -123,6 +123,10 @@ def test_while_the_processors_compute_a_drive_is_as_fast_as_they_let_it_be() -> 
     other = alone.read(300, None)
     alone.compute(1.0)
     assert other.done and alone.rates.faster(2).busy == 1000
+    slower = VirtualDrive(DriveRates(read=300, write=200, both=400, busy=100))
+    one = slower.read(300, None)  # as much slower as both together
+    slower.compute(1.0)
+    assert one.left == pytest.approx(225)
 
 
 def test_each_byte_that_moves_makes_the_computing_longer() -> None:
