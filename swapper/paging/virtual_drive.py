@@ -48,7 +48,7 @@ class DriveRates:
         return replace(self, **rates)
 
     def with_checksums(self, byte_s: float) -> DriveRates:
-        """Return the rates of an engine whose thread takes a checksum, in so many seconds a byte, of what it moves.
+        """Return the rates of an engine whose thread takes checksums of what it moves, in `byte_s` seconds a byte.
 
         Writes alone are as fast as before: their checksums are taken while they are under way.
         """
