@@ -80,7 +80,6 @@ class Engine(Protocol):
         expected: int | None = None,
     ) -> Transfer:
         """See `swapper._C.Engine.read`."""
-        ...
 
     def write(
         self,
@@ -94,7 +93,6 @@ class Engine(Protocol):
         checksum: bool = False,
     ) -> Transfer:
         """See `swapper._C.Engine.write`."""
-        ...
 
     def drain(self) -> None: ...
     def close(self) -> None: ...

@@ -59,15 +59,12 @@ class VictimCache(Protocol):
 
     def keep(self, page: Page, address: int) -> bool:
         """Copy the content of `page` from its frame at `address`, if there is room now. Returns whether there was."""
-        ...
 
     def load(self, page: Page, address: int) -> None:
         """Copy the content of `page`, which was kept, to its frame at `address`."""
-        ...
 
     def place_of(self, page: Page) -> tuple[View | None, int]:
         """Return the memory that has the content of `page`, which was kept, and the offset in it."""
-        ...
 
 
 class Frames:
