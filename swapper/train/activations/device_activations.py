@@ -158,7 +158,7 @@ class DeviceTensorCache:
             if is_too_much:
                 self._send_down(stored)
             while self._held_bytes > self._limit_bytes:
-                oldest = next((s for s in map(_call, self._here.values()) if s is not None), None)
+                oldest = next((s for of in self._here.values() if (s := of()) is not None), None)
                 if oldest is None or not self._drop(oldest):
                     break
         return stored
@@ -241,7 +241,7 @@ class DeviceTensorCache:
     def _bring_up_ahead(self, wanted: DeviceStored) -> None:
         """Prefetch; a storage that fails now is copied when it is needed, and raises its error then."""
         for number in reversed(self._live):
-            stored = _call(self._live[number])
+            stored = self._live[number]()
             if stored is None or number >= wanted.number or stored.memory is not None or stored.below is None:
                 continue
             while self._lacks_room(stored):
@@ -289,7 +289,8 @@ class DeviceTensorCache:
     def _drop_one(self, wanted: DeviceStored, only_used: bool) -> bool:
         """Release one with a copy below, a used one first, else the one that backward needs last. Return False without
         one."""
-        here = [s for s in map(_call, self._here.values()) if s is not None and s is not wanted and s.below is not None]
+        alive = [s for of in self._here.values() if (s := of()) is not None]
+        here = [s for s in alive if s is not wanted and s.below is not None]
         victims = sorted(
             (s for s in here if not only_used or not s.uses_left), key=lambda s: (s.uses_left > 0, s.number)
         )
@@ -335,7 +336,3 @@ class DeviceTensorCache:
             for going in (self._going_down, self._going_up):
                 while self._end_oldest(going):
                     pass
-
-
-def _call(reference: weakref.ref[DeviceStored]) -> DeviceStored | None:
-    return reference()

@@ -197,7 +197,7 @@ class SavedTensorCache:
         while self.counters.held_bytes + more_bytes > self._limit_bytes:
             if self._drop_restored(None):
                 continue
-            tickets = [stored.ticket for stored in map(_call, self._moving.values()) if stored is not None]
+            tickets = [stored.ticket for of in self._moving.values() if (stored := of()) is not None]
             tickets += [remains.ticket for remains in self._ending]
             oldest = next((ticket for ticket in tickets if ticket is not None), None)
             if oldest is not None:
@@ -362,10 +362,6 @@ class SavedTensorCache:
     def _add(self, nbytes: int) -> None:
         self.counters.held_bytes += nbytes
         self.counters.peak_bytes = max(self.counters.peak_bytes, self.counters.held_bytes)
-
-
-def _call(reference: weakref.ref[Stored]) -> Stored | None:
-    return reference()
 
 
 def _again(error: IoError) -> IoError:

@@ -16,6 +16,7 @@ graph that never runs backward would never be freed.
 from __future__ import annotations
 
 import weakref
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from swapper.io.extents import SpillFile
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
 from swapper.train.activations.device_activations import DeviceStored, DeviceTensorCache
-from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, Stored
+from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Stored
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
 
@@ -59,7 +60,7 @@ class View:
 
     def __init__(self, tensor: torch.Tensor, stored: Stored | DeviceStored) -> None:
         self._stored = stored
-        self._dtype, self._shape, self._strides = tensor.dtype, tensor.shape, tensor.stride()
+        self.dtype, self.shape, self._strides = tensor.dtype, tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
         self._version = tensor._version
         self._counter = tensor.detach()
@@ -73,18 +74,10 @@ class View:
         if not self._is_used:
             self._is_used = True
             self._stored.uses_left -= 1
-        offset = whole.storage_offset() // self._dtype.itemsize + self._offset
-        return torch.empty(0, dtype=self._dtype, device=whole.device).set_(
-            whole.untyped_storage(), offset, self._shape, self._strides
+        offset = whole.storage_offset() // self.dtype.itemsize + self._offset
+        return torch.empty(0, dtype=self.dtype, device=whole.device).set_(
+            whole.untyped_storage(), offset, self.shape, self._strides
         )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._shape
 
 
 class offload_activations:  # used as a function, like torch.no_grad
@@ -142,22 +135,19 @@ class offload_activations:  # used as a function, like torch.no_grad
         self._cache = SavedTensorCache(
             SpillFile(self._owner.directory), self._owner.find_engine, limit_bytes, keep_bytes
         )
+        self.counters = self._cache.counters
         self._devices: dict[torch.device, Device] = {}
         self._device_caches: dict[torch.device, DeviceTensorCache] = {}
         self._locked: LockedMemory | None = None
         self._known: weakref.WeakValueDictionary[tuple[int, int], Stored | DeviceStored] = weakref.WeakValueDictionary()
         self._hooks: list[Any] = []
 
-    @property
-    def counters(self) -> ActivationCounters:
-        return self._cache.counters
-
     def __enter__(self) -> offload_activations:
         self._owner.check_usable()
         self._cache.begin()
         for cache in self._device_caches.values():
             cache.begin()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, methodcaller("restore"))
         hooks.__enter__()
         self._hooks.append(hooks)
         return self
@@ -214,10 +204,6 @@ class offload_activations:  # used as a function, like torch.no_grad
         if nbytes < self._min_bytes or not storage.resizable() or storage._cdata in self._owner.storages_of_model():
             return False
         return tensor.nbytes * STORAGE_DIVISOR >= nbytes
-
-
-def _unpack(packed: Kept | View) -> torch.Tensor:
-    return packed.restore()
 
 
 def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | View) -> None:
