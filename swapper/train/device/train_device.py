@@ -27,14 +27,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from swapper.device.copies import CopyTimes, Downloads, PageCopy
-from swapper.device.device import OUT_OF_MEMORY, Device
+from swapper.device.device import Device
 from swapper.device.device_placement import DeviceBudget, DevicePlacement
 from swapper.device.device_storage import DeviceStorage, Span
 from swapper.device.registered_memory import HostSide
@@ -65,7 +65,6 @@ USES_REMEMBERED = 64
 """Maximum uses of a group in a step, on average, that are predicted for the next step: a choice."""
 
 _open: weakref.WeakSet[TrainingDevice] = weakref.WeakSet()
-T = TypeVar("T")
 
 
 class TrainingDevice(ModelDevice):
@@ -207,7 +206,7 @@ class TrainingDevice(ModelDevice):
         Raises:
             BudgetError: there is too little for `purpose`; `remedy` helps.
         """
-        storage = self._evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, purpose, remedy)
+        storage = self.tier.evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, purpose, remedy)
         storage.free()
         storage.allocate()
         return storage
@@ -222,25 +221,10 @@ class TrainingDevice(ModelDevice):
         if storage.is_allocated:
             storage.invalidate()
         else:
-            where = "the optimizer state that stays there", "what else is on the device"
-            self._evicting(storage.allocate, storage.nbytes, *where)
+            self.tier.evicting(storage.allocate, storage.nbytes, "the optimizer state that stays there")
         for copy in copies:
             self._uploads.send(copy, storage)
         storage.all_is_queued()
-
-    def _evicting(self, allocate: Callable[[], T], nbytes: int, purpose: str, remedy: str) -> T:
-        """Call `allocate`, once more after dropping idle images. Raises BudgetError if memory is short then too."""
-        try:
-            return allocate()
-        except OUT_OF_MEMORY:
-            self.tier.evict_idle()
-        try:
-            return allocate()
-        except OUT_OF_MEMORY as error:
-            raise BudgetError(
-                f"{self.device} has no {format_bytes(nbytes)} left for {purpose}, after everything that is not in use was given "
-                f"up: lower device_memory, or {remedy} ({error})"
-            ) from error
 
     def bring_up(
         self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]], last_use: torch.Event | None = None
