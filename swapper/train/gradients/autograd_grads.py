@@ -98,7 +98,7 @@ class GradientsOnDevice(AutogradGradients):
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    # --- for relayout: see Gradients ----------------------------------------------------------------------------------
+    # --- for relayout: see PagedGradients ----------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
         return [name for name, parameter in self._parameters.items() if parameter.grad is not None]

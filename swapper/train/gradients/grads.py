@@ -98,19 +98,8 @@ class Gradients:
         """
         return [*self.paged.present(), *(self._on_device.present() if self._on_device is not None else ())]
 
-    def content(self, name: str) -> GradientMeta:
-        """Return a gradient's metadata."""
-        return self._owner(name).content(name)
-
-    def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the parts of a gradient in order, flat, in host memory: to be read, or to be filled if there is none."""
-        return self._owner(name).parts(name)
-
-    def present_again(self, name: str, content: GradientMeta) -> None:
-        """Restore the parameter's gradient from its `parts` and `content`."""
-        self._owner(name).present_again(name, content)
-
-    def _owner(self, name: str) -> GradientsOnDevice | PagedGradients:
+    def owner(self, name: str) -> GradientsOnDevice | PagedGradients:
+        """Return what has the gradient of a parameter."""
         return self._on_device if self._on_device is not None and name in self._on_device else self.paged
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -263,8 +252,9 @@ class GradientStash:
     def fill(self, gradients: Gradients) -> None:
         """Copy the gradients into the file. Raises IoError: they cannot be read, or the drive is full."""
         for name in gradients.present():
-            self._places[name] = self._end, gradients.content(name)
-            for part in gradients.parts(name):
+            owner = gradients.owner(name)
+            self._places[name] = self._end, owner.content(name)
+            for part in owner.parts(name):
                 with self._explaining("write", self._end, part):
                     self._file.seek(self._end)
                     self._file.write(_bytes_of(part))
@@ -278,7 +268,8 @@ class GradientStash:
             IoError: a transfer failed.
         """
         for name, (at, content) in self._places.items():
-            for part in gradients.parts(name):
+            owner = gradients.owner(name)
+            for part in owner.parts(name):
                 with self._explaining("read", at, part):
                     self._file.seek(at)
                     done = self._file.readinto(_bytes_of(part))
@@ -286,7 +277,7 @@ class GradientStash:
                     truncated = "the file of stashed gradients is truncated"
                     raise IoError("read", str(self._directory), at + done, part.nbytes - done, 0, truncated)
                 at += part.nbytes
-            gradients.present_again(name, content)
+            owner.present_again(name, content)
 
     def close(self) -> None:
         self._file.close()

@@ -170,7 +170,7 @@ class PagedGradients:
                     view.zero_()
                 slot.content.zero = False
 
-    # --- for relayout: see Gradients ----------------------------------------------------------------------------------
+    # --- for relayout -------------------------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
         self.restore()
@@ -183,13 +183,16 @@ class PagedGradients:
         return found
 
     def content(self, name: str) -> GradientMeta:
+        """Return a gradient's metadata."""
         return self._by_name[name].content
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the parts of a gradient in order, flat, in host memory: to be read, or to be filled if there is none."""
         for view, _, _ in self._pages(self._by_name[name]):
             yield view
 
     def present_again(self, name: str, content: GradientMeta) -> None:
+        """Restore the parameter's gradient from its `parts` and `content`."""
         slot = self._by_name[name]
         slot.content = content
         slot.parameter.grad = self._make_cold(slot)
