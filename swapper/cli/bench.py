@@ -128,7 +128,7 @@ def measure_all(
                         if program == "swapper":
                             raise
                         refused.add(program)
-                        console.print(f"without {program}: {error}", soft_wrap=True, highlight=False, markup=False)
+                        console.print(f"without {program}: {error}", markup=False)
     return rows
 
 
@@ -258,11 +258,10 @@ def tune(
         f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written, "
         f"{tuning.busy_bytes_per_s / 1e9:.2f} GB/s both ways while torch computes, "
         f"{tuning.slowing_byte_s * 1e9:.2f} s longer for each GB",
-        highlight=False,
     )
     if where is not None:
-        console.print(f"Kept in {where}.", soft_wrap=True, highlight=False)
-    console.print("For DeepSpeed:", highlight=False)
+        console.print(f"Kept in {where}.")
+    console.print("For DeepSpeed:")
     print(json.dumps(tuning.deepspeed_config(), indent=2))
 
 

@@ -95,7 +95,7 @@ def verify(
 
 def _show_report(report: Report, console: Console) -> None:
     for fault in report.faults:
-        console.print(f"[red]corrupt:[/red] {escape(_describe_fault(fault))}", soft_wrap=True, highlight=False)
+        console.print(f"[red]corrupt:[/red] {escape(_describe_fault(fault))}")
     checked = format_bytes(report.checked_bytes)
     if report.faults:
         verdict = f"[red]{len(report.faults)} faults[/red] in {checked}"
@@ -105,7 +105,7 @@ def _show_report(report: Report, console: Console) -> None:
         )
     else:
         verdict = f"[green]well[/green]: {checked}, every byte"
-    console.print(f"{escape(report.path)} ({report.kind}): {verdict}", soft_wrap=True, highlight=False)
+    console.print(f"{escape(report.path)} ({report.kind}): {verdict}")
 
 
 def _describe_fault(fault: Fault) -> str:
@@ -162,13 +162,13 @@ def export(
                 keep=keep or (),
             )
         text = f"{target}: {len(selection.tensors)} tensors, {format_bytes(_nbytes(target))}"
-        console.print(escape(text), highlight=False, soft_wrap=True)
+        console.print(escape(text))
         if quantize is not None:
             _show_losses(console, quantize, found)
         left_out = selection.left_out if (to, what) != ("torch", "all") else []
         if left_out:
             some = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
-            console.print(escape(f"left out: {len(left_out)} ({some})"), highlight=False, soft_wrap=True)
+            console.print(escape(f"left out: {len(left_out)} ({some})"))
     if as_json:
         errors = {name: asdict(loss) for name, loss in found.items()}
         written = {"target": str(target), "tensors": len(selection.tensors), "nbytes": _nbytes(target)}

@@ -199,8 +199,6 @@ def _place(
         f"A GPT of {task.config.parameters / 1e6:.0f} million parameters ({task.config.layers} layers, "
         f"width {task.config.width}), {'bf16' if task.masters else 'fp32'}{over and ', ' + over}, swapped under "
         f"{escape(str(place))}",
-        soft_wrap=True,
-        highlight=False,
     )
     with (
         tempfile.TemporaryDirectory(prefix="swapper-demo-", dir=place) as scratch,
