@@ -1,5 +1,4 @@
-"""Lists the content of a checkpoint, for people and programs: every tensor with its location, and the format's
-metadata."""
+"""Lists the content of a checkpoint, for people and programs: tensors with their locations, the format's metadata."""
 
 from __future__ import annotations
 

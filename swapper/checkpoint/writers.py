@@ -1,7 +1,6 @@
 """Writes tensors of other files, in the formats of safetensors, torch and torch.distributed.checkpoint.
 
-Each function gets a stream (stream.py) into an empty file and tensors whose bytes are still in their files. Only headers
-are held in memory.
+Each function gets a stream (stream.py) into an empty file, and tensors with bytes in files. Memory has only headers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Reads the fp32 weights of a DeepSpeed ZeRO checkpoint (stages 1, 2, 3), without DeepSpeed and without running
-pickles.
+"""Reads the fp32 weights of a DeepSpeed ZeRO checkpoint (stages 1, 2, 3), without DeepSpeed, and runs no pickles.
 
 Each rank has a file with its part of the fp32 master weights, flattened: in stages 1 and 2 a part of all parameters of
 a group in sequence; in stage 3 the same fraction of every parameter. The model's own file has names and shapes, in the

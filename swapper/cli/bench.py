@@ -225,8 +225,7 @@ def _depths(text: str) -> list[int]:
 SIZES = (1 << 20, 256 << 10, 512 << 10, 2 << 20, 4 << 20)
 DEPTHS = (32, 4, 8, 16, 64, 128)
 GOOD_ENOUGH = 0.97
-"""The smallest setting that reaches this fraction of the best is chosen: less in flight, and the drive's noise is
-larger."""
+"""The smallest setting that reaches this fraction of the best is chosen: less in flight; a drive's noise is larger."""
 
 
 def tune(

@@ -133,8 +133,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
 ) -> None:
-    """Write a checkpoint in another format, at the speed of the drive and within 100 MB in addition to Python and
-    torch.
+    """Write a checkpoint in another format, at the speed of the drive, in 100 MB in addition to Python and torch.
 
     From and to: torch (swapper's snapshots, any file of torch.save), safetensors, Hugging Face directories, and
     directories of torch.distributed.checkpoint. From a run's own directory: its parameters as of the last commit. The

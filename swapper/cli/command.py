@@ -63,8 +63,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 @contextmanager
 def reported(console: Console, failure_code: int = 1, words: Mapping[str, str] | None = None) -> Iterator[None]:
-    """End the command with 2 for a wrong argument, `failure_code` for another error of ours, and 130 for Ctrl-C, SIGTERM
-    and SIGHUP.
+    """End the command with 2 for a wrong argument, `failure_code` for other errors, 130 for Ctrl-C, SIGTERM, SIGHUP.
 
     Args:
         words: what errors say of Python's interface, and what they say of this command's: {"host_memory": "--budget"}.

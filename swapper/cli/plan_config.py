@@ -64,8 +64,7 @@ def plan(
         typer.Option(help="Floating-point operations a second of a rank: 1e14. Default: measured on this processor."),
     ] = None,
     updates: Annotated[
-        float | None,
-        typer.Option(help="Parameters a second that a node's optimizers update: 1e9. Default: measured."),
+        float | None, typer.Option(help="Parameters a second that a node's optimizers update: 1e9. Default: measured.")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Memory of each rank's accelerator for swapper: 24GiB. Default: no accelerator.")

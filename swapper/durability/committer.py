@@ -8,8 +8,7 @@ registered objects are captured at the same time, and the rest after its last up
 
 [Note: free commits] If everything large that a step changes lives on NVMe, a commit writes only the record and sections
 of a few KiB in addition to the step's own writes. The default policy, "free", commits each step in that case, and none
-otherwise, or if state stays on a device. A number commits every that many steps, and writes resident content too; None
-never commits.
+otherwise, or if state stays on a device. A number commits every that many steps, resident content too; None never does.
 """
 
 from __future__ import annotations
@@ -123,8 +122,7 @@ class Committer:
             self._due = step
 
     def enter(self) -> None:
-        """Capture a due step, and publish it if nothing is in flight. Called at each use of swapper; cheap if nothing
-        is due.
+        """Capture a due step, and publish it if nothing is in flight. Called at each use; cheap if nothing is due.
 
         Raises:
             IoError: as `finish`. Not with ranks together: they would wait in a collective for one that ends here. It is tried
@@ -210,7 +208,6 @@ class Committer:
 
     @property
     def commits(self) -> tuple[Commit | None, Commit | None]:
-        """See WayBack.commits."""
         return self._way_back.commits
 
     def add_snapshot(self, step: int, snapshot: Snapshot) -> None:
@@ -228,8 +225,7 @@ class Committer:
             raise
 
     def changed_in_pass(self) -> None:
-        """Note that a forward has changed parameters: uncommitted content of the step before it can no longer be
-        committed."""
+        """Note that a forward has changed parameters: an uncommitted step before it can no longer be committed."""
         self.changed_from_outside()
         if self._due is not None:
             self._drain()
@@ -310,8 +306,7 @@ class Committer:
     def _has_committed(self, section: Section) -> bool:
         """Return True if the last commit has the section's present content.
 
-        So it does if it is of this very step, as when a snapshot follows it, or if the section is unchanged external
-        content.
+        So it does if it is of this very step, as when a snapshot follows it, or if it is unchanged external content.
         """
         piece, memory = section.piece, section.memory
         if piece.location == EXTERNAL:  # unchanged external content stays in its file

@@ -96,8 +96,7 @@ def sections_of(directory: Path, record: CommitRecord) -> tuple[list[Section], d
 
 
 def check_trained(record: CommitRecord, parameters: Collection[str], trained: Collection[str]) -> None:
-    """Raise CheckpointError if the record is of this model, but has optimizer state for parameters that are not trained
-    here.
+    """Raise CheckpointError if the record has optimizer state for parameters of this model that are not trained here.
 
     Args:
         parameters: names of all.

@@ -63,8 +63,7 @@ class LockedDirectory:
         directory: the user's directory. It is made if it is missing, with those above it (io/mounts.py).
 
     Raises:
-        DirectoryError: it cannot be made, is no directory, not writable, or in use; or others than this user may write to
-            it.
+        DirectoryError: it cannot be made, is no directory, not writable, or in use; or others may write to it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
@@ -350,8 +349,7 @@ class RunDirectory:
         return drives
 
     def _check_leftovers(self, records: Sequence[DrivesRecord | None]) -> None:
-        """Check, without a commit to resume from, that leftovers belong to one run that never committed, and may be
-        deleted."""
+        """Check, without a commit to resume from, that leftovers of one run that never committed may be deleted."""
         ours = records[0].drives.id if records[0] is not None else ""
         for index, (locked, record) in enumerate(zip(self._locked, records, strict=True)):
             if not locked.held() or (index == 0 and (record is None or record.index == 0)):

@@ -1,8 +1,7 @@
 """Takes snapshots: the whole state as one container under the user's name, without copying bytes on the drive.
 
 `capture` copies the state in memory, at the user's call. When the step's last writes are done, `start` makes the newest
-swap file the snapshot's: another file replaces it, and a thread (publication.py) completes and publishes it while
-training continues.
+swap file the snapshot's: another file replaces it, and a thread (publication.py) publishes it while training continues.
 
 [Note: who touches what while a snapshot is published] Until `start` everything belongs to the training thread. `start`
 gives the publication its own values and objects: captured bytes, paths, runs of bytes with their checksums, open files.

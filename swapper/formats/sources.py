@@ -141,8 +141,7 @@ class Source:
         return {**self.tensors, **self.grids}
 
     def extents(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
-        """Yield the real extents of bytes [offset, offset + nbytes) of a tensor's file, with their places in that
-        range."""
+        """Yield the real extents of bytes [offset, offset + nbytes) of a tensor's file, and their places in it."""
         if path in self.joined:
             return self.joined[path].extents(offset, nbytes)
         return iter([(0, Extent(path, offset, nbytes))] if nbytes else [])

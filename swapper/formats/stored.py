@@ -106,8 +106,7 @@ class ConcatenatedFile:
         return offset
 
     def extents(self, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
-        """Yield the real extents of bytes [offset, offset + nbytes), with their places in that range. Gaps between
-        tensors have none."""
+        """Yield the real extents of bytes [offset, offset + nbytes), and their places in it. Gaps have none."""
         end = offset + nbytes
         index = max(bisect_right(self._begins, offset) - 1, 0)
         while index < len(self._begins) and self._begins[index] < end:

@@ -64,8 +64,7 @@ def byte_count(tensor: torch.Tensor) -> int:
 
 
 def views_of_range(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield views that together are the elements [start, stop) in row-major order; at most two a dimension and one
-    more."""
+    """Yield views that together are the elements [start, stop) in row-major order; at most 2 * dimensions + 1."""
     if start >= stop:
         return
     if tensor.ndim == 0:

@@ -42,8 +42,7 @@ class Pager:
         pool: the frames; owned by the pager from now on.
         store: reads and writes pages.
         schedule: the order of use.
-        window_pages: how many pages may be read early at the cost of others' frames; None: the frame count. [Note: what stays],
-            paging/prefetcher.py
+        window_pages: pages that may be read early at the cost of others; None: the frame count. [Note: what stays]
         lazy: write a changed page when its frame is needed, or at a flush, and not as soon as it is unleased.
         max_deferred_writes: how many pages may wait for their write in the victim cache. [Note: deferred writes], paging/frames.py
         writes_noted: returns a number that grows with each unannounced write, in any page.
@@ -222,8 +221,7 @@ class Pager:
                 raise error
 
     def writes_are_done(self) -> bool:
-        """Return whether all changed pages are written: none is leased, and no write is in flight, deferred, failed, or
-        unannounced.
+        """Return whether all changed pages are written: none is leased, in flight, deferred, failed, or unannounced.
 
         Raises:
             IoError: a write failed. It is tried again.

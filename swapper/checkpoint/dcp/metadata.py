@@ -1,7 +1,6 @@
 """Reads the `.metadata` of a torch.distributed.checkpoint directory as torch's own records, for torch's planner.
 
-A class that it names is not run unless it belongs to such a file. All fields of its records are checked here, so that those who use
-them need not.
+A class that it names is not run unless it belongs to such a file. All fields of its records are checked here.
 """
 
 from __future__ import annotations

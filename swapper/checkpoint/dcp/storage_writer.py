@@ -1,5 +1,4 @@
-"""Writes for torch.distributed.checkpoint: each thread of each rank makes a file, and the metadata names the valid
-ones.
+"""Writes for torch.distributed.checkpoint: each thread of each rank makes a file; the metadata names the valid ones.
 
 Host tensors are written from where they lie; small ones, and those on a device, through a stream's ring (stream.py). An
 overwritten checkpoint stays whole until the new one's metadata replaces its own, in one step.

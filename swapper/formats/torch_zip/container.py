@@ -3,8 +3,7 @@
 It is a stored zip, as torch.save writes it, with two liberties that every reader allows. The payload records come
 first, so that their offsets are known before any payload byte; and data.pkl, the other small records and the central
 directory come last: the **tail**. A live swap file has no tail, so that nothing loads it by accident; publishing writes
-it. Payloads and everything else fill whole, disjoint runs of 4096 bytes, so that all transfers can be direct. Nothing
-here opens a file.
+it. Payloads and all else fill whole, disjoint runs of 4096 bytes, for direct transfers. Nothing here opens a file.
 
 [Note: manifest and seal] A zip has checksums of its records, but none of the bytes between them. So a snapshot has one
 record more, the **manifest** (JSON): the CRC-32 of every run of bytes before the tail, headers and padding included,
@@ -123,8 +122,7 @@ class PreparedTail:
             record's offset in the file and the directory's entries of the payloads by key.
 
     Raises:
-        CheckpointError: the default torch.load could not read `obj`, or a tensor is not at the place that `locate`
-            returns.
+        CheckpointError: the default torch.load could not read `obj`, or a tensor is not where `locate` says.
     """
 
     def __init__(

@@ -97,8 +97,7 @@ def descriptor(cursor: int, nbytes: int, crc32: int) -> bytes:
 
 
 def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
-    """Return central directory and end records, to be written at `offset`, up to a file size that is a multiple of
-    `alignment`.
+    """Return central directory and end records, for `offset`, up to a file size that is a multiple of `alignment`.
 
     As in torch's writer, the zip64 end record and its locator (APPNOTE 4.3.14, 4.3.15) are always there. The zip
     comment of the end record (APPNOTE 4.3.16) rounds the size up: zero bytes, fewer than `alignment` of them, which

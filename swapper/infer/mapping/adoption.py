@@ -41,8 +41,7 @@ class Places:
 
 
 def adopt(places: Places, weight: Weight, data: torch.Tensor) -> nn.Parameter:
-    """Give a parameter `data`, without a gradient; return the parameter that has it, a new one for one on the meta
-    device."""
+    """Give a parameter `data`, without a gradient; return the one that has it, on the meta device a new one."""
     parameter = weight.parameter
     if parameter.device.type == "meta":
         parameter = nn.Parameter(data, requires_grad=False)

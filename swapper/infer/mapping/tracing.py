@@ -25,8 +25,7 @@ from swapper.modules.torch_functions import SET_DATA
 class Node:
     """A stored tensor, or result number `index` of a function of other nodes (instead of tensors in its arguments).
 
-    `is_view`: the result shares its memory with an argument. `changed`: names of functions that changed the result in
-    place.
+    `is_view`: the result shares its memory with an argument. `changed`: functions that changed the result in place.
     """
 
     stored: StoredTensor | None = None

@@ -33,8 +33,7 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class StreamedGroup:
-    """A group's streamed weights, and the file ranges (`runs`) that hold them; a run's places count the parts of all
-    `weights`."""
+    """A group's streamed weights, and the file ranges (`runs`) that hold them; a run's places count all parts."""
 
     index: int
     weights: list[Weight] = field(default_factory=list)
@@ -128,8 +127,7 @@ class StreamingPlan:
 
     @property
     def fixed_device_bytes(self) -> int:
-        """Device memory in addition to images: resident weights, and the most of conversions, parts of matrices and
-        experts at once."""
+        """Device memory beside images: resident weights, and the most of conversions, parts and experts at once."""
         _, small_bytes = place_in_storage(part.nbytes for weight in self.small for part in weight.recipe.parts)
         return small_bytes + self.buffer_bytes + self.made_bytes + 2 * self._slot_bytes + self.min_experts_bytes
 

@@ -85,8 +85,7 @@ class DeepNvmeMethods:
         return self._parallelism
 
     def get_alignment(self) -> int:
-        """Return the multiple to which DeepNVMe's users round sizes. Nothing here needs it; multiples of 4096 save a
-        copy."""
+        """Return the multiple to which DeepNVMe's users round sizes. Multiples of 4096 save a copy here."""
         return ALIGNMENT * self._parallelism
 
     def read(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
@@ -186,8 +185,7 @@ class DeepNvmeMethods:
     ) -> int:
         """Begin to write. Returns 0.
 
-        A descriptor (`fd=`, or instead of the name) stays the caller's, who may close it at once; its file is never
-        truncated.
+        A descriptor (`fd=`, or instead of the name) stays the caller's, to close at once; its file is never truncated.
 
         Args: as of `read`.
 

@@ -1,8 +1,7 @@
 """A requested transfer, as a future.
 
 An operation consists of parts (engine tickets, staged transfers): done when all are, failed by the first that failed.
-While any part is in flight the operation is in `_under_way`, which keeps its tensors and files even if the user has
-dropped everything.
+While any part is in flight `_under_way` has the operation, which keeps its tensors and files if the user drops all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Moves saved activations of one accelerator to host memory during the forward, and prefetches them for backward.
 
 A copy stream of its own copies storages to the host, the oldest first. Host memory belongs to the cache
-(saved_tensor_cache.py), which writes the excess to the drive. Backward needs the newest first; older ones are
-prefetched.
+(saved_tensor_cache.py), which writes the excess to the drive. Backward needs the newest first; others are prefetched.
 
 [Note: in the order of the stream] Python queues work far ahead of the device, so counts here are not of what the device
 has done, but of what it will have done at that place of the compute stream. Memory is released in that order too: the
@@ -287,8 +286,7 @@ class DeviceTensorCache:
         return self._held_bytes + stored.nbytes > self._limit_bytes
 
     def _drop_one(self, wanted: DeviceStored, only_used: bool) -> bool:
-        """Release one with a copy below, a used one first, else the one that backward needs last. Return False without
-        one."""
+        """Release one with a copy below, a used one first, else the one needed last. Return False without one."""
         alive = [s for of in self._here.values() if (s := of()) is not None]
         here = [s for s in alive if s is not wanted and s.below is not None]
         victims = sorted(

@@ -365,8 +365,7 @@ class SavedTensorCache:
 
 
 def _again(error: IoError) -> IoError:
-    """Return a new copy of the error: its traceback, which refers to the graph, must not hang on something in the
-    graph."""
+    """Return a new copy of the error: a traceback refers to the graph, and must not hang on something in the graph."""
     return IoError(error.op, error.path, error.offset, error.nbytes, error.errno or 0, error.detail)
 
 

@@ -38,8 +38,7 @@ from swapper.train.session.training_session import TrainingSession
 
 DESTINATIONS = ("auto", "host", "nvme")
 STORAGE_DIVISOR = 8
-"""A view of less than 1/STORAGE_DIVISOR of its storage is not moved: the rest is likely the user's own (a data set). A
-choice."""
+"""A view of less than 1/STORAGE_DIVISOR of its storage is not moved: the rest is likely a data set. A choice."""
 
 
 class Kept:
@@ -88,8 +87,7 @@ class offload_activations:  # used as a function, like torch.no_grad
     predicts the amount from the step before. Each storage is moved once, however often it and views of it are saved.
     Not moved are parameters, buffers and tensors that share memory with those of the manager's model, leaves that
     require gradients, tensors of storages below `min_bytes`, sparse and quantized tensors, subclasses, and tensors that
-    a backward saves (double backward, recomputation by checkpointing). Torch's check for tensors changed in place
-    works.
+    a backward saves (double backward, recomputation by checkpointing). Torch's check for changes in place works.
 
     Args:
         manager: of the drive's directory, with or without an offloaded model.

@@ -8,13 +8,11 @@ budget stay from one use to the next within a step.
 [Note: streams of a backward] Autograd runs each node on the stream of its operation in the forward, and hooks on the
 stream of their node. A parameter's gradient is written, and the hook after it runs, on the stream that was current when
 the forward first used the parameter. The gradient is valid on that stream only until the backward is over: then torch
-makes the stream of the backward's caller wait for all of those. So a use before (`update="backward"`) waits for the
-parameters' streams.
+makes the backward's caller's stream wait for all of those. So `update="backward"` waits for the parameters' streams.
 
 [Note: threads of a backward] Autograd runs a backward's nodes of the accelerator in a thread of its own, and those of the CPU
 in the thread that called it: hooks of both may be due at once (a module that returns a tensor of the CPU). They are not
-made to be interleaved, and every call of the device lets the other thread go on. So each takes `alone` first, after its
-turn.
+made to be interleaved, and every call of the device lets the other thread go on. So each takes `alone` after its turn.
 
 [Note: stream of updates] Updates on the device have a stream of their own, so that the kernels of a forward or backward
 wait neither for them nor for the copies of their slices. It waits for what was queued when a step's first update begins
@@ -165,7 +163,6 @@ class TrainingDevice(ModelDevice):
             )
 
     def lease(self, image: DeviceCopy) -> None:
-        """See DeviceTier.lease."""
         self.tier.lease(image)
         if len(self._used) < USES_REMEMBERED * len(self._images):
             self._used.append(image)

@@ -222,8 +222,7 @@ class GradientMeta:
         changes: of each element, in this order, when the gradient is used: clipping, unscaling.
         norms: known ones, changes included, by their order.
         finite: whether all elements are finite; None if unknown.
-        failure: the reason why the pages are incomplete, until it is zeroed; text, since an exception would keep
-            objects alive.
+        failure: why the pages are incomplete, until it is zeroed; text, as an exception would keep objects alive.
     """
 
     zero: bool = False
@@ -247,8 +246,7 @@ class GradientMeta:
 class Accumulation:
     """Tells whether autograd made a parameter's gradient, or added to one that the user had assigned.
 
-    An assigned gradient is the user's: it may be a part of a larger tensor, or another parameter's too, and stays in
-    place.
+    An assigned gradient is the user's, perhaps a part of a larger tensor, or another parameter's too: it stays there.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:

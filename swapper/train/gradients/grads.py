@@ -1,16 +1,13 @@
-"""Keeps gradients: in host memory, inside the budget, or on NVMe (paged_grads.py); on an accelerator in both
-(device_grads.py).
+"""Keeps gradients: in host memory, or on NVMe (paged_grads.py); of an accelerator in both (device_grads.py).
 
 Gradients of parameters that are always in memory, and those that are updated on an accelerator, stay autograd's own
 (autograd_grads.py). If parameters are on NVMe and their gradients in host memory, each gradient has a slot in a
 resident section: after autograd has accumulated one, it is copied there and autograd's tensor is released;
 `parameter.grad` is a tensor in the slot. A later backward accumulates into it. So `grad` is an ordinary tensor for
 clipping, scalers and hooks. A reference that is kept beyond `zero_grad` keeps its values: before the slot is reused,
-that tensor gets memory of its own. While no tensor is in the slot, the pager uses it as a victim cache
-(victim_cache.py).
+that tensor gets memory of its own. While no tensor is in the slot, the pager caches pages there (victim_cache.py).
 
-A gradient that has a graph (`backward(create_graph=True)`) stays autograd's own: a penalty on it must reach the
-parameters.
+A gradient that has a graph (`backward(create_graph=True)`) stays autograd's own: a penalty must reach the parameters.
 """
 
 from __future__ import annotations
@@ -111,8 +108,7 @@ class Gradients:
             self.paged.forget_released()
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat and clipped; do not change
-        them.
+        """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat, clipped, not to be changed.
 
         Requires leases of its pages, if any.
         """
@@ -204,8 +200,7 @@ class _HostSlot:
         self._place = torch.empty(0)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Copy the parameter's gradient to the slot, unless it is there, is the user's, or a graph needs it where it
-        is."""
+        """Copy the parameter's gradient to the slot, unless it is there, is the user's, or has a graph."""
         gradient = parameter.grad
         last = self._last() if self._last is not None else None
         if gradient is None or gradient is last or gradient.requires_grad or self.accumulation.was_there(gradient):
@@ -239,8 +234,7 @@ class GradientStash:
     """Owns an unnamed file of gradients on NVMe, or on an accelerator, during a relayout (session/relayout.py).
 
     Pages belong to the session that closes, and their scratch file is deleted with it; gradients on an accelerator may
-    move to pages then. The stash is filled from the old session's gradients and emptied into the new one's, any number
-    of times.
+    move to pages then. The stash is filled from the old session's gradients and emptied into new ones, again and again.
     """
 
     def __init__(self, directory: Path) -> None:

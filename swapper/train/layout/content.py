@@ -320,7 +320,6 @@ class ReshardedSource:
         return {}
 
     def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
-        """See SectionSource."""
         first = self._rows.begin(spec)
         at, stop = first + begin, first + end
         for part in self._parts.get((spec.owner, spec.kind), ()):

@@ -148,8 +148,7 @@ def take_inventory(
         state_codecs: the codecs of the optimizer's state. Default: it is stored as it is.
 
     Raises:
-        ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and everything is
-            trained.
+        ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and all is trained.
         CheckpointError: `frozen` does not fit the model.
         UnsupportedError: the model or the optimizer cannot be offloaded exactly.
         StateError: the model is offloaded already.

@@ -171,8 +171,7 @@ class StateCodecs:
 
 
 def coded_specs(name: str, key: str, codec: StateCodec, shape: tuple[int, ...]) -> list[TensorSpec]:
-    """Return the parts of an encoded tensor. One with an element for each of the parameter's has its shape; others have
-    its rows."""
+    """Return the parts of an encoded tensor: one with an element for each of its own has its shape; others its rows."""
     rows, numel = shape[0], math.prod(shape)
     return [
         TensorSpec(name, coded_kind(key, codec.name, suffix), dtype, shape if n == numel else (rows, n // rows))

@@ -212,8 +212,7 @@ class _Trial:
             return False
 
     def _take_steps(self, calls: list[list[int]], start: int = 0) -> Any:
-        """Take the steps, in calls with these tensors; return tensors with their state, and the optimizer's own
-        changes.
+        """Take the steps, in calls with these tensors; return these with their state, and the optimizer's own changes.
 
         The second tensor has its first gradient in step `start`.
         """

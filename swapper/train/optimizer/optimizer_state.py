@@ -121,8 +121,7 @@ class OptimizerState:
     # --- state dicts --------------------------------------------------------------------------------------------------
 
     def save(self, numbers: range | None = None) -> dict[int, dict[str, Any]]:
-        """Return the state in torch's form, {index of parameter: {key: tensor}}, mapped from its sections until it
-        changes.
+        """Return the state in torch's form, {number: {key: tensor}}, mapped from its sections until it changes.
 
         Args:
             numbers: those of one optimizer's parameters among all, which then count from 0; None for all.

@@ -250,15 +250,12 @@ class MemberState:
         self.view = StateView(self)
 
     def save(self) -> dict[int, dict[str, Any]]:
-        """See OptimizerState.save."""
         return self._owner.save(self._optimizers.numbers(self._member))
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
-        """See OptimizerState.load."""
         self._owner.load(state, self._optimizers.numbers(self._member))
 
     def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See OptimizerState.skip_step."""
         self._owner.skip_step(parameters)
 
     def with_state(self) -> list[torch.Tensor]:

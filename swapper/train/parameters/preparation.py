@@ -55,7 +55,6 @@ class Preparation:
         return None
 
     def remove(self, keep_cold: bool) -> None:
-        """See ModelBinding (given_model.py)."""
         for model in self._models:
             model.__dict__.pop("_apply", None)
         self._models.clear()

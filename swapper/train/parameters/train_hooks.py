@@ -10,13 +10,11 @@ created after that call's end has run: the leases of all calls that *started* af
 holds for frozen parameters, for parameters used twice and for calls inside other calls (an ancestor started earlier, and
 keeps its lease). A tensor that a call received and returns is not its output: it was made before, and its gradient comes
 long after the call's backward (T5's layers all return the position bias that the first one makes). Counting gradients
-instead would release a frozen weight that a later node still multiplies with. The other leases are released when the
-backward is over.
+instead would release a frozen weight that a later node still multiplies with. The others end with the backward.
 
 [Note: what a graph holds] Autograd's nodes hold their hooks, and Python's garbage collector does not traverse nodes. A
 module that keeps a tensor with a graph (RecurrentGemma its state) would so keep itself alive, and the memory of a closed
-session. So a hook on a tensor has a weak reference to `TrainingHooks`, and a `TrainingCall`, which has only names and
-numbers.
+session. So a tensor's hook has a weak reference to `TrainingHooks`, and a `TrainingCall` of names and numbers.
 
 [Note: turns] Only one thread at a time changes a model's calls, leases and phases: a forward has the turn from its first
 hook to its last, a backward from its first hook to autograd's final callback; a step, a snapshot, both ends of `gather`,

@@ -109,10 +109,7 @@ def placement_lines(plan: Plan) -> list[tuple[str, str]]:
         ),
         *([(plan.request.model.buffers[0], _buffers(plan))] if plan.buffer_bytes is not None else []),
         *(
-            [
-                ("device memory", _on_device(plan)),
-                ("updates", _updates(plan)),
-            ]
+            [("device memory", _on_device(plan)), ("updates", _updates(plan))]
             if plan.request.device is not None
             else []
         ),
