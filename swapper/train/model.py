@@ -38,10 +38,10 @@ from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.accumulation_pass import AccumulationOrder
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering
-from swapper.train.parameters.given_model import HookTargets, ModelBinding
+from swapper.train.parameters.given_model import HookTargets
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
-from swapper.train.parameters.preparation import averaging_refused
+from swapper.train.parameters.preparation import ModelBinding, averaging_refused
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionGuard, SessionSlot
 from swapper.train.updates.at_step import Updates

@@ -12,10 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from swapper import _C
 from swapper.errors import IoError
 from swapper.io.files import Opened
+from swapper.io.staging import StagedTransfer
 
 logger = logging.getLogger("swapper.io")
 
@@ -23,18 +25,7 @@ _under_way: set[Operation] = set()
 """Every operation that is not retired. Changed only by single set operations."""
 
 
-class TransferPart(Protocol):
-    """A part of an operation: `swapper._C.Ticket`, or a staged transfer."""
-
-    @property
-    def done(self) -> bool: ...
-    @property
-    def error(self) -> Exception | None: ...
-    @property
-    def cancelled(self) -> bool: ...
-    def wait(self, timeout_s: float | None = None) -> bool: ...
-    def cancel(self) -> bool: ...
-    def notify(self, fd: int) -> None: ...
+TransferPart = _C.Ticket | StagedTransfer
 
 
 class Operation:

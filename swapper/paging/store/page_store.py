@@ -47,6 +47,7 @@ class PageStore(Protocol):
 
     def explain(self, page: Page, error: IoError) -> IoError:
         """Return the error to raise for a read of `page` that failed with `error`."""
+        return error
 
     def file_of(self, page: Page) -> File | None:
         """Return the file to read from `page.stored_offset` when the addresses of a cold page are touched; None: there is none."""

@@ -29,22 +29,7 @@ from swapper.device.registered_memory import LockedMemory
 from swapper.errors import BudgetError, DeviceError, IoError
 from swapper.runtime.interrupts import SteadyLock
 from swapper.runtime.sizes import format_bytes
-from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Stored, page_aligned
-
-
-class Arriving:
-    """Tells when a copy from a device is over."""
-
-    def __init__(self, device: Device, event: Any) -> None:
-        self._device = device
-        self.event = event
-
-    @property
-    def done(self) -> bool:
-        return self._device.has_passed(self.event)
-
-    def wait(self) -> None:
-        self._device.wait_for(self.event)
+from swapper.train.activations.saved_tensor_cache import Arrival, SavedTensorCache, Stored, page_aligned
 
 
 class DeviceStored:
@@ -178,7 +163,7 @@ class DeviceTensorCache:
                 self._device.wait_for(self._device.record(self._down))
             raise
         self._counters.down_bytes += stored.nbytes
-        stored.below = self._below.keep(host, Arriving(self._device, stored.copied), self._host_memory)
+        stored.below = self._below.keep(host, Arrival(self._device, stored.copied), self._host_memory)
         stored.below.uses_left = 1  # until it is on the device again
         return True
 

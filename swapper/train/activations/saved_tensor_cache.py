@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 import torch
 
+from swapper.device.device import Device
 from swapper.errors import IoError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
@@ -31,12 +31,19 @@ from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import SteadyLock
 
 
-class Arrival(Protocol):
-    """Tells when memory has its final content."""
+class Arrival:
+    """Tells when a copy from a device is over: memory has its final content."""
+
+    def __init__(self, device: Device, event: torch.Event) -> None:
+        self._device = device
+        self._event = event
 
     @property
-    def done(self) -> bool: ...
-    def wait(self) -> None: ...
+    def done(self) -> bool:
+        return self._device.has_passed(self._event)
+
+    def wait(self) -> None:
+        self._device.wait_for(self._event)
 
 
 class Stored(Resident):

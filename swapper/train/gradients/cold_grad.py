@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -22,30 +22,14 @@ from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
 from swapper.train.layout.slices import TensorLocation
 
+if TYPE_CHECKING:  # which has the gradients behind ColdGradients
+    from swapper.train.gradients.paged_grads import PagedGradients
+
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
 KEEP = "; with manager.offload(..., gradients='host') it stays in memory"
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """A pending change of a gradient's elements; returns new ones. It must not depend on an element's position."""
-
-
-class GradientOwner(Protocol):
-    """Has the gradients behind ColdGradients."""
-
-    def norm(self, slot: GradientSlot, norm_type: float) -> torch.Tensor:
-        """Return a gradient's norm, as torch.linalg.vector_norm does."""
-
-    def find_finite(self, slots: Sequence[GradientSlot]) -> None:
-        """Find out at once which of these gradients' norms are finite: one wait for a device, not one for each."""
-
-    def is_finite(self, slot: GradientSlot) -> bool:
-        """Return True if all of its elements are finite."""
-
-    def change(self, slot: GradientSlot, change: Change) -> None:
-        """Record a change of its elements, for when it is used."""
-
-    def zero(self, slot: GradientSlot) -> None:
-        """Set it to zero."""
 
 
 class ColdGradient(torch.Tensor):
@@ -59,7 +43,7 @@ class ColdGradient(torch.Tensor):
 
     swapper_name = ""
     swapper_where = "on NVMe"
-    swapper_gradient: Callable[[], tuple[GradientOwner, GradientSlot] | None]
+    swapper_gradient: Callable[[], tuple[PagedGradients, GradientSlot] | None]
 
     @classmethod
     def __torch_function__(
@@ -88,7 +72,7 @@ def refuse(one: ColdGradient | None, func: Any) -> NoReturn:
     )
 
 
-def _of(tensor: Any) -> tuple[GradientOwner, GradientSlot] | None:
+def _of(tensor: Any) -> tuple[PagedGradients, GradientSlot] | None:
     if type(tensor) is not ColdGradient:
         return None
     found = tensor.swapper_gradient()
@@ -99,7 +83,7 @@ def _of(tensor: Any) -> tuple[GradientOwner, GradientSlot] | None:
     return found
 
 
-def _change(tensor: torch.Tensor, found: tuple[GradientOwner, GradientSlot], change: Change) -> torch.Tensor:
+def _change(tensor: torch.Tensor, found: tuple[PagedGradients, GradientSlot], change: Change) -> torch.Tensor:
     owner, slot = found
     owner.change(slot, change)
     torch.autograd.graph.increment_version([tensor])

@@ -52,12 +52,13 @@ class SectionSource(Protocol):
 
     def is_external(self, plan: SectionPlan) -> bool:
         """Return True if an external section's content is its file's: then it is not filled."""
+        return True
 
     def value(self, name: str) -> torch.Tensor | None:
         """Return the model's value of an external parameter, to be compared with the file's; None without one."""
 
 
-class GivenSource:
+class GivenSource(SectionSource):
     """Takes content from the user's model and optimizers."""
 
     def __init__(self, optimizers: OptimizerSet) -> None:
@@ -77,9 +78,6 @@ class GivenSource:
         value = self._values.get(spec.owner) if is_value else self._states[spec.owner].get(spec.kind)
         if value is not None:
             view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
-
-    def is_external(self, plan: SectionPlan) -> bool:
-        return True
 
     def value(self, name: str) -> torch.Tensor | None:
         return self._values.get(name)
@@ -144,7 +142,7 @@ class CommittedFiles:
         return self._files[path]
 
 
-class CarriedSource:
+class CarriedSource(SectionSource):
     """Takes content from the files of an earlier layout, and the rest from the optimizers."""
 
     def __init__(self, optimizers: OptimizerSet, files: CommittedFiles) -> None:
@@ -178,9 +176,6 @@ class CarriedSource:
         places = [self._places[slot.spec.owner, "param"] for slot in plan.slots]
         pieces = [p for at in places for p in at.section.pages_of(at.slot.offset, at.slot.end) or [at.section.piece]]
         return all(piece.location == EXTERNAL for piece in pieces)
-
-    def value(self, name: str) -> None:
-        """Return None: the earlier layout has the same external content."""
 
 
 def iter_section_pages(
@@ -279,8 +274,8 @@ class _RankPart:
     files: CommittedFiles
 
 
-class ReshardedSource:
-    """Reads this rank's content from the files of the earlier ranks.
+class ReshardedSource(SectionSource):
+    """Reads this rank's content from the files of the earlier ranks. The model's values do not count.
 
     Args:
         earlier: all ranks of the run that is continued.
@@ -312,9 +307,6 @@ class ReshardedSource:
         ours = {(slot.spec.owner, slot.spec.kind): self._rows.form(slot.spec) for slot in self._rows.slots()}
         _check_forms({key: form for key, form in theirs.items() if self._rows.has_some(key[0])}, ours)
 
-    def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """See SectionSource."""
-
     def state(self, name: str) -> Mapping[str, Any]:
         """Return nothing: all of it is in sections."""
         return {}
@@ -328,13 +320,6 @@ class ReshardedSource:
                 part.files.read(part.place, low - part.begin, high - part.begin, view[low - at : high - at])
                 if (low, high) == (at, stop):
                     return
-
-    def is_external(self, plan: SectionPlan) -> bool:
-        """Return True: the model and the file are compared."""
-        return True
-
-    def value(self, name: str) -> None:
-        """Return None: the model's values do not count."""
 
     def close(self) -> None:
         close_all([files.close for files in self._files])

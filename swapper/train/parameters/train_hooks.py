@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from torch.nn.utils import stateless
 
 from swapper.errors import BudgetError, StateError
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, GroupSharing, ModuleHooks, tensors_of
+from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
 from swapper.modules.own_hook import OwnHook, outside_transforms
 from swapper.modules.torch_functions import tensors_among
 from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
@@ -49,6 +49,9 @@ from swapper.runtime.interrupts import close_all
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Updates
+
+if TYPE_CHECKING:  # whose micro-batches these hooks run
+    from swapper.train.parameters.accumulation_pass import AccumulationPass
 
 
 class TrainingCall(Call):
@@ -64,12 +67,6 @@ class TrainingCall(Call):
         self.use = -1  # see PendingUses
         self.is_functional = False  # with other parameters than the model's
         self.given: list[Any] = []  # autograd's nodes of its arguments, while the forward runs
-
-
-class MicroBatches(GroupSharing, Protocol):
-    """Micro-batches that pass through a model together (accumulation_pass.py)."""
-
-    def make_room(self) -> bool: ...
 
 
 class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
@@ -92,7 +89,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         turns: Turns,
         on_device: TrainingDevice | None,
     ) -> None:
-        self._batches: MicroBatches | None
+        self._batches: AccumulationPass | None
         units = list(units)
         super().__init__(units, groups, drop_leases, turns)
         self._on_device = on_device
@@ -126,7 +123,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """True while several batches pass together."""
         return self._batches is not None
 
-    def share(self, batches: MicroBatches | None) -> None:
+    def share(self, batches: AccumulationPass | None) -> None:
         """Begin a pass of `batches`, in whose threads the hooks run until `share(None)`. This thread has the turn."""
         self._batches = batches
         self.exchange(threading.current_thread())
