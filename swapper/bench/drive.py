@@ -100,7 +100,7 @@ def measure_drive(directory: Path, *others: Path, file_bytes: int = 256 << 20, d
         for each in (directory, *others):
             scratch = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="swapper-drive-", dir=each)))
             for name, lanes, transfer in (("read", reads, _read), ("write", writes, _write)):
-                file, is_direct = _open(scratch / name)
+                file, is_direct = _open(scratch / name, os.O_RDWR | os.O_CREAT)
                 kept.callback(os.close, file)
                 direct = direct and is_direct
                 _fill(file, file_bytes)  # blocks that were never written read back without a transfer
@@ -113,14 +113,14 @@ def measure_drive(directory: Path, *others: Path, file_bytes: int = 256 << 20, d
         )
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    """Return a new file's descriptor, and True if it is direct."""
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """Return a file's descriptor, and True if it is direct."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600), True
+        return os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600), False
+    return os.open(path, flags, 0o600), False
 
 
 def _piece() -> memoryview:
@@ -192,12 +192,7 @@ def _transfer(lanes: Sequence[_Lane], file_bytes: int, duration_s: float) -> flo
 
 def measure_read(path: Path, *, duration_s: float = 2.0) -> float:
     """Return bytes a second of direct reads of `path`, from its start; buffered if the filesystem refuses."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        file = os.open(path, os.O_RDONLY)
+    file, _ = _open(path, os.O_RDONLY)
     try:
         return _transfer([(_read, file)] * THREADS, path.stat().st_size, duration_s)
     finally:

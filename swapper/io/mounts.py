@@ -61,7 +61,8 @@ def make_parents(path: Path, refusal: type[SwapperError]) -> list[Path]:
     Raises:
         refusal: the outermost may be, or lie on, a drive that is not mounted; or one cannot be made.
     """
-    missing = [*takewhile(lambda above: not _exists(above), path.absolute().parents)][::-1]
+    exists = os.path.exists
+    missing = [*takewhile(lambda above: not exists(above), path.absolute().parents)][::-1]
     if missing and _may_lack_a_drive(missing[0].parent.resolve()):
         raise refusal(
             f"{path} lies beneath {missing[0]}, which does not exist: perhaps a drive is misspelt or not mounted. Correct the "
@@ -75,13 +76,6 @@ def make_parents(path: Path, refusal: type[SwapperError]) -> list[Path]:
             f"the directory {path.parent} cannot be made ({error.strerror}): correct the path, or choose another"
         ) from error
     return missing
-
-
-def _exists(directory: Path) -> bool:
-    with contextlib.suppress(OSError):
-        directory.stat()
-        return True
-    return False
 
 
 def _may_lack_a_drive(directory: Path) -> bool:

@@ -13,7 +13,8 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from swapper import _C
@@ -91,6 +92,15 @@ class Pager:
         """
         self.lease(access)
         self.wait(access)
+
+    @contextmanager
+    def leased(self, access: Access) -> Iterator[None]:
+        """Lease the access's pages within the context, which changes those that the access writes. Raises as `acquire`."""
+        self.acquire(access)
+        try:
+            yield
+        finally:
+            self.release(access, access.writes)
 
     def lease(self, access: Access) -> None:
         """Keep the access's pages from eviction and submit their reads; `wait` waits for them.

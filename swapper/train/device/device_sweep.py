@@ -348,15 +348,13 @@ class DeviceSweep(Sweep):
         self.kept.ready([trainable.group])
         for part in trainable.all_slices(self._page_bytes):
             changed = tuple(page for page in part.access.pages if page in part.access.writes)  # without gradients
-            access = Access(None, changed)
-            self._pager.acquire(access)
-            try:
-                self._refresh_kept(trainable, part, before)
-            finally:
-                self._views.clear()
-                self._coded_there.free()
-                self.on_device.finish()
-                self._pager.release(access)
+            with self._pager.leased(Access(None, changed)):
+                try:
+                    self._refresh_kept(trainable, part, before)
+                finally:
+                    self._views.clear()
+                    self._coded_there.free()
+                    self.on_device.finish()
 
     @torch.no_grad()
     def _refresh_kept(self, trainable: Trainable, part: Slice, before: Mapping[str, torch.Tensor]) -> None:

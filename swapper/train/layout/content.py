@@ -213,8 +213,7 @@ def iter_section_pages(
             first += 1
         if only is not None and (first == len(slots) or slots[first].offset >= page_end):
             continue
-        pager.acquire(access)
-        try:
+        with pager.leased(access):
             for slot in slots[first:]:
                 if slot.offset >= page_end:
                     break
@@ -222,8 +221,6 @@ def iter_section_pages(
                 begin = max(page.offset - slot.offset, 0) // itemsize
                 end = (min(slot.end, page_end) - slot.offset) // itemsize
                 yield slot, begin, end, section.tensor(slot).view(-1)[begin:end]
-        finally:
-            pager.release(access, access.writes)
 
 
 def copy_of(place: TensorLocation, pager: Pager) -> torch.Tensor:

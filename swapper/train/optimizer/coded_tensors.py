@@ -6,7 +6,6 @@ A whole tensor is decoded or encoded in pieces that need no more pages than a sl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,20 +111,9 @@ class CodedTensors:
             changed = coded.pages(begin, end)
             read = places.param.pages(begin, end) if coded.codec.needs_parameter else []
             access = Access(None, (*changed, *read), writes=frozenset(changed if write else ()))
-            with self._leased(access):
+            with self._pager.leased(access):
                 parts = [_part(place, *coded.part_of(place, begin, end)) for place in coded.parts]
                 yield begin, end, parts, _part(places.param, begin, end)
-
-    @contextmanager
-    def _leased(self, access: Access) -> Iterator[None]:
-        if not access.pages:
-            yield
-            return
-        self._pager.acquire(access)
-        try:
-            yield
-        finally:
-            self._pager.release(access, access.writes)
 
 
 def _piece_elements(coded: CodedTensor) -> int:
