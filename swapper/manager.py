@@ -224,9 +224,7 @@ class SwapManager:
         )  # fmt: skip
         if plan is not None:
             if not isinstance(plan, Plan):
-                raise ConfigError(
-                    f"plan={plan!r} is not known: give what manager.plan returns, or keywords as params='nvme'"
-                )
+                raise ConfigError(f"plan={plan!r} is not known: give manager.plan's, or keywords as params='nvme'")
             options.check_none_given()
             plan.request.check_is_for(model, inner, self._options)
 

@@ -179,9 +179,7 @@ def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, s
     cursor = 0
     for tensor in tensors:
         if tensor.dtype not in _SAFETENSORS_NAMES:
-            raise CheckpointError(
-                f"{tensor.name} is of {tensor.dtype}, which safetensors does not support: use --to torch"
-            )
+            raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which safetensors lacks: use --to torch")
         entries[tensor.name] = {
             "dtype": _SAFETENSORS_NAMES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -52,9 +52,7 @@ def read(path: Path) -> tuple[list[ExportTensor], dict[Path, FileStamp]]:
     try:
         tensors = _assemble(path, ranks, models)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not a ZeRO checkpoint of a known kind ({type(error).__name__}: {error})"
-        ) from error
+        raise CheckpointError(f"{path} is no known ZeRO checkpoint ({type(error).__name__}: {error})") from error
     return tensors, {file.path: file.stamp for file in [*ranks, *models]}
 
 

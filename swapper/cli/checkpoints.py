@@ -100,9 +100,7 @@ def _show_report(report: Report, console: Console) -> None:
     if report.faults:
         verdict = f"[red]{len(report.faults)} faults[/red] in {checked}"
     elif report.kind == "torch checkpoint":
-        verdict = (
-            f"[green]well[/green]: {checked} in records; it has no manifest, so what lies between them was not checked"
-        )
+        verdict = f"[green]well[/green]: {checked} in records; it has no manifest, so the rest was not checked"
     else:
         verdict = f"[green]well[/green]: {checked}, every byte"
     console.print(f"{escape(report.path)} ({report.kind}): {verdict}")

@@ -210,9 +210,7 @@ def _drive(directory: Path) -> Iterator[Finding]:
         f"scheduler {said('queue/scheduler').split('[')[-1].split(']')[0]}, {said('queue/nr_requests')} requests"
     )
     if said("queue/rotational") == "1":
-        yield Finding(
-            "Drive", GOOD, text + ", which reports to be rotational, as virtual drives do; swapper is made for NVMe"
-        )
+        yield Finding("Drive", GOOD, text + ", which says it is rotational, as virtual drives do; swapper is for NVMe")
     else:
         yield Finding("Drive", GOOD, text)
     tuning = find_tuning(directory)
@@ -238,9 +236,7 @@ def _runs(directory: Path) -> Iterator[Finding]:
         away = [str(part) for part in record.drives.directories if not part.is_dir()]
         text = f"{path.name} lies over {len(parts)} drives: {', '.join(parts)}"
         if away:
-            yield Finding(
-                "Run", BAD, f"{text}; {', '.join(away)} is missing", "mount that drive before you resume the run"
-            )
+            yield Finding("Run", BAD, f"{text}; {', '.join(away)} is missing", "mount that drive before you resume it")
         else:
             yield Finding("Run", GOOD, text)
 

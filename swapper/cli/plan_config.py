@@ -102,9 +102,7 @@ def plan(
         if device is None and link is not None:
             raise ConfigError("--link is to an accelerator: give --device, its memory, as 24GiB")
         if device is not None and flops is None:
-            raise ConfigError(
-                "--device is not this processor: give --flops, its floating-point operations a second, as 1e14"
-            )
+            raise ConfigError("--device is not this processor: give --flops, its operations a second, as --flops 1e14")
         if ranks == 1 and network is not None:
             raise ConfigError("--network is between ranks: give --ranks")
         drives = parse_drives(nvme)

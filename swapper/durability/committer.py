@@ -161,9 +161,7 @@ class Committer:
             StateError: a rank may still need them.
         """
         if self._every is not None and not self.meet_ranks():
-            raise StateError(
-                f"ranks have committed different steps: {verb} on all ranks at the same place, right after a step"
-            )
+            raise StateError(f"ranks committed different steps: {verb} on all at the same place, right after a step")
 
     def meet_ranks(self, failure: BaseException | None = None) -> bool:
         """Wait for all ranks before a step. Return True if they have the same last commit. See WayBack.before_step."""

@@ -89,9 +89,7 @@ def sections_of(directory: Path, record: CommitRecord) -> tuple[list[Section], d
         for page, drive in zip(pages, drives.assign_to_drives([page.nbytes for page in pages]), strict=True):
             page.drive = drive
     except (LookupError, AttributeError, TypeError, ValueError, CheckpointError) as error:
-        raise CheckpointError(
-            f"{directory}: its commit record contradicts itself ({error!r}): take another copy"
-        ) from error
+        raise CheckpointError(f"{directory}: its commit contradicts itself ({error!r}): take another copy") from error
     return sections, {number: drives.paths(name) for number, name in record.files.items()}
 
 

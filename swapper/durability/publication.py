@@ -232,9 +232,7 @@ class Publication:
 
     def _explain(self, failure: OSError) -> SwapperError:
         if isinstance(failure, FileNotFoundError) and not self._path.parent.is_dir():
-            return CheckpointError(
-                f"directory {self._path.parent} was removed while the snapshot {self._path} was written"
-            )
+            return CheckpointError(f"directory {self._path.parent} was removed while snapshot {self._path} was written")
         return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run continues unaffected")
 
     def _publish(self) -> None:

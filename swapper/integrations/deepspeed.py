@@ -60,9 +60,7 @@ def install() -> None:
     except ImportError as error:
         raise UnsupportedError(f"DeepSpeed cannot be imported: {error}") from error
     if not hasattr(builders, "AsyncIOBuilder"):
-        raise UnsupportedError(
-            f"DeepSpeed {deepspeed.__version__} has no AsyncIOBuilder; swapper does not support this version"
-        )
+        raise UnsupportedError(f"DeepSpeed {deepspeed.__version__} has no AsyncIOBuilder: it is not supported")
     for name, operator in _BUILDERS.items():
         found = getattr(builders, name, None)
         if found is None:

@@ -72,9 +72,7 @@ def make_parents(path: Path, refusal: type[SwapperError]) -> list[Path]:
         for directory in missing:
             directory.mkdir(exist_ok=True)
     except OSError as error:
-        raise refusal(
-            f"the directory {path.parent} cannot be made ({error.strerror}): correct the path, or choose another"
-        ) from error
+        raise refusal(f"directory {path.parent} cannot be made ({error.strerror}): choose another path") from error
     return missing
 
 

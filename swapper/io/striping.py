@@ -170,9 +170,7 @@ class Stripes:
         if len(weights) != len(self.directories) or any(not 0 < weight < float("inf") for weight in weights):
             raise ConfigError(f"weights={weights!r} must be a number above 0 for each of the directories")
         if sum(weights) > MAX_PATTERN / 2 * min(weights):
-            raise ConfigError(
-                f"weights={weights!r}: a drive that much slower than another only delays it; leave it out"
-            )
+            raise ConfigError(f"weights={weights!r}: a drive so much slower than another only delays it; leave it out")
         self._layout = StripeLayout.by_weight(stripe_bytes, weights)
         self._lock = threading.Lock()  # for threads that make the same file
 

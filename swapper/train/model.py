@@ -250,9 +250,7 @@ class OffloadedModel:
             ]
             if changed:
                 names = ", ".join(slot.spec.owner for slot in section.plan.slots)
-                raise StateError(
-                    f"init= changed {names}, which external= has: let the function leave frozen parameters as they are"
-                )
+                raise StateError(f"init= changed {names}, which external= has: let the function leave them as they are")
 
     def _is_changed(self, page: Page) -> bool:
         """Return True if an external page was written to."""

@@ -83,9 +83,7 @@ class StorageWriter(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._metadata_exists() and not self.overwrite:
-            raise CheckpointError(
-                f"{self.path} holds a checkpoint already: choose another directory, or pass overwrite=True"
-            )
+            raise CheckpointError(f"{self.path} holds a checkpoint already: choose another, or pass overwrite=True")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
             return super().prepare_local_plan(plan)

@@ -39,9 +39,7 @@ def _drive(text: str) -> DriveRates:
     if "," in text:
         parts = text.split(",")
         if len(parts) != 2:
-            raise ConfigError(
-                f"--nvme {text}: give two rates, read and write, as 7GB/s,5GB/s; repeat --nvme for another drive"
-            )
+            raise ConfigError(f"--nvme {text}: give two rates, read and write, as 7GB/s,5GB/s; repeat --nvme for more")
         read, write = (parse_bytes_a_second(part, "--nvme") for part in parts)
         return DriveRates(read, write, read + write)
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B(/s)?", text, re.IGNORECASE) and not Path(text).exists():

@@ -242,9 +242,7 @@ class Manifest:
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offset))
         ends = [0, *(chunk.end for chunk in ordered)]
         if [chunk.offset for chunk in ordered] != ends[:-1] or ends[-1] != nbytes:
-            raise CheckpointError(
-                f"the checksums of a container must cover its first {nbytes} bytes without gap or overlap"
-            )
+            raise CheckpointError(f"a container's checksums cover its first {nbytes} bytes without gap or overlap")
         return cls(ordered, {key: tuple(places) for key, places in tensors.items()})
 
     def encode(self) -> bytes:
@@ -265,9 +263,7 @@ class Manifest:
         try:
             content = json.loads(data)
             if content["format"] != FORMAT:
-                raise CheckpointError(
-                    f"the manifest is of format {str(content['format'])[:20]}, this swapper reads {FORMAT}"
-                )
+                raise CheckpointError(f"manifest format {str(content['format'])[:20]}; this swapper reads {FORMAT}")
             chunks = [ChecksumChunk(*map(int, row)) for row in content["chunks"]]
             tensors = {
                 str(key): [TensorPlace(str(name), int(offset), int(size)) for name, offset, size in rows]

@@ -53,9 +53,7 @@ class TorchFile:
         name = f"{self.root}/data/{storage.key}"
         record = self.zip.records.get(name)
         if record is None:
-            raise CheckpointError(
-                f"{self.path} has no record {name!r}, which its data.pkl names: take another copy of it"
-            )
+            raise CheckpointError(f"{self.path} has no record {name!r}, which data.pkl names: take another copy of it")
         nbytes = record.unpacked_nbytes
         if nbytes < storage.nbytes or (record.compressed and nbytes > storage.nbytes):
             raise CheckpointError(

@@ -361,8 +361,6 @@ class LoadedModel(FaultHandler):
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
-            raise StateError(
-                "a model loaded by swapper was used in a forked child: it works only in the process that loaded it"
-            )
+            raise StateError("a loaded model works only in the process that loaded it, not in a forked child")
         if self._closed:
             raise StateError("the model is unloaded: load it again")

@@ -47,9 +47,7 @@ class AccumulationHooks:
 def check_dense(name: str, gradient: torch.Tensor) -> None:
     """Raise UnsupportedError if autograd made a sparse gradient of parameter `name`."""
     if gradient.layout is not torch.strided:
-        raise UnsupportedError(
-            f"parameter {name} got a sparse gradient, which swapper cannot page: build the embedding with sparse=False"
-        )
+        raise UnsupportedError(f"parameter {name} got a sparse gradient, which cannot be paged: say sparse=False")
 
 
 class AutogradGradients:

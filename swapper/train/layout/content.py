@@ -291,9 +291,7 @@ class ReshardedSource(SectionSource):
         self._files: list[CommittedFiles] = []
         for rank in earlier:
             if rank.record.external:
-                raise UnsupportedError(
-                    "a run with external= cannot be resharded: load a snapshot of it with resume='discard'"
-                )
+                raise UnsupportedError("a run with external= cannot be resharded: load a snapshot (resume='discard')")
             files = CommittedFiles(rank.sections, rank.files)
             self._files.append(files)
             of = _RowsOf([section.plan for section in rank.sections], rank.record.shards)

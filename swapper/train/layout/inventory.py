@@ -469,9 +469,7 @@ def state_specs_of(
     shape = tuple(parameter.shape)
     for key in form.keys:
         if key.name in KINDS:
-            raise UnsupportedError(
-                f"the optimizer's state of {name} has the key {key.name!r}, which swapper uses itself"
-            )
+            raise UnsupportedError(f"the optimizer state of {name} has the key {key.name!r}, which swapper uses itself")
     specs = [(k, TensorSpec(name, k.name, k.dtype, k.shape(shape))) for k in form.keys if k.name not in codecs]
     others = [spec for key, spec in specs if not key.is_like(len(shape))]
     has_master = updated != parameter.dtype and MASTER not in codecs

@@ -318,9 +318,7 @@ class OtherOptimizers:
 
     def _check(self, stepping: Optimizer, has_closure: bool) -> None:
         if any(stepping is own for own in self._optimizers):
-            raise StateError(
-                f"this optimizer's state was taken over by manager.offload: step the one that it returned, {SAY}"
-            )
+            raise StateError(f"this optimizer was taken over by manager.offload: step the one that it returned, {SAY}")
         if _is_ours(stepping) or any(stepping.param_groups is own.param_groups for own in self._optimizers):
             return
         for group in stepping.param_groups:
@@ -332,9 +330,7 @@ class OtherOptimizers:
 
     def _refusal(self, kind: str, name: str) -> str:
         if isinstance(self._optimizers[0], NoOptimizer):
-            remedy = (
-                f"manager.offload was given a model only, to be used and not trained. Give it the optimizer too, {SAY}"
-            )
+            remedy = f"manager.offload was given a model only, not to be trained. Give it the optimizer too, {SAY}"
         else:
             remedy = (
                 "manager.offload was given another optimizer. Give it all that train the model, offload(model, [one, other]), and "

@@ -368,9 +368,7 @@ class OptimizerState:
             place = self._places.get((name, key))
             dtype = torch.float32 if self._coded.has(name, key) else None if place is None else place.slot.spec.dtype
             if isinstance(value, torch.Tensor) and dtype is not None and value.dtype != dtype:
-                raise StateError(
-                    f"optimizer.state was given {key!r} of {name} as {value.dtype}, and keeps it as {dtype}: convert it"
-                )
+                raise StateError(f"optimizer.state keeps {key!r} of {name} as {dtype}, not {value.dtype}: convert it")
 
     def _copy_of(self, name: str, key: str, group: int) -> torch.Tensor:
         if self._coded.has(name, key):

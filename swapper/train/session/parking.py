@@ -149,9 +149,7 @@ class Parking:
             raise StateError(f"{VERB} while a snapshot is being written: wait for it before, `ticket.wait()`")
         for name, parameter in run.model.named_given_parameters():
             if parameter.grad is not None:
-                raise StateError(
-                    f"{VERB} with gradients ({name} has one), whose memory is returned too: call optimizer.zero_grad() before"
-                )
+                raise StateError(f"{VERB} with gradients ({name} has one): call optimizer.zero_grad() before")
 
     def _write(self, run: TrainingSession) -> None:
         """Write what only memory has, and commit it if the run commits."""

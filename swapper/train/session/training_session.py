@@ -349,9 +349,7 @@ class TrainingSession:
                     content, told = ranks.settle("take a snapshot", begin, lambda content: (str(path), step))
                 if len(set(told)) > 1:
                     named = "; ".join(f"rank {rank} {name} of step {of}" for rank, (name, of) in enumerate(told))
-                    raise StateError(
-                        f"ranks are about to take different snapshots ({named}): pass the same directory on all"
-                    )
+                    raise StateError(f"ranks take different snapshots ({named}): pass the same directory on all")
             except BaseException:
                 for directory in made:
                     directory.give_up()
