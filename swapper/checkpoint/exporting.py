@@ -191,9 +191,8 @@ def _select_from_torch(source: Source, what: str) -> Selection:
             "of it as one torch file: say --to torch, and export that"
         )
     prefix = "" if what == "all" else _model_prefix(skeleton)
-    tensors = [
-        _whole(tensor, name.removeprefix(prefix)) for name, tensor in source.tensors.items() if name.startswith(prefix)
-    ]
+    chosen = {name: tensor for name, tensor in source.tensors.items() if name.startswith(prefix)}
+    tensors = [_whole(tensor, name.removeprefix(prefix)) for name, tensor in chosen.items()]
     left_out = []
     for name, value in skeleton.leaves():
         if isinstance(value, Opaque) and name.startswith(prefix) and _holds_tensor(value):
@@ -201,7 +200,7 @@ def _select_from_torch(source: Source, what: str) -> Selection:
                 f"{source.path}: {name} is a sparse, quantized or nested tensor, or an object with tensors in it, "
                 f"and not a plain tensor ({value.made}): it cannot be exported"
             )
-        if name not in source.tensors or not name.startswith(prefix):
+        if name not in chosen:
             left_out.append(name)
     return Selection(tensors, left_out, source.stamps)
 

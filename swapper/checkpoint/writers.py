@@ -198,10 +198,8 @@ def write_torch(stream: StreamWriter, payloads: Payloads, tensors: Sequence[Expo
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     unique: list[ExportTensor] = []
     for tensor in tensors:
-        identity = (
-            tensor.dtype,
-            *((part.path, part.offset, part.nbytes, part.stride, part.shape) for part in tensor.parts),
-        )
+        places = ((part.path, part.offset, part.nbytes, part.stride, part.shape) for part in tensor.parts)
+        identity = (tensor.dtype, *places)
         key = records.setdefault(identity, len(unique)) if tensor.nbytes else len(unique)
         if key == len(unique):
             unique.append(tensor)

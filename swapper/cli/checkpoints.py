@@ -193,13 +193,7 @@ def _show_losses(console: Console, quantize: str, losses: Mapping[str, Loss]) ->
 
 @contextmanager
 def _bar(console: Console, title: str, nbytes: int) -> Iterator[Any]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with make_progress(console, *columns) as bar:
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with make_progress(console, TextColumn("{task.description}"), *columns) as bar:
         task = bar.add_task(escape(title), total=nbytes)
         yield lambda moved: bar.advance(task, moved)

@@ -228,12 +228,9 @@ def _runs(directory: Path) -> Iterator[Finding]:
         record = read_record(path)
         if record is None:
             continue
-        total = sum(record.drives.weights)
-        parts = [
-            f"{part} ({weight / total:.0%})"
-            for part, weight in zip(record.drives.directories, record.drives.weights, strict=True)
-        ]
-        away = [str(part) for part in record.drives.directories if not part.is_dir()]
+        weights, directories = record.drives.weights, record.drives.directories
+        parts = [f"{part} ({weight / sum(weights):.0%})" for part, weight in zip(directories, weights, strict=True)]
+        away = [str(part) for part in directories if not part.is_dir()]
         text = f"{path.name} lies over {len(parts)} drives: {', '.join(parts)}"
         if away:
             yield Finding("Run", BAD, f"{text}; {', '.join(away)} is missing", "mount that drive before you resume it")

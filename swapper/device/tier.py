@@ -238,9 +238,7 @@ class DeviceTier:
                 if self._used_bytes + nbytes <= self._limit_bytes:
                     break
         if self._used_bytes + nbytes > self._budget_bytes:
-            in_use = ", ".join(
-                f"{other.name} {format_bytes(other.storage.nbytes)}" for other in self._images if other.leases
-            )
+            in_use = ", ".join(f"{one.name} {format_bytes(one.storage.nbytes)}" for one in self._images if one.leases)
             raise BudgetError(
                 f"device_memory is too small for what is used at once: {in_use}, and {format_bytes(self._budget_bytes)} are "
                 f"for weights on {self._device}; raise device_memory, or gather fewer modules at once"

@@ -314,11 +314,8 @@ class Ranks:
             if is_other := len({mark for mark, *_ in told}) > 1:
                 dist.all_gather_object(actions, what, group=self._group)
         if is_other:
-            raise StateError(
-                mismatch(
-                    "ranks have come to different things", actions, "call the same on all of them, in the same order"
-                )
-            )
+            remedy = "call the same on all of them, in the same order"
+            raise StateError(mismatch("ranks have come to different things", actions, remedy))
         return [tuple(rest[: len(numbers)]) for _, *rest in told]
 
     def agree(self, failure: BaseException | None, what: str) -> None:

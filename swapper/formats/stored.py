@@ -225,10 +225,8 @@ class Box:
 
 
 def _overlap(one: Chunk, other: Chunk) -> bool:
-    return all(
-        low < high
-        for low, high in zip(map(max, one.offsets, other.offsets), map(min, one.ends, other.ends), strict=True)
-    )
+    lows, highs = map(max, one.offsets, other.offsets), map(min, one.ends, other.ends)
+    return all(low < high for low, high in zip(lows, highs, strict=True))
 
 
 def _slices(begins: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:

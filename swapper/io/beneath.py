@@ -154,9 +154,8 @@ def files(directory: Path) -> list[Path]:
 
 def sync(directory: Path) -> None:
     """Sync the directory's entries to the drive."""
-    descriptor = (
-        os.open(".", os.O_RDONLY, dir_fd=_held[directory]) if directory in _held else os.open(directory, os.O_RDONLY)
-    )
+    name, held = (".", _held[directory]) if directory in _held else (directory, None)
+    descriptor = os.open(name, os.O_RDONLY, dir_fd=held)
     try:
         os.fsync(descriptor)
     finally:

@@ -15,20 +15,8 @@ from pathlib import Path
 from swapper.errors import IoError, SwapperError
 
 IN_MEMORY = {"tmpfs", "ramfs"}
-OVER_NETWORK = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "9p",
-    "afs",
-    "fuse.sshfs",
-    "fuse.glusterfs",
-}
+_NETWORKS = "nfs nfs4 cifs smb3 ceph lustre gpfs beegfs 9p afs fuse.sshfs fuse.glusterfs"
+OVER_NETWORK = frozenset(_NETWORKS.split())
 MOUNT_PARENTS = {Path("/"), Path("/mnt"), Path("/media")}
 """Directories in which drives are mounted by convention, even if none is now."""
 

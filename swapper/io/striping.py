@@ -51,9 +51,8 @@ class StripeLayout:
         lengths = range(len(weights), MAX_PATTERN + 1)
         patterns = [tuple(assign_to_drives([1] * length, weights)) for length in lengths]
         whole = [pattern for pattern in patterns if len(set(pattern)) == len(weights)]
-        return StripeLayout(
-            stripe_bytes, min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern)))
-        )
+        best = min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern)))
+        return StripeLayout(stripe_bytes, best)
 
     @cached_property
     def _places(self) -> list[list[int]]:

@@ -51,11 +51,9 @@ class Tuning:
             raise ValueError(f"depth={self.depth!r}")
         if self.backend not in ("uring", "aio", "threads"):
             raise ValueError(f"backend={self.backend!r}")
-        if not all(
-            isinstance(rate, int | float) and 0 < rate < math.inf
-            for rate in (self.read_bytes_per_s, self.write_bytes_per_s)
-        ):
-            raise ValueError(f"rates {self.read_bytes_per_s!r}, {self.write_bytes_per_s!r}")
+        rates = (self.read_bytes_per_s, self.write_bytes_per_s)
+        if not all(isinstance(rate, int | float) and 0 < rate < math.inf for rate in rates):
+            raise ValueError(f"rates {rates}")
         if not isinstance(self.busy_bytes_per_s, int | float) or not self.busy_bytes_per_s > 0:
             raise ValueError(f"busy_bytes_per_s={self.busy_bytes_per_s!r}")
         if not isinstance(self.slowing_byte_s, int | float) or not 0 <= self.slowing_byte_s < math.inf:

@@ -69,9 +69,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self._running: list[CallT] = []  # forwards, the innermost last
         self._group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._storages = {storage for group in groups for storage in group.storages}
-        self._modules: dict[
-            str, weakref.ref[nn.Module]
-        ] = {}  # by the unit's name; weak: the hooks must not keep the model alive
+        self._modules: dict[str, weakref.ref[nn.Module]] = {}  # by the unit's name; hooks must not keep a model alive
         self._handles: list[RemovableHandle] = []
         for unit in units:
             self._modules[unit.name] = weakref.ref(unit.module)
@@ -187,9 +185,7 @@ def _tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[
     attributes = getattr(output, "__dict__", None)
     if not attributes or callable(output):
         return [], lambda new: output
-    values = {
-        name: value for name, value in attributes.items() if isinstance(value, torch.Tensor | list | tuple | dict)
-    }
+    values = {name: of for name, of in attributes.items() if isinstance(of, torch.Tensor | list | tuple | dict)}
     tensors, rebuild = tensors_of(list(values.values()))
 
     def rebuild_object(new: list[torch.Tensor]) -> Any:

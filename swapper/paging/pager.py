@@ -547,12 +547,8 @@ class Pager:
 
 def _is_to_be_overwritten(page: Page, access: Access) -> bool:
     """Return whether `page` has a frame, free of its previous owner, that `access` overwrites."""
-    return (
-        page.residency is Residency.READING
-        and page.fresh
-        and page.previous_owner is None
-        and page.index in access.fresh
-    )
+    has_its_frame = page.residency is Residency.READING and page.previous_owner is None
+    return has_its_frame and page.fresh and page.index in access.fresh
 
 
 def _raise_error_of(page: Page) -> None:

@@ -81,11 +81,9 @@ def _watch(
 
 def describe_waits(counters: Counters) -> str:
     """Return the waits that go on now, a line for each thread."""
-    now_s = time.monotonic()
-    waits = [
-        f"waiting {now_s - wait.since_s:.1f} s for a {wait.kind}: {wait.what}" for wait in list(counters.waits.values())
-    ]
-    return "\n".join(waits or ["waiting for nothing"])
+    now_s, waits = time.monotonic(), list(counters.waits.values())
+    lines = [f"waiting {now_s - wait.since_s:.1f} s for a {wait.kind}: {wait.what}" for wait in waits]
+    return "\n".join(lines or ["waiting for nothing"])
 
 
 # --- [Note: whose SIGUSR1] ----------------------------------------------------------------------------------------------

@@ -245,10 +245,7 @@ class OffloadedModel:
     def _check_external(self) -> None:
         """Raise StateError if `init` has changed external parameters."""
         for section in self._sections:
-            changed = [
-                page for page in pieces_of(section) if section.plan.external is not None and self._is_changed(page)
-            ]
-            if changed:
+            if section.plan.external is not None and any(map(self._is_changed, pieces_of(section))):
                 names = ", ".join(slot.spec.owner for slot in section.plan.slots)
                 raise StateError(f"init= changed {names}, which external= has: let the function leave them as they are")
 
@@ -447,11 +444,8 @@ class OffloadedModel:
         """Return the state in the form of a checkpoint. Its tensors alias the sections, whose data may be cold."""
         placed = None if self._on_device is None else self._placed
         content: dict[str, Any] = {"model": self.model.state_dict(placed)}
-        masters = {
-            places.name: self.optimizer_state.stored(places.name, "master")
-            for _, places in self._trained()
-            if places.has_master
-        }
+        with_masters = [places.name for _, places in self._trained() if places.has_master]
+        masters = {name: self.optimizer_state.stored(name, "master") for name in with_masters}
         packed = [
             self.model.optimizer_state_dict(member, self.optimizer_state.at_its_place(self._optimizers.numbers(number)))
             for number, member in enumerate(self._optimizers.members)

@@ -163,14 +163,14 @@ class PreparedTail:
         headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
         manifest = Manifest.make([*headers, *chunks], begin, tensors or {})
         by_offset = {chunk.offset: chunk for chunk in chunks if chunk.nbytes}
-        crc32s = {record.key: _payload_crc32(record, by_offset) for record in records}
         payloads = {
-            record.key: Entry(_name(record.key), record.header_offset, record.nbytes, crc32s[record.key])
+            record.key: Entry(_name(record.key), record.header_offset, record.nbytes, _payload_crc32(record, by_offset))
             for record in records
         }
         tail = RecordBytes(ALIGNMENT, begin, [entry for key, entry in payloads.items() if key not in left_out])
         if records:  # the last payload's descriptor; the others are in the header chunks
-            tail.data += descriptor(records[-1].header_offset, records[-1].nbytes, crc32s[records[-1].key])
+            last = payloads[records[-1].key]
+            tail.data += descriptor(last.header_offset, last.nbytes, last.crc32)
         for key, content in self._resident.items():
             tail.add(f"data/{key}", content)
         for name, content in leading_records(self._data, ALIGNMENT):

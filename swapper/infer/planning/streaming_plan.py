@@ -92,9 +92,7 @@ class StreamingPlan:
     def unplanned_bytes(self) -> list[int]:
         """Sizes of the groups that are read by rows, parts or experts; a forward may still use one as a whole."""
         apart = self.used_groups | _flat(self.demanded)
-        return [
-            sum(run.nbytes for run in group.runs) for group in self.groups if group.runs and group.index not in apart
-        ]
+        return [sum(run.nbytes for run in g.runs) for g in self.groups if g.runs and g.index not in apart]
 
     @property
     def fixed_bytes(self) -> int:
@@ -121,9 +119,7 @@ class StreamingPlan:
     @property
     def images(self) -> dict[int, int]:
         """Device memory of each group that is used as a whole, by index, as its weights are stored."""
-        return {
-            group.index: group.image_bytes for group in self.groups if group.runs and group.index in self.used_groups
-        }
+        return {g.index: g.image_bytes for g in self.groups if g.runs and g.index in self.used_groups}
 
     @property
     def fixed_device_bytes(self) -> int:

@@ -202,12 +202,8 @@ def iter_section_pages(
     first = 0  # the first slot that may reach into the page
     for page in section.pages:
         itself = frozenset({page.index})
-        access = Access(
-            None,
-            (page.index,),
-            fresh=itself if fresh else frozenset(),
-            writes=itself if write or fresh else frozenset(),
-        )
+        none: frozenset[int] = frozenset()
+        access = Access(None, (page.index,), itself if fresh else none, itself if write or fresh else none)
         page_end = page.offset + page.nbytes
         while first < len(slots) and slots[first].end <= page.offset:
             first += 1

@@ -292,11 +292,8 @@ def _optimizer_of(
 
 def find_places(sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:
     """Return the location of each tensor by (parameter's name, kind)."""
-    return {
-        (slot.spec.owner, slot.spec.kind): TensorLocation(section, slot)
-        for section in sections
-        for slot in section.plan.slots
-    }
+    slots = ((section, slot) for section in sections for slot in section.plan.slots)
+    return {(slot.spec.owner, slot.spec.kind): TensorLocation(section, slot) for section, slot in slots}
 
 
 def find_trainables(inventory: Inventory, places: dict[tuple[str, str], TensorLocation]) -> list[Trainable]:
@@ -395,11 +392,8 @@ def _check_modules(model: nn.Module) -> None:
 
 def _check_disjoint(model: nn.Module) -> None:
     """Refuse different parameters on the same memory: offload would separate them, while plain torch changes both."""
-    places = sorted(
-        (p.data_ptr(), p.data_ptr() + _span(p), name)
-        for name, p in model.named_parameters()
-        if p.numel() and not p.is_meta
-    )
+    stored = [(name, p) for name, p in model.named_parameters() if p.numel() and not p.is_meta]
+    places = sorted((p.data_ptr(), p.data_ptr() + _span(p), name) for name, p in stored)
     for (_, end, name), (begin, _, other) in itertools.pairwise(places):
         if begin < end:
             raise UnsupportedError(

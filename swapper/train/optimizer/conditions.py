@@ -209,9 +209,8 @@ class Conditions:
     @property
     def all_gradients_matter(self) -> bool:
         """Return True if no parameter may be updated before it is known which ones have a gradient in this step."""
-        return any(
-            not self._entries[places.name] for kind in self._starts_together for _, places in self._of_kind[kind]
-        )
+        starting = (places for kind in self._starts_together for _, places in self._of_kind[kind])
+        return any(not self._entries[places.name] for places in starting)
 
 
 def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], optimizer: str) -> None:

@@ -59,14 +59,7 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((2, 3, 5, 7, 11), (3, 4, 7, 5, 2)),
 )
 """By number of dimensions, two shapes for the trial; no dimension of one is the same in the other."""
-LARGE_SHAPES: tuple[tuple[int, ...], ...] = (
-    (),
-    (8192,),
-    (128, 96),
-    (32, 16, 24),
-    (8, 16, 12, 8),
-    (8, 4, 12, 4, 8),
-)
+LARGE_SHAPES: tuple[tuple[int, ...], ...] = ((), (8192,), (128, 96), (32, 16, 24), (8, 16, 12, 8), (8, 4, 12, 4, 8))
 """By number of dimensions, a shape of 8,192 elements or more, in whole blocks. See [Note: large tensors]."""
 MAX_TRIAL_STATE = 1 << 20
 """Elements of state of a tensor of LARGE_SHAPES. See [Note: large tensors]."""

@@ -77,9 +77,8 @@ class ShardHooks:
         self._open_shards = []
         for group in groups:
             of_group = {id(local) for local in group.parameters}
-            group.open_shards = OpenShards(
-                [shard for shard in shards.all if id(shard.local) in of_group], targets.finish
-            )
+            own = [shard for shard in shards.all if id(shard.local) in of_group]
+            group.open_shards = OpenShards(own, targets.finish)
             self._open_shards.append(group.open_shards)
         self._handles.append(shards.model.register_forward_pre_hook(self._before_forward, prepend=True))
 
