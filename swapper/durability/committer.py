@@ -106,7 +106,7 @@ class Committer:
         self._resident = [section for section in sections if section.resident]
         self._every = every
         self._publisher = publisher
-        self._committed = committed
+        self.committed = committed
         self._way_back = way_back
         self.edits = 0
         self._is_behind = False  # changes from outside since the last commit are in no commit
@@ -200,11 +200,6 @@ class Committer:
             self.write_all(step)
 
     @property
-    def committed(self) -> int | None:
-        """The committed step."""
-        return self._committed
-
-    @property
     def commits(self) -> tuple[Commit | None, Commit | None]:
         return self._way_back.commits
 
@@ -242,14 +237,14 @@ class Committer:
         Raises:
             IoError: no space for another swap file, which ranks may need then.
         """
-        self._committed = None
+        self.committed = None
         self._is_behind = True
         self.edits += 1
         self._way_back.before_change()
 
     def can_roll_back(self, step: int) -> bool:
         """Return True if `step` is committed, so that the step after it can be undone."""
-        return self._committed == step
+        return self.committed == step
 
     def roll_back(self, sections: Sequence[Section] | None = None) -> None:
         """Restore `sections`, or everything, from the last commit. Requires that the pager has discarded their frames.
@@ -309,7 +304,7 @@ class Committer:
         piece, memory = section.piece, section.memory
         if piece.location == EXTERNAL:  # unchanged external content stays in its file
             return _C.crc32_address(memory.data_ptr(), piece.stored_bytes) == piece.crc32
-        if self._committed != self._due or self._due is None or piece.committed is None:
+        if self.committed != self._due or self._due is None or piece.committed is None:
             return False
         return _C.crc32_address(memory.data_ptr(), piece.nbytes) == piece.committed_crc32
 
@@ -334,7 +329,7 @@ class Committer:
                 self._store.written(piece, ticket)
             if self._every is not None:
                 self._commit(self._record)
-                self._committed = self._record.step
+                self.committed = self._record.step
                 self._is_behind = False
             self._record = self._due = self._writes = None  # only now: an earlier failure is retried
             if self._every is not None:

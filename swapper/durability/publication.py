@@ -208,14 +208,8 @@ class Publication:
         try:
             self._publish()
             self._published()
-        except IoError as failure:
-            error = self._name_file(failure)
-        except SwapperError as failure:
-            error = failure
-        except OSError as failure:
-            error = self._explain(failure)
         except BaseException as failure:
-            error = failure
+            error = self._explain(failure)
         for run in self._content.everything:
             run.source.close()
         if self.base is not None:
@@ -224,25 +218,21 @@ class Publication:
         self._ticket.finish(error)
         self._over.set()
 
-    def _name_file(self, failure: IoError) -> IoError:
-        """Replace a draft's own name, which means nothing to users."""
-        if not failure.path.startswith("/proc/self/fd/"):
+    def _explain(self, failure: BaseException) -> BaseException:
+        """Return it with the snapshot's name: a draft's own means nothing to users."""
+        path = str(self._path)
+        if isinstance(failure, IoError) and failure.path.startswith("/proc/self/fd/"):
+            return IoError(failure.op, path, failure.offset, failure.nbytes, failure.errno or 0, failure.detail)
+        if isinstance(failure, SwapperError) or not isinstance(failure, OSError):
             return failure
-        return IoError(failure.op, str(self._path), failure.offset, failure.nbytes, failure.errno or 0, failure.detail)
-
-    def _explain(self, failure: OSError) -> SwapperError:
         if isinstance(failure, FileNotFoundError) and not self._path.parent.is_dir():
             return CheckpointError(f"directory {self._path.parent} was removed while snapshot {self._path} was written")
-        return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run continues unaffected")
+        return IoError("snapshot", path, 0, 0, failure.errno or 0, "the run continues unaffected")
 
     def _publish(self) -> None:
         if not (self._is_near and self._reflink()) and not (self._may_link and self._link()):
             self._copy()
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        beneath.sync(self._path.parent)
 
     def _reflink(self) -> bool:
         """Publish a file that shares the frozen file's bytes. Return False if this filesystem cannot."""

@@ -102,9 +102,8 @@ class SnapshotDirectory:
             parts = self._ranks.gather_at_first((told, self._plan, self._items.places), f"the snapshot {self.path}")
             if parts is not None and not any(reason for reason, _, _ in parts):
                 failure = self._publish([plan for _, plan, _ in parts], [places for _, _, places in parts])
-            reasons = self._ranks.gather(
-                None if failure is None else describe_failure(failure), f"the snapshot {self.path}"
-            )
+            told = None if failure is None else describe_failure(failure)
+            reasons = self._ranks.gather(told, f"the snapshot {self.path}")
         except Exception as error:  # a rank has ended
             failure = failure or error
         else:

@@ -96,6 +96,28 @@ def create_file(path: Path, mode: int = 0o600) -> int:
         return open_file(path, flags, mode)
 
 
+def replace_file(path: Path, data: bytes, durable: bool = False) -> None:
+    """Replace a file's content, whole or not at all.
+
+    Args:
+        durable: sync file and directory, so that the content survives a power loss.
+    """
+    temporary = path.with_name(f"{path.name}.partial")
+    try:
+        with os.fdopen(create_file(temporary), "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unlink(temporary)
+        raise
+    if durable:
+        sync(path.parent)
+
+
 def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> _C.File:
     """Open a file for the engine."""
     return _C.File(str(path), create=create, read_only=read_only, at=_held.get(path.parent, -1))
@@ -131,11 +153,8 @@ def status(path: Path) -> os.stat_result:
 
 def make_read_only(path: Path) -> None:
     """Make a run's file read-only; nobody else can exchange it meanwhile."""
-    descriptor = open_file(path, os.O_RDONLY)
-    try:
-        os.fchmod(descriptor, 0o400)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(open_file(path, os.O_RDONLY)) as file:
+        os.fchmod(file.fileno(), 0o400)
 
 
 def exists(path: Path) -> bool:

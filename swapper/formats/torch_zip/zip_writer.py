@@ -111,17 +111,8 @@ def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
     locator = ZIP64_LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
     file_nbytes = end + ZIP64_END.size + ZIP64_LOCATOR.size + END.size
     comment = bytes(-file_nbytes % alignment)
-    short_count = min(count, 0xFFFF)
-    end_record = END.pack(
-        b"PK\x05\x06",
-        0,
-        0,
-        short_count,
-        short_count,
-        min(len(listing), ZIP64_LIMIT),
-        min(offset, ZIP64_LIMIT),
-        len(comment),
-    )
+    count, nbytes, begin = min(count, 0xFFFF), min(len(listing), ZIP64_LIMIT), min(offset, ZIP64_LIMIT)
+    end_record = END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, begin, len(comment))
     return listing + zip64_end + locator + end_record + comment
 
 
@@ -188,24 +179,7 @@ def _directory_entry(entry: Entry) -> bytes:
     long_sizes = [entry.nbytes, entry.nbytes] if entry.nbytes >= ZIP64_LIMIT else []
     long_offset = [entry.header_offset] if entry.header_offset >= ZIP64_LIMIT else []
     extra = _zip64_extra(long_sizes + long_offset)
-    nbytes = min(entry.nbytes, ZIP64_LIMIT)
-    fixed = DIRECTORY_ENTRY.pack(
-        b"PK\x01\x02",
-        0,
-        0,
-        _flags(entry.nbytes),
-        0,
-        0,
-        0,
-        entry.crc32,
-        nbytes,
-        nbytes,
-        len(name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        min(entry.header_offset, ZIP64_LIMIT),
-    )
+    nbytes, begin = min(entry.nbytes, ZIP64_LIMIT), min(entry.header_offset, ZIP64_LIMIT)
+    sizes = (entry.crc32, nbytes, nbytes, len(name), len(extra))
+    fixed = DIRECTORY_ENTRY.pack(b"PK\x01\x02", 0, 0, _flags(entry.nbytes), 0, 0, 0, *sizes, 0, 0, 0, 0, begin)
     return fixed + name + extra

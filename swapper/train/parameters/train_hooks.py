@@ -42,7 +42,7 @@ from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
 from swapper.modules.own_hook import OwnHook, outside_transforms
 from swapper.modules.torch_functions import tensors_among
-from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
+from swapper.modules.turns import Turns, frame_of_backward, frame_of_call, is_in_backward
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.free_memory import note_used
 from swapper.runtime.interrupts import close_all
@@ -199,7 +199,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     @property
     def _is_inside(self) -> bool:
-        return not _in_backward()
+        return not is_in_backward()
 
     def _lease_more(self, call: TrainingCall, group: GroupParameters) -> None:
         self._lease(group)
@@ -225,7 +225,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         with outside_transforms(), self._my_turn():
-            if self._batches is not None and unit.groups and not _in_backward():
+            if self._batches is not None and unit.groups and not is_in_backward():
                 self._batches.arrive(self._groups[unit.groups[0]])
                 if self._updates.is_open and not self._updates.follows_backward:
                     self._batches.make_room()
@@ -233,7 +233,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             is_functional = self._has_other_members(unit, module)
             if self._is_stale(unit):
                 self.abandon_pass()
-            in_backward = _in_backward()
+            in_backward = is_in_backward()
             if any(call.module == unit.name for call in self._held) and not in_backward:
                 self._release_held()  # no backward has followed that forward
             if in_backward:
@@ -279,7 +279,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             call.given = []
             with outside_transforms():
                 self._release(call)
-                if not self._running and not _in_backward():
+                if not self._running and not is_in_backward():
                     self._enter_phase("between")
         return output
 
@@ -304,7 +304,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _is_stale(self, unit: Unit) -> bool:
         """Return True if recorded leases are of a pass that never ended: Ctrl-C skips the post-hooks."""
-        if _in_backward() or self._batches is not None:
+        if is_in_backward() or self._batches is not None:
             return False
         return bool(self._backward) or any(call.module == unit.name for call in self._running)
 
@@ -443,7 +443,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """Wait until no other thread uses the model. See [Note: turns]."""
         if _in_thread_of_autograd():
             return
-        if self._turns.take(frame_of_backward() if _in_backward() else frame_of_call()):
+        if self._turns.take(frame_of_backward() if is_in_backward() else frame_of_call()):
             self._tasks.clear()
             if self._running or self._backward:
                 self.abandon_pass()  # a thread ended it without giving the turn
@@ -500,12 +500,8 @@ def _is_functional_call() -> bool:
 
 def _in_thread_of_autograd() -> bool:
     """Return True if this thread is autograd's, and runs a part of a backward that another thread has called."""
-    return _in_backward() and frame_of_backward() is None
+    return is_in_backward() and frame_of_backward() is None
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.grad_fn is not None
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
