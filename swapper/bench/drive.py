@@ -105,12 +105,8 @@ def measure_drive(directory: Path, *others: Path, file_bytes: int = 256 << 20, d
                 direct = direct and is_direct
                 _fill(file, file_bytes)  # blocks that were never written read back without a transfer
                 lanes += [(transfer, file)] * THREADS
-        return DriveSpeed(
-            _transfer(reads, file_bytes, duration_s),
-            _transfer(writes, file_bytes, duration_s),
-            _transfer(reads + writes, file_bytes, duration_s),
-            direct,
-        )
+        speeds = [_transfer(lanes, file_bytes, duration_s) for lanes in (reads, writes, reads + writes)]
+        return DriveSpeed(*speeds, direct)
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
@@ -211,12 +207,8 @@ class StepLimit:
     @classmethod
     def of(cls, speed: DriveSpeed, read_bytes: float, written_bytes: float, compute_s: float) -> StepLimit:
         """Return the limit of a step with these bytes on a drive of this speed."""
-        return cls(
-            read_bytes / speed.read_bytes_per_s,
-            written_bytes / speed.write_bytes_per_s,
-            (read_bytes + written_bytes) / speed.both_bytes_per_s,
-            compute_s,
-        )
+        read_s, write_s = read_bytes / speed.read_bytes_per_s, written_bytes / speed.write_bytes_per_s
+        return cls(read_s, write_s, (read_bytes + written_bytes) / speed.both_bytes_per_s, compute_s)
 
     @property
     def seconds(self) -> float:

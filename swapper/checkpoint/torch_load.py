@@ -325,15 +325,8 @@ class _Loader:
         self._bytes_ahead += storage.nbytes
         address = memory.storage.data_ptr()
         for begin, end in memory.steps():
-            ticket = self._engine.read(
-                self._file,
-                record.offset + begin,
-                address + begin,
-                end - begin,
-                keep=memory.storage,
-                checksum=self._verify,
-            )
-            tickets.append(ticket)
+            place = record.offset + begin, address + begin, end - begin
+            tickets.append(self._engine.read(self._file, *place, keep=memory.storage, checksum=self._verify))
 
     # --- to a device
 

@@ -49,15 +49,9 @@ def adamw_(
 ) -> int:
     beta1, beta2 = step.betas
     moments = (beta1, 1 - beta1, beta2, 1 - beta2)
-    return _C.codec_adamw(
-        parameter.numel(),
-        _typed(parameter),
-        _typed(gradient),
-        [(codec, _addresses(parts)) for codec, parts in states],
-        (factor, step.decay, *moments, step.root_scale, step.eps, step.step_size),
-        threads,
-        isa,
-    )
+    numbers = (factor, step.decay, *moments, step.root_scale, step.eps, step.step_size)
+    coded = [(codec, _addresses(parts)) for codec, parts in states]
+    return _C.codec_adamw(parameter.numel(), _typed(parameter), _typed(gradient), coded, numbers, threads, isa)
 
 
 def torch_adam_(

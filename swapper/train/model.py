@@ -195,14 +195,9 @@ class OffloadedModel:
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
         order = AccumulationOrder(self.model.module)  # before all other hooks of the parameters
         regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
+        kept = self._kept_gradients()
         self._gradients = Gradients(
-            parameters,
-            self._grad_sections,
-            self._pager,
-            regions,
-            self.finish_update,
-            self._on_device,
-            self._kept_gradients(),
+            parameters, self._grad_sections, self._pager, regions, self.finish_update, self._on_device, kept
         )
         self._passes = PassLifecycle(
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
@@ -422,12 +417,8 @@ class OffloadedModel:
     def names_of(self, members: Collection[int]) -> set[str]:
         """Return the names of the trained parameters in the groups of these optimizers."""
         numbers = {number for member in members for number in self._optimizers.ranges[member]}
-        return {
-            places.name
-            for trainable in self._trainables
-            for places, at in zip(trainable.places, trainable.settings, strict=True)
-            if at in numbers
-        }
+        pairs = (zip(of.places, of.settings, strict=True) for of in self._trainables)
+        return {places.name for pair in pairs for places, at in pair if at in numbers}
 
     def sections_of(self, member: int) -> list[Section]:
         """Return the sections that an optimizer's step changes."""

@@ -68,12 +68,12 @@ class StorageWriter(FileSystemWriter):
             raise ConfigError(f"thread_count={thread_count!r} must be 1 or more")
         super().__init__(
             path,
-            single_file_per_rank=single_file_per_rank,
-            sync_files=sync_files,
-            thread_count=thread_count,
-            per_thread_copy_ahead=per_thread_copy_ahead,
-            cache_staged_state_dict=cache_staged_state_dict,
-            overwrite=overwrite,
+            single_file_per_rank,
+            sync_files,
+            thread_count,
+            per_thread_copy_ahead,
+            cache_staged_state_dict,
+            overwrite,
         )
         self._ring_bytes = per_thread_copy_ahead
 

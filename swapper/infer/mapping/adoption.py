@@ -72,11 +72,8 @@ def locate(
     runs: Sequence[FileRange], sections: Sequence[Section], weights: Sequence[Weight]
 ) -> list[list[torch.Tensor]]:
     """Return for each weight its parts, as views of the sections that the runs are read into."""
-    places = {
-        number: (section.memory, offset)
-        for run, section in zip(runs, sections, strict=True)
-        for number, offset in run.places
-    }
+    pairs = zip(runs, sections, strict=True)
+    places = {number: (section.memory, offset) for run, section in pairs for number, offset in run.places}
     numbers = count()
     return [[_view(places.get(next(numbers)), part) for part in weight.recipe.parts] for weight in weights]
 

@@ -192,15 +192,9 @@ def build_streaming_plan(model: nn.Module, matched: Match, joined: Collection[Pa
     groups, units = by_module(model)
     units = _with_taken(groups, units)
     streamed = [_streamed(group, by_id, stays) for group in groups]
-    return StreamingPlan(
-        streamed,
-        units,
-        _working_sets(units),
-        small,
-        plan_runs([part for weight in small for part in weight.recipe.parts]),
-        sum(place.recipe.stored_bytes for place in matched.buffers),
-        joined=joined,
-    )
+    small_runs = plan_runs([part for weight in small for part in weight.recipe.parts])
+    buffer_bytes = sum(place.recipe.stored_bytes for place in matched.buffers)
+    return StreamingPlan(streamed, units, _working_sets(units), small, small_runs, buffer_bytes, joined=joined)
 
 
 def _with_taken(groups: Sequence[Group], units: Sequence[Unit]) -> list[Unit]:

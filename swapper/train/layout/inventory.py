@@ -100,18 +100,10 @@ class Inventory:
         kinds: dict[Any, int] = {}
         for group in self.groups:
             number = {name: at for at, (name, _) in enumerate(group.parameters)}
+            slots = [(plan, slot.offset, slot.spec) for plan in plans.get(group.index, ()) for slot in plan.slots]
             tensors = tuple(
-                (
-                    plan.family,
-                    plan.dtype,
-                    plan.nbytes,
-                    slot.offset,
-                    number[slot.spec.owner],
-                    slot.spec.kind,
-                    slot.spec.shape,
-                )
-                for plan in plans.get(group.index, ())
-                for slot in plan.slots
+                (plan.family, plan.dtype, plan.nbytes, offset, number[spec.owner], spec.kind, spec.shape)
+                for plan, offset, spec in slots
             )
             forms = tuple(self.forms.get(name) for name in number)
             kinds.setdefault((tensors, forms, group.index in self.staying_state), group.index)

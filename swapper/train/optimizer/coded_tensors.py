@@ -33,12 +33,8 @@ class CodedTensors:
 
     def __init__(self, trained: Iterable[ParameterLocations], pager: Pager, directory: Path) -> None:
         self._of = {places.name: places for places in trained if places.coded}
-        self._parts = {
-            (place.slot.spec.owner, place.slot.spec.kind)
-            for places in self._of.values()
-            for coded in places.coded.values()
-            for place in coded.parts
-        }
+        coded = [each for places in self._of.values() for each in places.coded.values()]
+        self._parts = {(place.slot.spec.owner, place.slot.spec.kind) for each in coded for place in each.parts}
         self._pager = pager
         self._make = in_nameless_file(directory)
 

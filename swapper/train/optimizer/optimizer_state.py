@@ -136,14 +136,13 @@ class OptimizerState:
             self._pager.flush()
             shown = MappedState(self._pager, "optimizer.state_dict()")
             self._shown.add(shown)
-            return self._in_torch_order(
-                lambda name, key: (
-                    shown.only_shown(self._coded.read(name, key, on_drive=True))
-                    if self._coded.has(name, key)
-                    else shown.tensor(self._places[name, key])
-                ),
-                numbers,
-            )
+
+            def find(name: str, key: str) -> torch.Tensor:
+                if self._coded.has(name, key):
+                    return shown.only_shown(self._coded.read(name, key, on_drive=True))
+                return shown.tensor(self._places[name, key])
+
+            return self._in_torch_order(find, numbers)
 
     def load(self, state: dict[int, dict[str, Any]], numbers: range | None = None) -> None:
         """Load the same. Raises ValueError: it is not what the optimizer keeps. Nothing has changed then."""
@@ -226,12 +225,8 @@ class OptimizerState:
         for number, places in self._numbered():
             entries = self.entries[places.name]
             if entries and number is not None and (numbers is None or number in numbers):
-                state[number - (0 if numbers is None else numbers.start)] = nested(
-                    {
-                        key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
-                        for key, value in entries.items()
-                    }
-                )
+                own = {k: find(places.name, k) if v is PAGED else copy.deepcopy(v) for k, v in entries.items()}
+                state[number - (0 if numbers is None else numbers.start)] = nested(own)
         return dict(sorted(state.items()))
 
     def _take(self, states: Mapping[str, Mapping[str, Any]], why: str = "load_state_dict") -> None:
