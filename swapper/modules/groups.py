@@ -235,9 +235,7 @@ def as_one(models: Any) -> nn.Module:
         by_name = {str(number): model for number, model in enumerate(models)}
     strangers = [model for model in by_name.values() if not isinstance(model, nn.Module)]
     if not by_name or strangers:
-        raise UnsupportedError(
-            f"offload takes an nn.Module, not {type(models).__name__}; several models in a dictionary by name, or in a list"
-        )
+        raise UnsupportedError(f"offload takes an nn.Module, a dictionary or list of them, not {type(models).__name__}")
     for name in by_name:
         if not isinstance(name, str) or not name or "." in name:
             raise UnsupportedError(f"{name!r} cannot be the name of a model: use a string without dots")

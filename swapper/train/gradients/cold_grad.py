@@ -77,9 +77,7 @@ def _of(tensor: Any) -> tuple[PagedGradients, GradientSlot] | None:
         return None
     found = tensor.swapper_gradient()
     if found is None:
-        raise ColdParameterError(
-            f"this was the gradient of {tensor.swapper_name}, which has another one or none by now: use parameter.grad"
-        )
+        raise ColdParameterError(f"this was the gradient of {tensor.swapper_name}, not any more: use parameter.grad")
     return found
 
 

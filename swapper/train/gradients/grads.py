@@ -129,9 +129,7 @@ class Gradients:
                 if type(gradient) is ColdGradient:
                     self.paged.check(parameter, name, gradient)
                 elif gradient is not None and gradient.layout is not torch.strided:
-                    raise UnsupportedError(
-                        f"parameter {name} has a sparse gradient, which swapper cannot page: assign it dense, grad.to_dense()"
-                    )
+                    raise UnsupportedError(f"parameter {name} has a sparse gradient: assign it dense, grad.to_dense()")
 
     def make_ready(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
         """Move `gradients`, one for each parameter, to where an update reads them."""
