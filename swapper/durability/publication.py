@@ -16,7 +16,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from swapper import _C
@@ -137,6 +137,7 @@ class SnapshotContents:
         return self.tail.build(chunks, self.tensors, self.left_out)
 
 
+@dataclass(eq=False, repr=False)
 class Publication:
     """Publishes one snapshot.
 
@@ -155,35 +156,22 @@ class Publication:
         sources_read: set when nothing is read any more from files that alternate.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        ticket: SnapshotTicket,
-        content: SnapshotContents,
-        base: Base | None,
-        is_near: bool,
-        may_link: bool,
-        engine: Engine,
-        previous: Publication | None,
-        published: Callable[[], None],
-    ) -> None:
-        self._path = path
-        self._ticket = ticket
-        self._content = content
-        self.base = base
-        self._is_near = is_near
-        self._may_link = may_link
-        self._engine = engine
-        self._previous = previous
-        self._published = published
-        self._found: dict[int, int] = {}  # checksums of what was read, by offset
-        self.sources_read = threading.Event()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"swapper snapshot {path.name}")
+    _path: Path
+    _ticket: SnapshotTicket
+    _content: SnapshotContents
+    base: Base | None
+    _is_near: bool
+    _may_link: bool
+    _engine: Engine
+    _previous: Publication | None
+    _published: Callable[[], None]
+    _found: dict[int, int] = field(default_factory=dict)  # checksums of what was read, by offset
+    sources_read: threading.Event = field(default_factory=threading.Event)
+    _over: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
         try:
-            self._thread.start()
+            threading.Thread(target=self._run, name=f"swapper snapshot {self._path.name}").start()
         except RuntimeError:  # no more threads, as at the interpreter's exit
             self._run()
 

@@ -22,7 +22,7 @@ import copy
 import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Snapshot:
     ticket: SnapshotTicket
 
 
+@dataclass(eq=False, repr=False)
 class Publisher:
     """Takes the snapshots of one run.
 
@@ -70,25 +71,15 @@ class Publisher:
         check_external: raises CheckpointError if an external file has changed. Called in any thread.
     """
 
-    def __init__(
-        self,
-        sections: Sequence[Section],
-        layout: ContainerLayout,
-        engine: Engine,
-        store: Store,
-        retention: Retention,
-        unchanging: frozenset[int],
-        check_external: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._sections = sections
-        self._layout = layout
-        self._engine = engine
-        self._store = store
-        self._retention = retention
-        self._unchanging = unchanging
-        self._check_external = check_external
-        self._publications: list[Publication] = []  # those that `settle` has not finished
-        self._tickets: list[SnapshotTicket] = []  # those whose failure may be unreported
+    _sections: Sequence[Section]
+    _layout: ContainerLayout
+    _engine: Engine
+    _store: Store
+    _retention: Retention
+    _unchanging: frozenset[int]
+    _check_external: Callable[[], None]
+    _publications: list[Publication] = field(default_factory=list)  # those that `settle` has not finished
+    _tickets: list[SnapshotTicket] = field(default_factory=list)  # those whose failure may be unreported
 
     def check_free(self, path: Path) -> None:
         """Make missing directories above `path`. Raise CheckpointError if it exists or is about to."""
