@@ -36,7 +36,7 @@ from swapper.durability.snapshot_directory import DirectoryTicket, SnapshotDirec
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
 from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.pickle_writer import StorageRef
+from swapper.formats.torch_zip.pickle_writer import Locate, StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
 from swapper.io.engines import Engine
@@ -319,7 +319,7 @@ class _Places:
         return self._sections[number], address - self._begins[number]
 
 
-def _locator(sections: Sequence[Section], layout: ContainerLayout) -> Callable[[torch.Tensor], StorageRef | None]:
+def _locator(sections: Sequence[Section], layout: ContainerLayout) -> Locate:
     places = _Places(sections)
     keys = {section: record.key for section, record in zip(sections, layout.records, strict=True)}
 

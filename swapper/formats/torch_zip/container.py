@@ -28,7 +28,7 @@ import torch
 
 from swapper import _C
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
+from swapper.formats.torch_zip.pickle_writer import Locate, pickle_state
 from swapper.formats.torch_zip.zip_writer import (
     ROOT,
     Entry,
@@ -129,7 +129,7 @@ class PreparedTail:
         self,
         layout: ContainerLayout,
         obj: object,
-        locate: Callable[[torch.Tensor], StorageRef | None],
+        locate: Locate,
         items: Callable[[int, Mapping[str, Entry]], bytes] | None = None,
     ) -> None:
         self._layout = layout

@@ -80,6 +80,10 @@ class StorageRef:
     untyped: bool = False
 
 
+Locate = Callable[[torch.Tensor], StorageRef | None]
+"""Returns the place of a tensor in the payload records, or None if it is in none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pickled:
     """The result of `pickle_state`."""
@@ -89,9 +93,7 @@ class Pickled:
     keys: tuple[str, ...]  # all keys, in the order in which a reader meets them
 
 
-def pickle_state(
-    state: object, payload_nbytes: Mapping[str, int], locate: Callable[[torch.Tensor], StorageRef | None]
-) -> Pickled:
+def pickle_state(state: object, payload_nbytes: Mapping[str, int], locate: Locate) -> Pickled:
     """Pickle `state`: any nesting of dict, OrderedDict, list, tuple, set, plain values and tensors.
 
     Args:
@@ -118,9 +120,7 @@ class _Storage:
 
 
 class _StatePickler(pickle.Pickler):
-    def __init__(
-        self, file: io.BytesIO, payload_nbytes: Mapping[str, int], locate: Callable[[torch.Tensor], StorageRef | None]
-    ) -> None:
+    def __init__(self, file: io.BytesIO, payload_nbytes: Mapping[str, int], locate: Locate) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self._payload_nbytes = payload_nbytes
         self._payload_keys = {key: key for key in payload_nbytes}  # a pickle shares strings by identity

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError, StateError
-from swapper.modules.torch_functions import METADATA, native
+from swapper.modules.torch_functions import METADATA, Function, native
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
 from swapper.train.layout.slices import TensorLocation
@@ -46,9 +46,7 @@ class ColdGradient(torch.Tensor):
     swapper_gradient: Callable[[], tuple[PagedGradients, GradientSlot] | None]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in METADATA:
             return native(func, args, kwargs or {})
         action = ACTIONS.get(func)
@@ -182,7 +180,7 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
                 _change(tensor, found, unscale)
 
 
-ACTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+ACTIONS: dict[Function, Function] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.Tensor.mul_: _mul,
     torch.Tensor.clamp_: _clamp,
