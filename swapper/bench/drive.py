@@ -105,8 +105,8 @@ def measure_drive(directory: Path, *others: Path, file_bytes: int = 256 << 20, d
                 direct = direct and is_direct
                 _fill(file, file_bytes)  # blocks that were never written read back without a transfer
                 lanes += [(transfer, file)] * THREADS
-        speeds = [_transfer(lanes, file_bytes, duration_s) for lanes in (reads, writes, reads + writes)]
-        return DriveSpeed(*speeds, direct)
+        read, write, both = (_transfer(lanes, file_bytes, duration_s) for lanes in (reads, writes, reads + writes))
+        return DriveSpeed(read, write, both, direct)
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

@@ -41,6 +41,7 @@ class PageStore(Protocol):
 
     def written_to(self, page: Page) -> File | None:
         """Return the file that the write in flight goes to."""
+        return None
 
     def written(self, page: Page, ticket: Transfer) -> None:
         """Note that the write of `ticket` succeeded: `page.location` names its file from now on."""

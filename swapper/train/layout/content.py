@@ -43,6 +43,7 @@ class SectionSource(Protocol):
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Announce that these parameters, with their qualified names, and their state are needed next."""
+        return
 
     def state(self, name: str) -> Mapping[str, Any]:
         """Return the user's optimizer state of a parameter."""
@@ -56,6 +57,7 @@ class SectionSource(Protocol):
 
     def value(self, name: str) -> torch.Tensor | None:
         """Return the model's value of an external parameter, to be compared with the file's; None without one."""
+        return None
 
 
 class GivenSource(SectionSource):

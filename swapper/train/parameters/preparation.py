@@ -34,9 +34,11 @@ class ModelBinding(Protocol):
 
     def follow_gradients(self) -> None:
         """A step begins: the paged parameters' gradients are those that the user sees."""
+        return
 
     def shown(self) -> str | None:
         """Return the name of a parameter whose memory a tensor of the user's shows, and could not be hidden."""
+        return None
 
     def remove(self, keep_cold: bool) -> None:
         """Take the hooks out. `keep_cold`: paged parameters stay on NVMe."""
