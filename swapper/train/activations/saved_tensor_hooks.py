@@ -32,7 +32,7 @@ from swapper.io.extents import SpillFile
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
 from swapper.train.activations.device_activations import DeviceStored, DeviceTensorCache
-from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Stored
+from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, Stored
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
 
@@ -133,12 +133,15 @@ class offload_activations:  # used as a function, like torch.no_grad
         self._cache = SavedTensorCache(
             SpillFile(self._owner.directory), self._owner.find_engine, limit_bytes, keep_bytes
         )
-        self.counters = self._cache.counters
         self._devices: dict[torch.device, Device] = {}
         self._device_caches: dict[torch.device, DeviceTensorCache] = {}
         self._locked: LockedMemory | None = None
         self._known: weakref.WeakValueDictionary[tuple[int, int], Stored | DeviceStored] = weakref.WeakValueDictionary()
         self._hooks: list[Any] = []
+
+    @property
+    def counters(self) -> ActivationCounters:
+        return self._cache.counters
 
     def __enter__(self) -> offload_activations:
         self._owner.check_usable()
