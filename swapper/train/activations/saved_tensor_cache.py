@@ -36,14 +36,14 @@ class Arrival:
 
     def __init__(self, device: Device, event: torch.Event) -> None:
         self._device = device
-        self._event = event
+        self.event = event
 
     @property
     def done(self) -> bool:
-        return self._device.has_passed(self._event)
+        return self._device.has_passed(self.event)
 
     def wait(self) -> None:
-        self._device.wait_for(self._event)
+        self._device.wait_for(self.event)
 
 
 class Stored(Resident):
