@@ -66,6 +66,11 @@ class HostSide:
         """How much the device knows by now."""
         return sum(registration.registered_bytes for registration in self._registrations)
 
+    def wait(self) -> None:
+        """Wait until all of it is registered, or was refused."""
+        for registration in self._registrations:
+            registration.wait()
+
     def close(self) -> None:
         """Unregister everything. No copy may be in flight."""
         for registration in self._registrations:
@@ -117,6 +122,14 @@ class LockedMemory:
         with self._lock:
             self._collect()
             return self._extents.used_bytes
+
+    def wait(self) -> None:
+        """Wait until the device knows all of it, or has refused."""
+        self._registration.wait()
+
+    def describe(self) -> str:
+        """Return "registered", or why some of it is not."""
+        return self._registration.describe()
 
     def _collect(self) -> None:
         while self._given_back:

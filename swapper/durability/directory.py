@@ -171,7 +171,7 @@ def _make(directory: Path) -> list[Path]:
             raise DirectoryError(f"{directory} is not a directory: give a directory on the drive for the run") from None
         return parents
     except NotADirectoryError:
-        raise DirectoryError(f"{directory} cannot be made: its parent is not a directory. Correct the path") from None
+        raise DirectoryError(f"{directory.parent} is not a directory, for {directory}: correct the path") from None
     except OSError as error:
         if directory.is_dir():  # a read-only filesystem reports this first
             return parents

@@ -108,8 +108,8 @@ def test_the_memory_for_it_is_page_locked(manager: Any, model: nn.Module) -> Non
     value = torch.randn(ROWS, WIDTH, device="cuda")
     activations = swapper.offload_activations(manager, to="host", host_memory="1GiB", device_memory="64MiB")
     gradients(model, value, activations)
-    activations._locked._registration.wait()
-    assert activations._locked._registration.describe() == "registered"
+    activations._locked.wait()
+    assert activations._locked.describe() == "registered"
     piece = activations._locked.take(MIB)
     assert piece.is_pinned()
     assert activations.counters.unlocked_bytes == 0

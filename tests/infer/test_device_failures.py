@@ -135,7 +135,7 @@ def test_a_model_that_is_forgotten_goes_with_what_it_had(saved):
     device = Registering()
     model = load(saved(make()), device, [])
     run(model)
-    _ = [registration.wait() for registration in swapper.loaded(model)._streaming.host_side._registrations]
+    swapper.loaded(model)._streaming.host_side.wait()
     assert device.registered
     ghost = weakref.ref(model)
     del model

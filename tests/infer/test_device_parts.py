@@ -44,7 +44,7 @@ def test_its_memory_is_registered_and_counted(tmp_path):
     (slots,) = [
         c.cell_contents._slots for c in model.head.forward.__closure__ if type(c.cell_contents) is RowPrefetcher
     ]
-    _ = [registration.wait() for registration in loaded._streaming.host_side._registrations]
+    loaded._streaming.host_side.wait()
     assert device.registered[slots.data_ptr()] == slots.nbytes
     assert loaded.counters.registered_bytes == sum(device.registered.values())
     loaded.unload()
