@@ -157,13 +157,7 @@ class Window:
         """
 
     def promise(
-        self,
-        window_offset: int,
-        nbytes: int,
-        arena_offset: int,
-        write: Ticket,
-        source: File,
-        source_offset: int = 0,
+        self, window_offset: int, nbytes: int, arena_offset: int, write: Ticket, source: File, source_offset: int = 0
     ) -> None:
         """Unmaps the range, as `unmap` does, while `write` is still in flight to `source`.
 

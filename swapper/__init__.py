@@ -80,32 +80,21 @@ __all__ = [
     "without_weights",
 ]
 
-_LATER = {
-    "Accelerator": "swapper.options",
-    "AioHandle": "swapper.io",
-    "CommitPolicy": "swapper.options",
-    "ExpertUse": "swapper.infer.planning.load_plan",
-    "ExternalWeights": "swapper.options",
-    "GdsFile": "swapper.io",
-    "GdsHandle": "swapper.io",
-    "LoadPlan": "swapper.infer.planning.load_plan",
-    "LoadPrediction": "swapper.infer.planning.load_plan",
-    "LoadedModel": "swapper.infer.runtime.loaded_model",
-    "Operation": "swapper.io",
-    "PagedOptimizer": "swapper.train.optimizer.optim",
-    "Plan": "swapper.train.session.plan",
-    "SnapshotTicket": "swapper.durability.ticket",
-    "StepStats": "swapper.runtime.stats",
-    "SwapManager": "swapper.manager",
-    "gds_deregister_buffer": "swapper.io",
-    "gds_register_buffer": "swapper.io",
-    "load": "swapper.infer.runtime.load_model",
-    "loaded": "swapper.infer.runtime.loaded_model",
-    "offload_activations": "swapper.train.activations.saved_tensor_hooks",
-    "plan_load": "swapper.infer.planning.load_plan",
-    "shared_memory": "swapper.infer.runtime.load_model",
-    "without_weights": "swapper.infer.mapping.adoption",
+_BY_MODULE = {
+    "swapper.durability.ticket": "SnapshotTicket",
+    "swapper.infer.mapping.adoption": "without_weights",
+    "swapper.infer.planning.load_plan": "ExpertUse LoadPlan LoadPrediction plan_load",
+    "swapper.infer.runtime.load_model": "load shared_memory",
+    "swapper.infer.runtime.loaded_model": "LoadedModel loaded",
+    "swapper.io": "AioHandle GdsFile GdsHandle Operation gds_deregister_buffer gds_register_buffer",
+    "swapper.manager": "SwapManager",
+    "swapper.options": "Accelerator CommitPolicy ExternalWeights",
+    "swapper.runtime.stats": "StepStats",
+    "swapper.train.activations.saved_tensor_hooks": "offload_activations",
+    "swapper.train.optimizer.optim": "PagedOptimizer",
+    "swapper.train.session.plan": "Plan",
 }
+_LATER = {name: module for module, names in _BY_MODULE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -119,8 +119,7 @@ class IoError(SwapperError, OSError):
 
 
 class ChecksumError(IoError):
-    """Bytes differ from what was written: the drive, memory or another program changed them. `detail` names the
-    tensors.
+    """Bytes differ from what was written: the drive, memory or another program changed them. `detail` names tensors.
 
     The step that needed them was not taken, and they enter no commit and no snapshot. errno is EBADMSG.
     """

@@ -156,8 +156,7 @@ class SwapManager:
 
         Args:
             model: on the CPU, with values, or on the meta device, with `init`; it gets hooks. Several models that are
-                used together (a policy and a reward model, an averaged copy) in a dictionary by name or in a list share
-                the budget.
+                used together (a policy and a reward model, an averaged copy) in a dictionary or list share the budget.
             optimizer: over parameters of `model`. Use the returned one instead from now on. None to train nothing.
                 accelerate's, after `accelerator.prepare`, stays the same object and steps the returned one. Or a list of
                 optimizers over different parameters, each with its own `step()`; or an object that holds such a list in its
@@ -225,9 +224,7 @@ class SwapManager:
         )  # fmt: skip
         if plan is not None:
             if not isinstance(plan, Plan):
-                raise ConfigError(
-                    f"plan={plan!r} is not known: give what manager.plan returns, or keywords as params='nvme'"
-                )
+                raise ConfigError(f"plan={plan!r} is not known: give manager.plan's, or keywords as params='nvme'")
             options.check_none_given()
             plan.request.check_is_for(model, inner, self._options)
 
@@ -463,8 +460,7 @@ class SwapManager:
         reads it, on any number of ranks. All ranks must call this. See docs/reference/snapshots.md.
 
         Args:
-            path: the file, or the directory of a sharded model; must not exist. Missing directories above it are made, as
-                the run's are.
+            path: the file, or the directory of a sharded model; must not exist. Missing directories above it are made.
             extra: values of the user in addition to `manager.extra`.
             keep: maximum number of snapshots that this run published with `keep` under names that differ from this one
                 in digits only ("step-90.pt", "step-100.pt"): the oldest are deleted. Other files are never touched.
@@ -593,8 +589,7 @@ class SwapManager:
     def close(self) -> None:
         """Write changes back, wait for snapshots, and release everything. Idempotent.
 
-        Parameters on NVMe stay cold: to use the model without the manager, take a snapshot first, or copy them within
-        `gather`.
+        Parameters on NVMe stay cold: to use the model without the manager, take a snapshot, or copy them in `gather`.
 
         Raises:
             IoError: a write failed, or a snapshot failed, which was not reported yet. Everything is released all the same.

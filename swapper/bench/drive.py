@@ -100,27 +100,23 @@ def measure_drive(directory: Path, *others: Path, file_bytes: int = 256 << 20, d
         for each in (directory, *others):
             scratch = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="swapper-drive-", dir=each)))
             for name, lanes, transfer in (("read", reads, _read), ("write", writes, _write)):
-                file, is_direct = _open(scratch / name)
+                file, is_direct = _open(scratch / name, os.O_RDWR | os.O_CREAT)
                 kept.callback(os.close, file)
                 direct = direct and is_direct
                 _fill(file, file_bytes)  # blocks that were never written read back without a transfer
                 lanes += [(transfer, file)] * THREADS
-        return DriveSpeed(
-            _transfer(reads, file_bytes, duration_s),
-            _transfer(writes, file_bytes, duration_s),
-            _transfer(reads + writes, file_bytes, duration_s),
-            direct,
-        )
+        read, write, both = (_transfer(lanes, file_bytes, duration_s) for lanes in (reads, writes, reads + writes))
+        return DriveSpeed(read, write, both, direct)
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    """Return a new file's descriptor, and True if it is direct."""
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """Return a file's descriptor, and True if it is direct."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600), True
+        return os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600), False
+    return os.open(path, flags, 0o600), False
 
 
 def _piece() -> memoryview:
@@ -192,12 +188,7 @@ def _transfer(lanes: Sequence[_Lane], file_bytes: int, duration_s: float) -> flo
 
 def measure_read(path: Path, *, duration_s: float = 2.0) -> float:
     """Return bytes a second of direct reads of `path`, from its start; buffered if the filesystem refuses."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        file = os.open(path, os.O_RDONLY)
+    file, _ = _open(path, os.O_RDONLY)
     try:
         return _transfer([(_read, file)] * THREADS, path.stat().st_size, duration_s)
     finally:
@@ -216,12 +207,8 @@ class StepLimit:
     @classmethod
     def of(cls, speed: DriveSpeed, read_bytes: float, written_bytes: float, compute_s: float) -> StepLimit:
         """Return the limit of a step with these bytes on a drive of this speed."""
-        return cls(
-            read_bytes / speed.read_bytes_per_s,
-            written_bytes / speed.write_bytes_per_s,
-            (read_bytes + written_bytes) / speed.both_bytes_per_s,
-            compute_s,
-        )
+        read_s, write_s = read_bytes / speed.read_bytes_per_s, written_bytes / speed.write_bytes_per_s
+        return cls(read_s, write_s, (read_bytes + written_bytes) / speed.both_bytes_per_s, compute_s)
 
     @property
     def seconds(self) -> float:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -64,9 +63,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stopped.set()
         self._thread.join()
 

@@ -126,8 +126,7 @@ def export(
             directory of torch.distributed.checkpoint, DeepSpeed's ZeRO (its fp32 weights), or a run's own directory (its
             parameters as of its last commit).
         target: a file ("torch", "safetensors") or a directory ("huggingface", "dcp") to be made.
-        to: one of FORMATS. The result is one flat state dict, {name: tensor}; only from torch to torch, "all" keeps the
-            nesting.
+        to: one of FORMATS. The result is one flat state dict, {name: tensor}; from torch to torch, "all" keeps nesting.
         what: see `select`.
         shard_bytes: maximum size of a file in a Hugging Face directory, unless one tensor is larger: bytes, or "5GB".
         overwrite: replace an existing file. Directories are never replaced.
@@ -142,8 +141,7 @@ def export(
 
     Raises:
         ConfigError: `what` or `shard_bytes` is none.
-        CheckpointError: the source is damaged or changes meanwhile, the format does not support it, or the target
-            exists.
+        CheckpointError: the source is damaged or changes, the format does not support it, or the target exists.
         IoError: a transfer failed, or the drive is full. Nothing is left of the target.
     """
     if to not in FORMATS:
@@ -193,9 +191,8 @@ def _select_from_torch(source: Source, what: str) -> Selection:
             "of it as one torch file: say --to torch, and export that"
         )
     prefix = "" if what == "all" else _model_prefix(skeleton)
-    tensors = [
-        _whole(tensor, name.removeprefix(prefix)) for name, tensor in source.tensors.items() if name.startswith(prefix)
-    ]
+    chosen = {name: tensor for name, tensor in source.tensors.items() if name.startswith(prefix)}
+    tensors = [_whole(tensor, name.removeprefix(prefix)) for name, tensor in chosen.items()]
     left_out = []
     for name, value in skeleton.leaves():
         if isinstance(value, Opaque) and name.startswith(prefix) and _holds_tensor(value):
@@ -203,7 +200,7 @@ def _select_from_torch(source: Source, what: str) -> Selection:
                 f"{source.path}: {name} is a sparse, quantized or nested tensor, or an object with tensors in it, "
                 f"and not a plain tensor ({value.made}): it cannot be exported"
             )
-        if name not in source.tensors or not name.startswith(prefix):
+        if name not in chosen:
             left_out.append(name)
     return Selection(tensors, left_out, source.stamps)
 

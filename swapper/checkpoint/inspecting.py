@@ -1,5 +1,4 @@
-"""Lists the content of a checkpoint, for people and programs: every tensor with its location, and the format's
-metadata."""
+"""Lists the content of a checkpoint, for people and programs: tensors with their locations, the format's metadata."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from swapper.formats.dcp_directory import METADATA_NAME, read_directory
 from swapper.formats.sources import open_source
 from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
+from swapper.paging.planning.layout import TensorSpec
 
 _MAX_ALIGNMENT = 1 << 21  # bytes; larger ones say nothing more
 
@@ -35,7 +35,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     if (source / METADATA_NAME).exists():
         directory = read_directory(source)
         tensors = [
-            {**_describe(chunk.stored), "chunk_offsets": list(chunk.offsets)}
+            {**_describe(tensor.name, chunk.stored, chunk.stored), "chunk_offsets": list(chunk.offsets)}
             for tensor in directory.tensors.values()
             for chunk in tensor.chunks
         ]
@@ -45,7 +45,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     if (run := find_run(source)) is not None:
         return _inspect_run(run)
     opened = open_source(source)
-    tensors = [_describe(tensor) for tensor in opened.tensors.values()]
+    tensors = [_describe(tensor.name, tensor, tensor) for tensor in opened.tensors.values()]
     if opened.kind != "torch":
         return _summary(source, opened.kind, tensors, dict(opened.metadata), step=None)
     file = read_torch_file(source)
@@ -65,50 +65,34 @@ def _inspect_run(directory: Path) -> dict[str, Any]:
     record, tensors = read_run(directory)
     described = []
     for tensor, parts in tensors:
-        first = parts[0] if parts else None
-        described.append(
-            {
-                "name": name_of(tensor),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "stride": None,
-                "file": None if first is None else first.path.name,
-                "offset": None if first is None else first.offset,
-                "bytes": tensor.nbytes,
-                "alignment": None if first is None else _alignment(first.offset),
-                "pieces": 0 if parts is None else len(parts),
-            }
-        )
+        found = _describe(name_of(tensor), tensor, parts[0] if parts else None)
+        described.append({**found, "pieces": 0 if parts is None else len(parts)})
     metadata = {
         "optimizer": record.optimizer,
         "rank": f"{record.rank} of {record.world_size}",
         **{f"{family} on": place for family, place in record.placement.items()},
         **{f"frozen parameters {number}": name for number, name in enumerate(record.external, 1)},
     }
-    return {
-        "path": str(directory),
-        "kind": "run",
-        "step": record.step,
-        "metadata": metadata,
-        "tensor_bytes": sum(tensor.nbytes for tensor, _ in tensors),
-        "tensors": described,
-    }
+    nbytes = sum(tensor.nbytes for tensor, _ in tensors)
+    return {**_summary(directory, "run", described, metadata, record.step), "tensor_bytes": nbytes}
 
 
 def _alignment(offset: int) -> int:
     return min(offset & -offset, _MAX_ALIGNMENT) if offset else _MAX_ALIGNMENT
 
 
-def _describe(tensor: StoredTensor) -> dict[str, Any]:
+def _describe(name: str, tensor: StoredTensor | TensorSpec, place: StoredTensor | None) -> dict[str, Any]:
+    """Describe a tensor; `place` is where it, or its first part, is in a file."""
+    stride = None if place is None else place.stride
     return {
-        "name": tensor.name,
+        "name": name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "stride": None if tensor.stride is None else list(tensor.stride),
-        "file": tensor.path.name,
-        "offset": tensor.offset,
+        "stride": None if stride is None else list(stride),
+        "file": None if place is None else place.path.name,
+        "offset": None if place is None else place.offset,
         "bytes": tensor.nbytes,
-        "alignment": _alignment(tensor.offset),
+        "alignment": None if place is None else _alignment(place.offset),
     }
 
 

@@ -24,10 +24,8 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool | None, durable: 
     """Yield the path of an empty file to be written; at the end it gets its name.
 
     Args:
-        path: the name. Links are followed: their target is replaced, and a hard-linked file keeps its old content under
-            its other names.
-        overwrite: allow an existing file of that name; None: no, and the caller has no such option. A write-protected
-            file always stays.
+        path: the name. Links are followed: their target is replaced; other names of a file keep its old content.
+        overwrite: allow an existing file; None: no, and the caller has no such option. A write-protected one stays.
         durable: sync file and directory, so that a power loss costs at most the new file.
 
     Raises:

@@ -48,9 +48,8 @@ def read_run(directory: Path) -> tuple[CommitRecord, list[tuple[TensorSpec, Stor
         if record is None:
             raise CheckpointError(f"{directory} holds no committed run")
         sections, files = sections_of(directory, record)
-        return record, [
-            (slot.spec, _parts(section, slot, files)) for section in sections for slot in section.plan.slots
-        ]
+        slots = ((section, slot) for section in sections for slot in section.plan.slots)
+        return record, [(slot.spec, _parts(section, slot, files)) for section, slot in slots]
 
 
 def _parts(section: Section, slot: Slot, files: Mapping[int, Sequence[Path]]) -> StoredParts | None:

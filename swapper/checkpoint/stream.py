@@ -3,8 +3,7 @@
 Large runs of host memory are written from where they lie. Everything else (headers, small tensors, the ends of large
 ones, device tensors, bytes of other files) is gathered in a ring of blocks, so that the file is tiled by whole runs of
 4096 bytes and all of it can be direct. Up to half of the blocks are being filled by reads while the others are being
-written: a copy runs at the speed of the slower side. The ring is all the memory that this takes, for any size of the
-file.
+written: a copy runs at the speed of the slower side. The ring is all the memory that this takes, for any file.
 
 Blocks are written in order, so bytes that depend on earlier ones (a checksum behind a payload) can be appended before
 those are read: as a function that is called afterwards.

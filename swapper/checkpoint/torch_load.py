@@ -161,9 +161,7 @@ def _check_old_file(path: Path) -> None:
             check_pickles(file, _OLD_PICKLES, path.stat().st_size, str(path))
             return
     if tarfile.is_tarfile(path):
-        raise CheckpointError(
-            f"{path} cannot be loaded: it is a tar archive, as torch before 0.1.10 wrote, or filled with zeros"
-        )
+        raise CheckpointError(f"{path} cannot be loaded: it is a tar of torch before 0.1.10, or filled with zeros")
 
 
 def _needs_torch(checkpoint: TorchFile, records: Mapping[str, ZipRecord], map_location: MapLocation) -> bool:
@@ -244,9 +242,7 @@ class _Loader:
             # torch calls this for the storages of the pickle in order, but only once for one that has an address.
             storage = next(storage for storage in requested if storage.key not in known)
             if storage.location != location or storage.nbytes != memory.nbytes():
-                raise CheckpointError(
-                    f"{self._path}: torch reads its data.pkl differently than swapper: a bug in swapper"
-                )
+                raise CheckpointError(f"{self._path}: torch and swapper read data.pkl differently: a bug in swapper")
             placed = self._place(storage, memory)
             if placed.device.type != "meta" and placed.data_ptr() != 0:
                 known.add(storage.key)
@@ -329,15 +325,8 @@ class _Loader:
         self._bytes_ahead += storage.nbytes
         address = memory.storage.data_ptr()
         for begin, end in memory.steps():
-            ticket = self._engine.read(
-                self._file,
-                record.offset + begin,
-                address + begin,
-                end - begin,
-                keep=memory.storage,
-                checksum=self._verify,
-            )
-            tickets.append(ticket)
+            place = record.offset + begin, address + begin, end - begin
+            tickets.append(self._engine.read(self._file, *place, keep=memory.storage, checksum=self._verify))
 
     # --- to a device
 

@@ -26,8 +26,7 @@ from swapper.formats.torch_zip.zip_writer import ROOT, descriptor_nbytes, leadin
 from swapper.io.alignment import SECTOR_BYTES
 
 SMALL_MEAN_BYTES = 32 << 10
-"""Bytes. With a smaller mean storage torch's own alignment is kept, not that of direct transfers: gaps would exceed 6 %
-of the file."""
+"""Bytes. With a smaller mean storage torch's own alignment is kept: gaps would exceed 6 % of the file."""
 MAX_ALIGNMENT = 1 << 16  # bytes; a choice
 
 
@@ -38,8 +37,7 @@ def save(
 
     An existing file is replaced at the end, in one step, as torch.save would overwrite it: until then the old one is
     there. `torch.utils.serialization.config.save` is honored: `compute_crc32`, `storage_alignment` (if more than 4096),
-    `use_pinned_memory_for_d2h`. In addition to the tensors on the CPU this takes 16 MiB of memory; do not change them
-    meanwhile.
+    `use_pinned_memory_for_d2h`. It takes 16 MiB of memory beside the tensors on the CPU; do not change them meanwhile.
 
     Args:
         obj: anything that can be pickled.

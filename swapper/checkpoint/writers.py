@@ -1,7 +1,6 @@
 """Writes tensors of other files, in the formats of safetensors, torch and torch.distributed.checkpoint.
 
-Each function gets a stream (stream.py) into an empty file and tensors whose bytes are still in their files. Only headers
-are held in memory.
+Each function gets a stream (stream.py) into an empty file, and tensors with bytes in files. Memory has only headers.
 """
 
 from __future__ import annotations
@@ -180,9 +179,7 @@ def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, s
     cursor = 0
     for tensor in tensors:
         if tensor.dtype not in _SAFETENSORS_NAMES:
-            raise CheckpointError(
-                f"{tensor.name} is of {tensor.dtype}, which safetensors does not support: use --to torch"
-            )
+            raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which safetensors lacks: use --to torch")
         entries[tensor.name] = {
             "dtype": _SAFETENSORS_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -201,10 +198,8 @@ def write_torch(stream: StreamWriter, payloads: Payloads, tensors: Sequence[Expo
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     unique: list[ExportTensor] = []
     for tensor in tensors:
-        identity = (
-            tensor.dtype,
-            *((part.path, part.offset, part.nbytes, part.stride, part.shape) for part in tensor.parts),
-        )
+        places = ((part.path, part.offset, part.nbytes, part.stride, part.shape) for part in tensor.parts)
+        identity = (tensor.dtype, *places)
         key = records.setdefault(identity, len(unique)) if tensor.nbytes else len(unique)
         if key == len(unique):
             unique.append(tensor)

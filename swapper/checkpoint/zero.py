@@ -1,5 +1,4 @@
-"""Reads the fp32 weights of a DeepSpeed ZeRO checkpoint (stages 1, 2, 3), without DeepSpeed and without running
-pickles.
+"""Reads the fp32 weights of a DeepSpeed ZeRO checkpoint (stages 1, 2, 3), without DeepSpeed, and runs no pickles.
 
 Each rank has a file with its part of the fp32 master weights, flattened: in stages 1 and 2 a part of all parameters of
 a group in sequence; in stage 3 the same fraction of every parameter. The model's own file has names and shapes, in the
@@ -53,9 +52,7 @@ def read(path: Path) -> tuple[list[ExportTensor], dict[Path, FileStamp]]:
     try:
         tensors = _assemble(path, ranks, models)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not a ZeRO checkpoint of a known kind ({type(error).__name__}: {error})"
-        ) from error
+        raise CheckpointError(f"{path} is no known ZeRO checkpoint ({type(error).__name__}: {error})") from error
     return tensors, {file.path: file.stamp for file in [*ranks, *models]}
 
 

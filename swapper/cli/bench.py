@@ -128,7 +128,7 @@ def measure_all(
                         if program == "swapper":
                             raise
                         refused.add(program)
-                        console.print(f"without {program}: {error}", soft_wrap=True, highlight=False, markup=False)
+                        console.print(f"without {program}: {error}", markup=False)
     return rows
 
 
@@ -225,8 +225,7 @@ def _depths(text: str) -> list[int]:
 SIZES = (1 << 20, 256 << 10, 512 << 10, 2 << 20, 4 << 20)
 DEPTHS = (32, 4, 8, 16, 64, 128)
 GOOD_ENOUGH = 0.97
-"""The smallest setting that reaches this fraction of the best is chosen: less in flight, and the drive's noise is
-larger."""
+"""The smallest setting that reaches this fraction of the best is chosen: less in flight; a drive's noise is larger."""
 
 
 def tune(
@@ -258,11 +257,10 @@ def tune(
         f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written, "
         f"{tuning.both_bytes_per_s / 1e9:.2f} GB/s both ways, {tuning.busy_bytes_per_s / 1e9:.2f} while torch computes, "
         f"{tuning.slowing_byte_s * 1e9:.2f} s longer for each GB",
-        highlight=False,
     )
     if where is not None:
-        console.print(f"Kept in {where}.", soft_wrap=True, highlight=False)
-    console.print("For DeepSpeed:", highlight=False)
+        console.print(f"Kept in {where}.")
+    console.print("For DeepSpeed:")
     print(json.dumps(tuning.deepspeed_config(), indent=2))
 
 

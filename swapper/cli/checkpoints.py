@@ -95,17 +95,15 @@ def verify(
 
 def _show_report(report: Report, console: Console) -> None:
     for fault in report.faults:
-        console.print(f"[red]corrupt:[/red] {escape(_describe_fault(fault))}", soft_wrap=True, highlight=False)
+        console.print(f"[red]corrupt:[/red] {escape(_describe_fault(fault))}")
     checked = format_bytes(report.checked_bytes)
     if report.faults:
         verdict = f"[red]{len(report.faults)} faults[/red] in {checked}"
     elif report.kind == "torch checkpoint":
-        verdict = (
-            f"[green]well[/green]: {checked} in records; it has no manifest, so what lies between them was not checked"
-        )
+        verdict = f"[green]well[/green]: {checked} in records; it has no manifest, so the rest was not checked"
     else:
         verdict = f"[green]well[/green]: {checked}, every byte"
-    console.print(f"{escape(report.path)} ({report.kind}): {verdict}", soft_wrap=True, highlight=False)
+    console.print(f"{escape(report.path)} ({report.kind}): {verdict}")
 
 
 def _describe_fault(fault: Fault) -> str:
@@ -133,8 +131,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
 ) -> None:
-    """Write a checkpoint in another format, at the speed of the drive and within 100 MB in addition to Python and
-    torch.
+    """Write a checkpoint in another format, at the speed of the drive, in 100 MB in addition to Python and torch.
 
     From and to: torch (swapper's snapshots, any file of torch.save), safetensors, Hugging Face directories, and
     directories of torch.distributed.checkpoint. From a run's own directory: its parameters as of the last commit. The
@@ -162,13 +159,13 @@ def export(
                 keep=keep or (),
             )
         text = f"{target}: {len(selection.tensors)} tensors, {format_bytes(_nbytes(target))}"
-        console.print(escape(text), highlight=False, soft_wrap=True)
+        console.print(escape(text))
         if quantize is not None:
             _show_losses(console, quantize, found)
         left_out = selection.left_out if (to, what) != ("torch", "all") else []
         if left_out:
             some = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
-            console.print(escape(f"left out: {len(left_out)} ({some})"), highlight=False, soft_wrap=True)
+            console.print(escape(f"left out: {len(left_out)} ({some})"))
     if as_json:
         errors = {name: asdict(loss) for name, loss in found.items()}
         written = {"target": str(target), "tensors": len(selection.tensors), "nbytes": _nbytes(target)}
@@ -196,13 +193,7 @@ def _show_losses(console: Console, quantize: str, losses: Mapping[str, Loss]) ->
 
 @contextmanager
 def _bar(console: Console, title: str, nbytes: int) -> Iterator[Any]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with make_progress(console, *columns) as bar:
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with make_progress(console, TextColumn("{task.description}"), *columns) as bar:
         task = bar.add_task(escape(title), total=nbytes)
         yield lambda moved: bar.advance(task, moved)

@@ -24,8 +24,8 @@ ARGUMENT = {" with --directory": "", "--parameters": "--file-size"}
 
 
 def make_console(stderr: bool = False, quiet: bool = False) -> Console:
-    """Return the console of a command. Where its output is piped, lines are as long as their text."""
-    console = Console(stderr=stderr, quiet=quiet)
+    """Return the console of a command, which breaks no lines. Where its output is piped, tables are as wide as their text."""
+    console = Console(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False)
     if not console.is_terminal:
         console.width = PIPED_COLUMNS
     return console
@@ -63,8 +63,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 @contextmanager
 def reported(console: Console, failure_code: int = 1, words: Mapping[str, str] | None = None) -> Iterator[None]:
-    """End the command with 2 for a wrong argument, `failure_code` for another error of ours, and 130 for Ctrl-C, SIGTERM
-    and SIGHUP.
+    """End the command with 2 for a wrong argument, `failure_code` for other errors, 130 for Ctrl-C, SIGTERM, SIGHUP.
 
     Args:
         words: what errors say of Python's interface, and what they say of this command's: {"host_memory": "--budget"}.
@@ -87,7 +86,7 @@ def reported(console: Console, failure_code: int = 1, words: Mapping[str, str] |
         for python, ours in (words or {}).items():
             text = text.replace(python, ours)
         text = escape(text)
-        console.print(f"[red]Error:[/red] {text}", soft_wrap=True, highlight=False)
+        console.print(f"[red]Error:[/red] {text}")
         raise typer.Exit(2 if isinstance(error, ConfigError) else failure_code) from None
     finally:
         for number, handler in before.items():

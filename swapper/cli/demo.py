@@ -199,8 +199,6 @@ def _place(
         f"A GPT of {task.config.parameters / 1e6:.0f} million parameters ({task.config.layers} layers, "
         f"width {task.config.width}), {'bf16' if task.masters else 'fp32'}{over and ', ' + over}, swapped under "
         f"{escape(str(place))}",
-        soft_wrap=True,
-        highlight=False,
     )
     with (
         tempfile.TemporaryDirectory(prefix="swapper-demo-", dir=place) as scratch,
@@ -312,9 +310,7 @@ def _compare(task: DemoTask, snapshot: Path, record: DemoRecord) -> None:
     command = [sys.executable, plain.__file__, json.dumps(order)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=snapshot.parent)
     if done.returncode != 0:
-        raise CheckpointError(
-            f"plain torch cannot continue from {snapshot} (exit code {done.returncode}):\n{done.stderr.strip()}"
-        )
+        raise CheckpointError(f"torch cannot continue from {snapshot} (exit {done.returncode}):\n{done.stderr.strip()}")
     answer = json.loads(done.stdout)
     record.plain_losses = answer["losses"][:COMPARED_STEPS]
     record.plain_step_s = min(answer["times_s"][COMPARED_STEPS:])  # the fastest counts, as a limit must

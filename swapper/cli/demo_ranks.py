@@ -109,12 +109,9 @@ def measure(task: RanksTask, directory: Path, watch: Watch) -> RanksRecord:
             ranks, plain, lambda _, losses: watch("the same in plain FSDP2", losses)
         )
     record.plain_losses, record.plain_step_s = plain.losses, min(plain.times_s[1:] or plain.times_s)
-    record.different = [
-        f"{name} of rank {rank}"
-        for rank, (mine, others) in enumerate(zip(ours, theirs, strict=True))
-        for name in others
-        if mine.get(name) != others[name]
-    ]
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    different = [(name, rank) for rank, (mine, others) in pairs for name in others if mine.get(name) != others[name]]
+    record.different = [f"{name} of rank {rank}" for name, rank in different]
     record.drive = record.drive.better(measure_drive(directory, duration_s=task.drive_s))
     return record
 

@@ -210,9 +210,7 @@ def _drive(directory: Path) -> Iterator[Finding]:
         f"scheduler {said('queue/scheduler').split('[')[-1].split(']')[0]}, {said('queue/nr_requests')} requests"
     )
     if said("queue/rotational") == "1":
-        yield Finding(
-            "Drive", GOOD, text + ", which reports to be rotational, as virtual drives do; swapper is made for NVMe"
-        )
+        yield Finding("Drive", GOOD, text + ", which says it is rotational, as virtual drives do; swapper is for NVMe")
     else:
         yield Finding("Drive", GOOD, text)
     tuning = find_tuning(directory)
@@ -230,17 +228,12 @@ def _runs(directory: Path) -> Iterator[Finding]:
         record = read_record(path)
         if record is None:
             continue
-        total = sum(record.drives.weights)
-        parts = [
-            f"{part} ({weight / total:.0%})"
-            for part, weight in zip(record.drives.directories, record.drives.weights, strict=True)
-        ]
-        away = [str(part) for part in record.drives.directories if not part.is_dir()]
+        weights, directories = record.drives.weights, record.drives.directories
+        parts = [f"{part} ({weight / sum(weights):.0%})" for part, weight in zip(directories, weights, strict=True)]
+        away = [str(part) for part in directories if not part.is_dir()]
         text = f"{path.name} lies over {len(parts)} drives: {', '.join(parts)}"
         if away:
-            yield Finding(
-                "Run", BAD, f"{text}; {', '.join(away)} is missing", "mount that drive before you resume the run"
-            )
+            yield Finding("Run", BAD, f"{text}; {', '.join(away)} is missing", "mount that drive before you resume it")
         else:
             yield Finding("Run", GOOD, text)
 

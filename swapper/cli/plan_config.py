@@ -64,8 +64,7 @@ def plan(
         typer.Option(help="Floating-point operations a second of a rank: 1e14. Default: measured on this processor."),
     ] = None,
     updates: Annotated[
-        float | None,
-        typer.Option(help="Parameters a second that a node's optimizers update: 1e9. Default: measured."),
+        float | None, typer.Option(help="Parameters a second that a node's optimizers update: 1e9. Default: measured.")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Memory of each rank's accelerator for swapper: 24GiB. Default: no accelerator.")
@@ -100,13 +99,10 @@ def plan(
     began_s = time.monotonic()
     console = make_console(stderr=as_json)
     with reported(console):
-        _check(optimizer, dtype, codec, update, gradients, tokens, accumulate, ranks, nodes, flops, updates)
         if device is None and link is not None:
             raise ConfigError("--link is to an accelerator: give --device, its memory, as 24GiB")
         if device is not None and flops is None:
-            raise ConfigError(
-                "--device is not this processor: give --flops, its floating-point operations a second, as 1e14"
-            )
+            raise ConfigError("--device is not this processor: give --flops, its operations a second, as --flops 1e14")
         if ranks == 1 and network is not None:
             raise ConfigError("--network is between ranks: give --ranks")
         drives = parse_drives(nvme)
@@ -116,6 +112,8 @@ def plan(
             math.inf if link is None else parse_bytes_a_second(link, "--link"),
             math.inf if network is None else parse_bytes_a_second(network, "--network"), ranks, nodes,
         )  # fmt: skip
+        setting = Setting(optimizer, codec, update, gradients=gradients, passes=accumulate)
+        _check(machine, setting, dtype, tokens)
         wishes = Wishes(
             None if at_most is None else parse_seconds(at_most, "--at-most"),
             None if endurance is None else parse_bytes(endurance, "--endurance"),
@@ -124,7 +122,6 @@ def plan(
             check_picture(picture)
         with console.status("planning"), _without_collections():
             forecaster = Forecaster(make_model(config, getattr(torch, dtype)), tokens)
-            setting = Setting(optimizer, codec, update, gradients=gradients, passes=accumulate)
             found = forecaster.forecast(machine, setting)
             figures = figures_of(forecaster, machine, setting, found, wishes)
             upgrades = find_upgrades(forecaster, machine, setting)
@@ -151,39 +148,28 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _check(
-    optimizer: str,
-    dtype: str,
-    codec: str,
-    update: str,
-    gradients: str,
-    tokens: int,
-    accumulate: int,
-    ranks: int,
-    nodes: int,
-    flops: float | None,
-    updates: float | None,
-) -> None:
+def _check(machine: Machine, setting: Setting, dtype: str, tokens: int) -> None:
     """Raise ConfigError for options that are not known, or contradict each other."""
     known: dict[str, tuple[str, Any]] = {
-        "--optimizer": (optimizer, OPTIMIZERS),
+        "--optimizer": (setting.optimizer, OPTIMIZERS),
         "--dtype": (dtype, DTYPES),
-        "--codec": (codec, PRESETS),
-        "--update": (update, UPDATES),
-        "--gradients": (gradients, PLACES),
+        "--codec": (setting.codec, PRESETS),
+        "--update": (setting.update, UPDATES),
+        "--gradients": (setting.gradients, PLACES),
     }
     for option, (given, choices) in known.items():
         if given not in choices:
             raise ConfigError(f"{option} {given} is not known: use one of {', '.join(choices)}")
-    for option, rate in (("--flops", flops), ("--updates", updates)):
+    for option, rate in (("--flops", machine.flops), ("--updates", machine.updates)):
         if rate is not None and not 0 < rate < math.inf:
             raise ConfigError(f"{option} {rate} must be more than 0, and a number")
-    if ranks % nodes:
-        raise ConfigError(f"--ranks {ranks} are of all nodes together: give a multiple of --nodes {nodes}")
-    if tokens < accumulate * ranks:
+    ranks, passes = machine.ranks, setting.passes
+    if ranks % machine.nodes:
+        raise ConfigError(f"--ranks {ranks} are of all nodes together: give a multiple of --nodes {machine.nodes}")
+    if tokens < passes * ranks:
         raise ConfigError(
-            f"--tokens {tokens} are of a whole step: --accumulate {accumulate} passes on --ranks {ranks} need at least "
-            f"{accumulate * ranks}"
+            f"--tokens {tokens} are of a whole step: --accumulate {passes} passes on --ranks {ranks} need at least "
+            f"{passes * ranks}"
         )
 
 

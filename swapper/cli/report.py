@@ -192,11 +192,7 @@ def trace(
     found = sorted(output.absolute().parent.glob(f"{output.stem}*{output.suffix}"))
     if output.exists():
         names = ", ".join(path.name for path in found)
-        console.print(
-            f"trace: {escape(names)}; open with https://ui.perfetto.dev, or `swapper report`",
-            soft_wrap=True,
-            highlight=False,
-        )
+        console.print(f"trace: {escape(names)}; open with https://ui.perfetto.dev, or `swapper report`")
     else:
-        console.print("no trace: no manager was closed after an offload", soft_wrap=True, highlight=False)
+        console.print("no trace: no manager was closed after an offload")
     raise typer.Exit(code if code >= 0 else 128 - code)

@@ -125,14 +125,8 @@ def _row(run: RunOnDisk, described: dict[str, Any]) -> list[str]:
         state += f", part of {run.main}"
     elif run.record is None and run.process is None:
         state = "never committed"
-    cells = (
-        described["step"],
-        described["parameters"],
-        format_bytes(run.nbytes),
-        state,
-        described["optimizer"],
-        run.path,
-    )
+    step, parameters, optimizer = (described[name] for name in ("step", "parameters", "optimizer"))
+    cells = (step, parameters, format_bytes(run.nbytes), state, optimizer, run.path)
     return ["-" if cell is None else f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells]
 
 

@@ -6,6 +6,7 @@ and the kernels give the same bits. That is not torch.optim.AdamW's order: from 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,26 +53,30 @@ def adamw_(
         ConfigError: dtypes or sizes do not fit. UnsupportedError: a codec needs bf16 parameters.
     """
     states = [state for state in (master, exp_avg, exp_avg_sq) if state is not None]
-    _check(parameter, gradient, states, step)
+    if any(state.codec.needs_parameter for state in states[-2:]):
+        raise ConfigError("only masters can be completed by the parameters: choose another codec for the moments")
+    if step.seed is not None:
+        raise ConfigError("parameters of coded state are rounded to nearest: leave seed=None")
+    check_operands(parameter, gradient, states, DTYPES)
     named = [(state.codec.name, state.parts) for state in states]
     return native.adamw_(parameter, gradient, named, step, factor, threads)
 
 
-def _check(parameter: torch.Tensor, gradient: torch.Tensor, states: list[CodedState], step: AdamWStep) -> None:
+def check_operands(
+    parameter: torch.Tensor, gradient: torch.Tensor, states: Sequence[CodedState], dtypes: Iterable[torch.dtype]
+) -> None:
+    """Raise ConfigError or UnsupportedError unless the three fit together."""
     for tensor in (parameter, gradient):
-        if tensor.ndim != 1 or not tensor.is_contiguous() or tensor.dtype not in DTYPES or not tensor.is_cpu:
+        if tensor.ndim != 1 or not tensor.is_contiguous() or tensor.dtype not in dtypes or not tensor.is_cpu:
+            names = " or ".join(native.DTYPES[dtype] for dtype in dtypes)
             raise ConfigError(
-                "parameters and gradients are bf16 or fp32, contiguous, of one dimension, in host memory, "
+                f"parameters and gradients are {names}, contiguous, of one dimension, in host memory, "
                 f"not {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             )
     if gradient.shape != parameter.shape:
         raise ConfigError(f"{gradient.numel()} gradients do not fit {parameter.numel()} parameters")
     if (len(states) == 2) != (parameter.dtype == torch.float32):
-        raise ConfigError(f"masters are for bf16 parameters, and these are {parameter.dtype}")
-    if any(state.codec.needs_parameter for state in states[-2:]):
-        raise ConfigError("only masters can be completed by the parameters: choose another codec for the moments")
-    if step.seed is not None:
-        raise ConfigError("parameters of coded state are rounded to nearest: leave seed=None")
+        raise ConfigError(f"masters are for parameters of fewer bits than fp32, and these are {parameter.dtype}")
     for state in states:
         state.codec.check_parts(parameter.numel(), state.parts)
         state.codec.check_parameter(parameter.dtype)

@@ -12,28 +12,21 @@ import torch
 from swapper import _C
 from swapper.device.kernels.adamw import AdamWStep
 
+Tensors = Sequence[torch.Tensor]
+States = Sequence[tuple[str, Tensors]]
+"""The name of each state's codec, and its parts."""
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Of parameters and gradients."""
 
 
 def encode(
-    codec: str,
-    value: torch.Tensor,
-    out: Sequence[torch.Tensor],
-    parameter: torch.Tensor | None,
-    threads: int = 1,
-    isa: str = "",
+    codec: str, value: torch.Tensor, out: Tensors, parameter: torch.Tensor | None, threads: int = 1, isa: str = ""
 ) -> int:
     return _C.codec_encode(codec, value.data_ptr(), value.numel(), _addresses(out), _address(parameter), threads, isa)
 
 
 def decode(
-    codec: str,
-    parts: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    parameter: torch.Tensor | None,
-    threads: int = 1,
-    isa: str = "",
+    codec: str, parts: Tensors, out: torch.Tensor, parameter: torch.Tensor | None, threads: int = 1, isa: str = ""
 ) -> None:
     _C.codec_decode(codec, _addresses(parts), out.numel(), out.data_ptr(), _address(parameter), threads, isa)
 
@@ -41,29 +34,22 @@ def decode(
 def adamw_(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
-    states: Sequence[tuple[str, Sequence[torch.Tensor]]],
+    states: States,
     step: AdamWStep,
     factor: float,
     threads: int = 1,
     isa: str = "",
 ) -> int:
     beta1, beta2 = step.betas
-    moments = (beta1, 1 - beta1, beta2, 1 - beta2)
-    return _C.codec_adamw(
-        parameter.numel(),
-        _typed(parameter),
-        _typed(gradient),
-        [(codec, _addresses(parts)) for codec, parts in states],
-        (factor, step.decay, *moments, step.root_scale, step.eps, step.step_size),
-        threads,
-        isa,
-    )
+    numbers = (factor, step.decay, beta1, 1 - beta1, beta2, 1 - beta2, step.root_scale, step.eps, step.step_size)
+    coded = [(codec, _addresses(parts)) for codec, parts in states]
+    return _C.codec_adamw(parameter.numel(), _typed(parameter), _typed(gradient), coded, numbers, threads, isa)
 
 
 def torch_adam_(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
-    states: Sequence[tuple[str, Sequence[torch.Tensor]]],
+    states: States,
     numbers: tuple[float | bool, ...],
     uses_fma: bool,
     roots: int,
@@ -76,7 +62,7 @@ def torch_adam_(
     )
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _addresses(tensors: Tensors) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from swapper.codecs import native
-from swapper.codecs.coded_adamw import CodedState
-from swapper.errors import ConfigError
+from swapper.codecs.coded_adamw import CodedState, check_operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +90,7 @@ def torch_adam_(
         ConfigError: dtypes or sizes do not fit. UnsupportedError: a codec needs bf16 parameters.
     """
     states = [state for state in (master, exp_avg, exp_avg_sq) if state is not None]
-    for tensor in (parameter, gradient):
-        if tensor.ndim != 1 or not tensor.is_contiguous() or tensor.dtype not in native.DTYPES or not tensor.is_cpu:
-            raise ConfigError(
-                "parameters and gradients are bf16, fp16 or fp32, contiguous, of one dimension, in host memory, "
-                f"not {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-            )
-    if gradient.shape != parameter.shape:
-        raise ConfigError(f"{gradient.numel()} gradients do not fit {parameter.numel()} parameters")
-    if (master is None) != (parameter.dtype == torch.float32):
-        raise ConfigError(f"masters are for bf16 and fp16 parameters, and these are {parameter.dtype}")
-    for state in states:
-        state.codec.check_parts(parameter.numel(), state.parts)
-        state.codec.check_parameter(parameter.dtype)
+    check_operands(parameter, gradient, states, native.DTYPES)
     named = [(state.codec.name, state.parts) for state in states]
     return native.torch_adam_(parameter, gradient, named, step.numbers, arithmetic.uses_fma, arithmetic.roots, threads)
 

@@ -85,14 +85,9 @@ class PageCopy:
 
     def is_read(self) -> bool:
         """Return whether a lease would be given without waiting."""
-        page = self.page
+        page, ticket = self.page, self.page.ticket
         if page.residency is Residency.READING:
-            return (
-                page.ticket is not None
-                and page.previous_owner is None
-                and page.ticket.done
-                and page.ticket.error is None
-            )
+            return ticket is not None and page.previous_owner is None and ticket.done and ticket.error is None
         return page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from swapper.device.copies import PageCopy, Uploads
 from swapper.device.cuda_graphs import refuse_compiled_graphs
@@ -29,6 +30,9 @@ MIN_FREE_BYTES = 256 << 20
 """If less is free on the device when a pass begins, resident images are evicted."""
 CHECK_SHARE = 50
 """Looking takes at most a 50th of the time: the driver takes up to a millisecond to say, and a pass may be that short."""
+
+
+T = TypeVar("T")
 
 
 class DeviceCopy:
@@ -234,24 +238,28 @@ class DeviceTier:
                 if self._used_bytes + nbytes <= self._limit_bytes:
                     break
         if self._used_bytes + nbytes > self._budget_bytes:
-            in_use = ", ".join(
-                f"{other.name} {format_bytes(other.storage.nbytes)}" for other in self._images if other.leases
-            )
+            in_use = ", ".join(f"{one.name} {format_bytes(one.storage.nbytes)}" for one in self._images if one.leases)
             raise BudgetError(
                 f"device_memory is too small for what is used at once: {in_use}, and {format_bytes(self._budget_bytes)} are "
                 f"for weights on {self._device}; raise device_memory, or gather fewer modules at once"
             )
+        self.evicting(lambda: self._allocate(image), nbytes, image.name)
+
+    def evicting(
+        self, allocate: Callable[[], T], nbytes: int, purpose: str, remedy: str = "what else is on the device"
+    ) -> T:
+        """Call `allocate`, once more after evicting idle images. Raises BudgetError if memory is short then too."""
         try:
-            self._allocate(image)
+            return allocate()
         except OUT_OF_MEMORY:
             self.evict_idle()
-            try:
-                self._allocate(image)
-            except OUT_OF_MEMORY as error:
-                raise BudgetError(
-                    f"{self._device} has no {format_bytes(nbytes)} left for {image.name}, after everything that is not in use "
-                    f"was given up: lower device_memory, or what else is on the device ({error})"
-                ) from error
+        try:
+            return allocate()
+        except OUT_OF_MEMORY as error:
+            raise BudgetError(
+                f"{self._device} has no {format_bytes(nbytes)} left for {purpose}, after everything that is not in use was given "
+                f"up: lower device_memory, or {remedy} ({error})"
+            ) from error
 
     def evict_idle(self) -> None:
         """Evict all images that are not in use: the device is out of memory."""

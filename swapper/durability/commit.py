@@ -8,9 +8,7 @@ finds it whole, or the previous one.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,31 +191,13 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
         durable: sync file and directory, so that the record survives a power loss.
         name: of the record's file.
     """
-    temporary = directory / (name + ".partial")
     try:
-        _publish(temporary, directory / name, data, durable)
+        beneath.replace_file(directory / name, data, durable)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beneath.unlink(temporary)
         detail = f"the last step is not committed yet: {remedy(error.errno)}, and continue: it is tried again"
         if name != COMMIT_NAME:
             detail = f"the snapshot is not taken: {remedy(error.errno)}, and take it again"
-        raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error
-
-
-def _publish(temporary: Path, path: Path, data: bytes, durable: bool) -> None:
-    descriptor = beneath.create_file(temporary)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        if durable:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    beneath.rename(temporary, path)
-    if durable:
-        beneath.sync(path.parent)
+        raise IoError("commit", str(directory / name), 0, len(data), error.errno or 0, detail) from error
 
 
 def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None:

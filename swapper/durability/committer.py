@@ -8,8 +8,7 @@ registered objects are captured at the same time, and the rest after its last up
 
 [Note: free commits] If everything large that a step changes lives on NVMe, a commit writes only the record and sections
 of a few KiB in addition to the step's own writes. The default policy, "free", commits each step in that case, and none
-otherwise, or if state stays on a device. A number commits every that many steps, and writes resident content too; None
-never commits.
+otherwise, or if state stays on a device. A number commits every that many steps, resident content too; None never does.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Committer:
         self._resident = [section for section in sections if section.resident]
         self._every = every
         self._publisher = publisher
-        self._committed = committed
+        self.committed = committed
         self._way_back = way_back
         self.edits = 0
         self._is_behind = False  # changes from outside since the last commit are in no commit
@@ -123,8 +122,7 @@ class Committer:
             self._due = step
 
     def enter(self) -> None:
-        """Capture a due step, and publish it if nothing is in flight. Called at each use of swapper; cheap if nothing
-        is due.
+        """Capture a due step, and publish it if nothing is in flight. Called at each use; cheap if nothing is due.
 
         Raises:
             IoError: as `finish`. Not with ranks together: they would wait in a collective for one that ends here. It is tried
@@ -163,9 +161,7 @@ class Committer:
             StateError: a rank may still need them.
         """
         if self._every is not None and not self.meet_ranks():
-            raise StateError(
-                f"ranks have committed different steps: {verb} on all ranks at the same place, right after a step"
-            )
+            raise StateError(f"ranks committed different steps: {verb} on all at the same place, right after a step")
 
     def meet_ranks(self, failure: BaseException | None = None) -> bool:
         """Wait for all ranks before a step. Return True if they have the same last commit. See WayBack.before_step."""
@@ -204,13 +200,7 @@ class Committer:
             self.write_all(step)
 
     @property
-    def committed(self) -> int | None:
-        """The committed step."""
-        return self._committed
-
-    @property
     def commits(self) -> tuple[Commit | None, Commit | None]:
-        """See WayBack.commits."""
         return self._way_back.commits
 
     def add_snapshot(self, step: int, snapshot: Snapshot) -> None:
@@ -228,8 +218,7 @@ class Committer:
             raise
 
     def changed_in_pass(self) -> None:
-        """Note that a forward has changed parameters: uncommitted content of the step before it can no longer be
-        committed."""
+        """Note that a forward has changed parameters: an uncommitted step before it can no longer be committed."""
         self.changed_from_outside()
         if self._due is not None:
             self._drain()
@@ -248,14 +237,14 @@ class Committer:
         Raises:
             IoError: no space for another swap file, which ranks may need then.
         """
-        self._committed = None
+        self.committed = None
         self._is_behind = True
         self.edits += 1
         self._way_back.before_change()
 
     def can_roll_back(self, step: int) -> bool:
         """Return True if `step` is committed, so that the step after it can be undone."""
-        return self._committed == step
+        return self.committed == step
 
     def roll_back(self, sections: Sequence[Section] | None = None) -> None:
         """Restore `sections`, or everything, from the last commit. Requires that the pager has discarded their frames.
@@ -310,13 +299,12 @@ class Committer:
     def _has_committed(self, section: Section) -> bool:
         """Return True if the last commit has the section's present content.
 
-        So it does if it is of this very step, as when a snapshot follows it, or if the section is unchanged external
-        content.
+        So it does if it is of this very step, as when a snapshot follows it, or if it is unchanged external content.
         """
         piece, memory = section.piece, section.memory
         if piece.location == EXTERNAL:  # unchanged external content stays in its file
             return _C.crc32_address(memory.data_ptr(), piece.stored_bytes) == piece.crc32
-        if self._committed != self._due or self._due is None or piece.committed is None:
+        if self.committed != self._due or self._due is None or piece.committed is None:
             return False
         return _C.crc32_address(memory.data_ptr(), piece.nbytes) == piece.committed_crc32
 
@@ -341,7 +329,7 @@ class Committer:
                 self._store.written(piece, ticket)
             if self._every is not None:
                 self._commit(self._record)
-                self._committed = self._record.step
+                self.committed = self._record.step
                 self._is_behind = False
             self._record = self._due = self._writes = None  # only now: an earlier failure is retried
             if self._every is not None:

@@ -89,15 +89,12 @@ def sections_of(directory: Path, record: CommitRecord) -> tuple[list[Section], d
         for page, drive in zip(pages, drives.assign_to_drives([page.nbytes for page in pages]), strict=True):
             page.drive = drive
     except (LookupError, AttributeError, TypeError, ValueError, CheckpointError) as error:
-        raise CheckpointError(
-            f"{directory}: its commit record contradicts itself ({error!r}): take another copy"
-        ) from error
+        raise CheckpointError(f"{directory}: its commit contradicts itself ({error!r}): take another copy") from error
     return sections, {number: drives.paths(name) for number, name in record.files.items()}
 
 
 def check_trained(record: CommitRecord, parameters: Collection[str], trained: Collection[str]) -> None:
-    """Raise CheckpointError if the record is of this model, but has optimizer state for parameters that are not trained
-    here.
+    """Raise CheckpointError if the record has optimizer state for parameters of this model that are not trained here.
 
     Args:
         parameters: names of all.
@@ -145,11 +142,8 @@ def _check_same_codecs(theirs: Mapping[tuple[str, str], str], ours: Mapping[tupl
 def _differences(theirs: Sequence[str], ours: Sequence[str]) -> list[str]:
     """Return a line for each tensor that differs between the run and the model, parameters first."""
     run, model = (dict(re.sub(r" at \d+$", "", line).split(": ", 1) for line in lines) for lines in (theirs, ours))
-    found = [
-        f"- {name}: {run[name]} in the run, {model[name]} in the model"
-        for name in run
-        if name in model and run[name] != model[name]
-    ]
+    others = [name for name in run if name in model and run[name] != model[name]]
+    found = [f"- {name}: {run[name]} in the run, {model[name]} in the model" for name in others]
     found += [f"- only in the run: {name}: {value}" for name, value in run.items() if name not in model]
     found += [f"- only in the model: {name}: {value}" for name, value in model.items() if name not in run]
     sections = [line for line in found if _SECTION.search(line)]

@@ -63,8 +63,7 @@ class LockedDirectory:
         directory: the user's directory. It is made if it is missing, with those above it (io/mounts.py).
 
     Raises:
-        DirectoryError: it cannot be made, is no directory, not writable, or in use; or others than this user may write to
-            it.
+        DirectoryError: it cannot be made, is no directory, not writable, or in use; or others may write to it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
@@ -172,9 +171,7 @@ def _make(directory: Path) -> list[Path]:
             raise DirectoryError(f"{directory} is not a directory: give a directory on the drive for the run") from None
         return parents
     except NotADirectoryError:
-        raise DirectoryError(
-            f"directory {directory} cannot be made: {directory.parent} is not a directory. Correct the path"
-        ) from None
+        raise DirectoryError(f"{directory.parent} is not a directory, for {directory}: correct the path") from None
     except OSError as error:
         if directory.is_dir():  # a read-only filesystem reports this first
             return parents
@@ -247,9 +244,7 @@ class RunDirectory:
         if not given or len({Path(directory).resolve() for directory in given}) < len(given):
             raise ConfigError("directory= takes a directory, or a list of directories, each of them once")
         if not all(os.fspath(directory) for directory in given):
-            raise DirectoryError(
-                '"" names no directory: give one on the drive for the run ("." is the working directory)'
-            )
+            raise DirectoryError('"" names no directory: give one on the drive for the run ("." is the working one)')
         try:
             for directory in given:
                 if resume not in ("reshard", "discard"):
@@ -327,9 +322,7 @@ class RunDirectory:
         paths = tuple(locked.path for locked in self._locked)
         if first is None:
             if len(paths) > 1:
-                raise DirectoryError(
-                    f"the run in {paths[0]} lies in that directory alone: resume it without {paths[1]}"
-                )
+                raise DirectoryError(f"the run in {paths[0]} is in that directory alone: resume it without {paths[1]}")
             return Drives(paths)
         for index, known in enumerate(first.drives.directories):
             found = records[index] if index < len(records) else None
@@ -340,9 +333,7 @@ class RunDirectory:
                     f"missing{given}: mount that drive, and give all directories in the order in which they were given"
                 )
         if len(paths) > len(first.drives):
-            raise DirectoryError(
-                f"the run in {paths[0]} lies over {len(first.drives)} drives: resume it without {paths[-1]}"
-            )
+            raise DirectoryError(f"the run in {paths[0]} has {len(first.drives)} drives: resume it without {paths[-1]}")
         drives = Drives(paths, first.drives.weights, first.drives.id)
         if drives != first.drives:  # the same directories under other names
             for index in range(len(paths)):
@@ -350,8 +341,7 @@ class RunDirectory:
         return drives
 
     def _check_leftovers(self, records: Sequence[DrivesRecord | None]) -> None:
-        """Check, without a commit to resume from, that leftovers belong to one run that never committed, and may be
-        deleted."""
+        """Check, without a commit to resume from, that leftovers of one run that never committed may be deleted."""
         ours = records[0].drives.id if records[0] is not None else ""
         for index, (locked, record) in enumerate(zip(self._locked, records, strict=True)):
             if not locked.held() or (index == 0 and (record is None or record.index == 0)):

@@ -16,7 +16,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from swapper import _C
@@ -137,6 +137,7 @@ class SnapshotContents:
         return self.tail.build(chunks, self.tensors, self.left_out)
 
 
+@dataclass(eq=False, repr=False)
 class Publication:
     """Publishes one snapshot.
 
@@ -155,35 +156,22 @@ class Publication:
         sources_read: set when nothing is read any more from files that alternate.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        ticket: SnapshotTicket,
-        content: SnapshotContents,
-        base: Base | None,
-        is_near: bool,
-        may_link: bool,
-        engine: Engine,
-        previous: Publication | None,
-        published: Callable[[], None],
-    ) -> None:
-        self._path = path
-        self._ticket = ticket
-        self._content = content
-        self.base = base
-        self._is_near = is_near
-        self._may_link = may_link
-        self._engine = engine
-        self._previous = previous
-        self._published = published
-        self._found: dict[int, int] = {}  # checksums of what was read, by offset
-        self.sources_read = threading.Event()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"swapper snapshot {path.name}")
+    _path: Path
+    _ticket: SnapshotTicket
+    _content: SnapshotContents
+    base: Base | None
+    _is_near: bool
+    _may_link: bool
+    _engine: Engine
+    _previous: Publication | None
+    _published: Callable[[], None]
+    _found: dict[int, int] = field(default_factory=dict)  # checksums of what was read, by offset
+    sources_read: threading.Event = field(default_factory=threading.Event)
+    _over: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
         try:
-            self._thread.start()
+            threading.Thread(target=self._run, name=f"swapper snapshot {self._path.name}").start()
         except RuntimeError:  # no more threads, as at the interpreter's exit
             self._run()
 
@@ -208,14 +196,8 @@ class Publication:
         try:
             self._publish()
             self._published()
-        except IoError as failure:
-            error = self._name_file(failure)
-        except SwapperError as failure:
-            error = failure
-        except OSError as failure:
-            error = self._explain(failure)
         except BaseException as failure:
-            error = failure
+            error = self._explain(failure)
         for run in self._content.everything:
             run.source.close()
         if self.base is not None:
@@ -224,27 +206,21 @@ class Publication:
         self._ticket.finish(error)
         self._over.set()
 
-    def _name_file(self, failure: IoError) -> IoError:
-        """Replace a draft's own name, which means nothing to users."""
-        if not failure.path.startswith("/proc/self/fd/"):
+    def _explain(self, failure: BaseException) -> BaseException:
+        """Return it with the snapshot's name: a draft's own means nothing to users."""
+        path = str(self._path)
+        if isinstance(failure, IoError) and failure.path.startswith("/proc/self/fd/"):
+            return IoError(failure.op, path, failure.offset, failure.nbytes, failure.errno or 0, failure.detail)
+        if isinstance(failure, SwapperError) or not isinstance(failure, OSError):
             return failure
-        return IoError(failure.op, str(self._path), failure.offset, failure.nbytes, failure.errno or 0, failure.detail)
-
-    def _explain(self, failure: OSError) -> SwapperError:
         if isinstance(failure, FileNotFoundError) and not self._path.parent.is_dir():
-            return CheckpointError(
-                f"directory {self._path.parent} was removed while the snapshot {self._path} was written"
-            )
-        return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run continues unaffected")
+            return CheckpointError(f"directory {self._path.parent} was removed while snapshot {self._path} was written")
+        return IoError("snapshot", path, 0, 0, failure.errno or 0, "the run continues unaffected")
 
     def _publish(self) -> None:
         if not (self._is_near and self._reflink()) and not (self._may_link and self._link()):
             self._copy()
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        beneath.sync(self._path.parent)
 
     def _reflink(self) -> bool:
         """Publish a file that shares the frozen file's bytes. Return False if this filesystem cannot."""

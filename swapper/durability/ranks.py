@@ -91,9 +91,7 @@ def choose(held: Sequence[Held]) -> CommitId | None:
         DirectoryError: the ranks do not match; lists what each has.
     """
     if len({each.resume for each in held}) > 1:
-        raise DirectoryError(
-            mismatch("resume= differs from rank to rank", [each.resume for each in held], "pass the same on all")
-        )
+        raise DirectoryError(mismatch("resume= differs", [each.resume for each in held], "pass the same on all"))
     common = set.intersection(*(set(each.commits) for each in held))
     has_begun = any(step > 0 for each in held for step, _ in each.commits)
     jobs = {each.job for each in held}
@@ -180,9 +178,7 @@ class Ranks:
         try:
             checked, versions = self.settle("make a SwapManager", check, lambda _: versions_here())
             if len(set(versions)) > 1:
-                raise ConfigError(
-                    mismatch("ranks run different versions", versions, "install the same on all machines")
-                )
+                raise ConfigError(mismatch("ranks run different versions", versions, "install the same everywhere"))
             return checked
         except BaseException:
             self.close()
@@ -318,11 +314,8 @@ class Ranks:
             if is_other := len({mark for mark, *_ in told}) > 1:
                 dist.all_gather_object(actions, what, group=self._group)
         if is_other:
-            raise StateError(
-                mismatch(
-                    "ranks have come to different things", actions, "call the same on all of them, in the same order"
-                )
-            )
+            remedy = "call the same on all of them, in the same order"
+            raise StateError(mismatch("ranks have come to different things", actions, remedy))
         return [tuple(rest[: len(numbers)]) for _, *rest in told]
 
     def agree(self, failure: BaseException | None, what: str) -> None:

@@ -7,8 +7,7 @@ drive's content is compared with the checksums first, since a crash may have los
 writing into it or truncating it changes what the last commit names. So before a snapshot is published, the record of
 the previous commit is kept next to that of the last one, as a fallback, and until the next commit the store does not
 write to files that it names (`Store.spare`). A run that resumes meanwhile compares the last commit's content in shared
-files with its checksums; if that is damaged, it resumes from the previous commit. So the damage costs the snapshot and
-one step.
+files with its checksums; if that is damaged, it resumes from the previous commit: it costs the snapshot and a step.
 """
 
 from __future__ import annotations
@@ -19,14 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.durability.commit import (
-    CommitRecord,
-    SectionRecord,
-    encode_commit,
-    files_of,
-    publish_commit,
-    read_commit,
-)
+from swapper.durability.commit import CommitRecord, SectionRecord, encode_commit, files_of, publish_commit, read_commit
 from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
 from swapper.durability.ranks import CommitId, Ranks, boot_id, describe
 from swapper.durability.verify import Fault, find_cut_off, find_damage
@@ -128,8 +120,7 @@ class WayBack:
         return self._before.files if self._before is not None and is_needed else frozenset()
 
     def keep_for_snapshot(self) -> None:
-        """Keep the previous commit before a snapshot is published, which may be a second name of the last commit's
-        files.
+        """Keep the previous commit before a snapshot is published: it may be a second name of the last one's files.
 
         Ranks have no such fallback: one of them could not return there alone.
         """
@@ -154,8 +145,7 @@ class WayBack:
             self.store.leave_spared()
 
     def before_step(self, step: int, failure: BaseException | None = None) -> bool:
-        """Wait for all ranks: the commits that all have are what they can return to. Return True if their last one is
-        the same.
+        """Wait for all ranks: what all have is what they can return to. Return True if their last commit is the same.
 
         Args:
             failure: the reason why this rank cannot take it, if it cannot.

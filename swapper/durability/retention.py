@@ -96,8 +96,5 @@ class Retention:
         self._published.remove(old)
 
     def _save(self) -> None:
-        temporary = self._file.with_name(f"{RETENTION_NAME}.partial")
         rows = [[p.path, p.inode, p.nbytes, p.changed_ns] for p in self._published]
-        with os.fdopen(beneath.create_file(temporary), "wb") as file:
-            file.write(records.seal({"published": rows}))
-        beneath.rename(temporary, self._file)
+        beneath.replace_file(self._file, records.seal({"published": rows}))

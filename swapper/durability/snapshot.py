@@ -1,8 +1,7 @@
 """Takes snapshots: the whole state as one container under the user's name, without copying bytes on the drive.
 
 `capture` copies the state in memory, at the user's call. When the step's last writes are done, `start` makes the newest
-swap file the snapshot's: another file replaces it, and a thread (publication.py) completes and publishes it while
-training continues.
+swap file the snapshot's: another file replaces it, and a thread (publication.py) publishes it while training continues.
 
 [Note: who touches what while a snapshot is published] Until `start` everything belongs to the training thread. `start`
 gives the publication its own values and objects: captured bytes, paths, runs of bytes with their checksums, open files.
@@ -23,7 +22,7 @@ import copy
 import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from swapper.durability.snapshot_directory import DirectoryTicket, SnapshotDirec
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
 from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.pickle_writer import StorageRef
+from swapper.formats.torch_zip.pickle_writer import Locate, StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
 from swapper.io.engines import Engine
@@ -58,6 +57,7 @@ class Snapshot:
     ticket: SnapshotTicket
 
 
+@dataclass(eq=False, repr=False)
 class Publisher:
     """Takes the snapshots of one run.
 
@@ -71,25 +71,15 @@ class Publisher:
         check_external: raises CheckpointError if an external file has changed. Called in any thread.
     """
 
-    def __init__(
-        self,
-        sections: Sequence[Section],
-        layout: ContainerLayout,
-        engine: Engine,
-        store: Store,
-        retention: Retention,
-        unchanging: frozenset[int],
-        check_external: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._sections = sections
-        self._layout = layout
-        self._engine = engine
-        self._store = store
-        self._retention = retention
-        self._unchanging = unchanging
-        self._check_external = check_external
-        self._publications: list[Publication] = []  # those that `settle` has not finished
-        self._tickets: list[SnapshotTicket] = []  # those whose failure may be unreported
+    _sections: Sequence[Section]
+    _layout: ContainerLayout
+    _engine: Engine
+    _store: Store
+    _retention: Retention
+    _unchanging: frozenset[int]
+    _check_external: Callable[[], None]
+    _publications: list[Publication] = field(default_factory=list)  # those that `settle` has not finished
+    _tickets: list[SnapshotTicket] = field(default_factory=list)  # those whose failure may be unreported
 
     def check_free(self, path: Path) -> None:
         """Make missing directories above `path`. Raise CheckpointError if it exists or is about to."""
@@ -329,7 +319,7 @@ class _Places:
         return self._sections[number], address - self._begins[number]
 
 
-def _locator(sections: Sequence[Section], layout: ContainerLayout) -> Callable[[torch.Tensor], StorageRef | None]:
+def _locator(sections: Sequence[Section], layout: ContainerLayout) -> Locate:
     places = _Places(sections)
     keys = {section: record.key for section, record in zip(sections, layout.records, strict=True)}
 

@@ -23,7 +23,7 @@ from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, StateError
 from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, seal_metadata
 from swapper.formats.dcp_items import ContainerItems
-from swapper.formats.torch_zip.pickle_writer import StorageRef
+from swapper.formats.torch_zip.pickle_writer import Locate
 from swapper.io import beneath
 from swapper.io.mounts import make_parents
 
@@ -69,9 +69,7 @@ class SnapshotDirectory:
             except OSError as error:
                 raise CheckpointError(f"cannot make the directory {self._hidden}: {error.strerror}") from error
 
-    def items(
-        self, locate: Callable[[torch.Tensor], StorageRef | None], record_bytes: Mapping[str, int]
-    ) -> Callable[..., bytes]:
+    def items(self, locate: Locate, record_bytes: Mapping[str, int]) -> Callable[..., bytes]:
         """Return what makes the items of this rank's container. What is in memory is copied now.
 
         Args:
@@ -102,9 +100,8 @@ class SnapshotDirectory:
             parts = self._ranks.gather_at_first((told, self._plan, self._items.places), f"the snapshot {self.path}")
             if parts is not None and not any(reason for reason, _, _ in parts):
                 failure = self._publish([plan for _, plan, _ in parts], [places for _, _, places in parts])
-            reasons = self._ranks.gather(
-                None if failure is None else describe_failure(failure), f"the snapshot {self.path}"
-            )
+            told = None if failure is None else describe_failure(failure)
+            reasons = self._ranks.gather(told, f"the snapshot {self.path}")
         except Exception as error:  # a rank has ended
             failure = failure or error
         else:

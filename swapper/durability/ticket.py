@@ -70,9 +70,7 @@ class SnapshotTicket:
             TimeoutError: not there after `timeout_s` seconds.
         """
         if not self.wait(timeout_s):
-            raise TimeoutError(
-                f"the snapshot {self.path} is not published after {timeout_s} s; it is still in progress"
-            )
+            raise TimeoutError(f"the snapshot {self.path} is not published after {timeout_s} s; it is in progress")
         return self.path
 
     def __await__(self) -> Generator[Any, None, Path]:

@@ -254,17 +254,13 @@ def _verify_unsealed(descriptor: int, path: Path, last: bytes, progress: Progres
     try:
         index = read_index(descriptor, path)
     except CheckpointError as error:
-        report.faults.append(
-            _at_end(report, f"the end of the file is missing or damaged, or this is no checkpoint: {error}")
-        )
+        report.faults.append(_at_end(report, f"its end is missing or damaged, or this is no checkpoint: {error}"))
         return report
     if any(name.endswith(f"/{MANIFEST_NAME}") for name in index.records):
         report.kind = "snapshot"
         report.faults.append(_at_end(report, "the seal at the end of the file is damaged"))
     if all(record.crc32 == 0 for record in index.records.values() if record.nbytes):
-        raise CheckpointError(
-            f"{path} was saved without checksums (config.save.compute_crc32 was off): it cannot be checked"
-        )
+        raise CheckpointError(f"{path} has no checksums (config.save.compute_crc32 was off): it cannot be checked")
     report.faults += _check_records(descriptor, path, report, progress, nbytes)
     return report
 
@@ -349,16 +345,12 @@ def at_rest(directory: Path, verb: str) -> Iterator[None]:
         yield
         return
     except OSError as error:
-        raise CheckpointError(
-            f"{directory / 'lock'} is not a file that swapper made ({error.strerror}): remove it"
-        ) from error
+        raise CheckpointError(f"{directory / 'lock'} is no file of swapper's ({error.strerror}): remove it") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
-            raise CheckpointError(
-                f"{directory} is in use by a run: {verb} it after the run, or one of its snapshots now"
-            ) from None
+            raise CheckpointError(f"{directory} is in use by a run: {verb} it later, or a snapshot of it now") from None
         yield
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have it too

@@ -1,8 +1,7 @@
 """Locates the tensors of a torch.distributed.checkpoint directory.
 
 Its `.metadata` is a pickle that torch runs; here nothing of it is run (pickle_reader.py), and its content is checked
-against the files. Each tensor is one or more chunks, each chunk an item: a torch.save of its own at some offset of a
-file.
+against the files. Each tensor is one or more chunks, each chunk an item: a torch.save of its own within a file.
 """
 
 from __future__ import annotations

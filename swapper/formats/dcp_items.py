@@ -1,8 +1,7 @@
 """Makes items of torch.distributed.checkpoint: a single tensor as torch.save writes it, at some offset of a file.
 
 Everything except the payload is made here, so that the payload can be transferred directly. Inside, offsets count from
-the item's own beginning and torch's alignment of 64 bytes holds; `head_gap` finds a beginning that aligns the payload
-in the file.
+the item's own beginning and torch's alignment of 64 bytes holds; `head_gap` aligns the payload in the file.
 
 [Note: items of a container] A tensor that lies in a payload record of a container is an item without a copy of it: the
 bytes from 0 to the end of a small zip directory of its own, which lists the payload record where it is and a data.pkl

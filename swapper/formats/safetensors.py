@@ -100,9 +100,7 @@ def _check_cover(path: Path, tensors: list[StoredTensor], begin: int, file_bytes
         if tensor.offset < cursor:
             raise CheckpointError(f"{path}: tensors {before!r} and {tensor.name!r} overlap")
         if tensor.offset > cursor:
-            raise CheckpointError(
-                f"{path}: {tensor.offset - cursor} bytes before tensor {tensor.name!r} belong to none"
-            )
+            raise CheckpointError(f"{path}: {tensor.offset - cursor} bytes before {tensor.name!r} belong to none")
         cursor, before = tensor.offset + tensor.nbytes, tensor.name
     if cursor > file_bytes:
         raise CheckpointError(f"{path} is cut off: tensor {before!r} ends at {cursor}, the file at {file_bytes}")

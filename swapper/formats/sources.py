@@ -141,8 +141,7 @@ class Source:
         return {**self.tensors, **self.grids}
 
     def extents(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
-        """Yield the real extents of bytes [offset, offset + nbytes) of a tensor's file, with their places in that
-        range."""
+        """Yield the real extents of bytes [offset, offset + nbytes) of a tensor's file, and their places in it."""
         if path in self.joined:
             return self.joined[path].extents(offset, nbytes)
         return iter([(0, Extent(path, offset, nbytes))] if nbytes else [])
@@ -178,9 +177,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         IoError: it cannot be read.
     """
     if not isinstance(path, str | os.PathLike):
-        raise ConfigError(
-            f"a checkpoint is named by its path, not by a {type(path).__name__}: data in memory needs no loading"
-        )
+        raise ConfigError(f"a checkpoint is a path, not a {type(path).__name__}: data in memory needs no loading")
     target = Path(path).absolute()
     if target.is_dir():
         if (target / ".metadata").exists():
@@ -275,9 +272,7 @@ def _sharded(index: Path) -> Source:
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
-        raise CheckpointError(
-            f"{index} names {len(shards)} shards, of which {len(missing)} are missing: {', '.join(missing[:8])}"
-        )
+        raise CheckpointError(f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing[:8])}")
     return _joined(index.parent, [open_file(index.parent / shard) for shard in shards], weight_map)
 
 
@@ -320,9 +315,7 @@ def renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, Store
         prefix = max(prefixes, key=lambda p: sum(p + name in tensors for name in wanted))  # the first of equals
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if not callable(rename) and not isinstance(rename, Mapping):
-        raise ConfigError(
-            f"rename={rename!r} must be a map from the checkpoint's names to the model's, or a function of them"
-        )
+        raise ConfigError(f"rename={rename!r} must be a map from the checkpoint's names to the model's, or a function")
     found: dict[str, StoredTensor | ChunkedTensor] = {}
     for name, tensor in tensors.items():
         new = rename(name) if callable(rename) else rename.get(name, name)

@@ -106,8 +106,7 @@ class ConcatenatedFile:
         return offset
 
     def extents(self, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
-        """Yield the real extents of bytes [offset, offset + nbytes), with their places in that range. Gaps between
-        tensors have none."""
+        """Yield the real extents of bytes [offset, offset + nbytes), and their places in it. Gaps have none."""
         end = offset + nbytes
         index = max(bisect_right(self._begins, offset) - 1, 0)
         while index < len(self._begins) and self._begins[index] < end:
@@ -226,10 +225,8 @@ class Box:
 
 
 def _overlap(one: Chunk, other: Chunk) -> bool:
-    return all(
-        low < high
-        for low, high in zip(map(max, one.offsets, other.offsets), map(min, one.ends, other.ends), strict=True)
-    )
+    lows, highs = map(max, one.offsets, other.offsets), map(min, one.ends, other.ends)
+    return all(low < high for low, high in zip(lows, highs, strict=True))
 
 
 def _slices(begins: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:

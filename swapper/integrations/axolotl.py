@@ -48,7 +48,5 @@ class SwapperPlugin(BasePlugin):  # type: ignore[misc]
             raise ConfigError("swapper_run: is missing in axolotl's configuration: name a directory on the NVMe drive")
         for key in OTHER_TRAINERS:
             if cfg.get(key):
-                raise UnsupportedError(
-                    f"{key}: makes axolotl choose a Trainer that SwapperPlugin does not know: leave it out"
-                )
+                raise UnsupportedError(f"{key}: makes axolotl choose a Trainer unknown to SwapperPlugin: leave it out")
         return offloaded(AxolotlTrainer, cfg.swapper_run, **dict(cfg.swapper_options or {}))

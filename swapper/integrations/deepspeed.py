@@ -27,7 +27,7 @@ from swapper.errors import UnsupportedError
 from swapper.io import AioHandle, GdsHandle
 from swapper.io.files import Target
 from swapper.io.gds.cufile import open_cufile
-from swapper.io.handle.deepnvme import free_locked_address, free_locked_tensor, is_locked, new_locked_tensor
+from swapper.io.handle.deepnvme import free_locked, is_locked, new_locked_tensor
 
 logger = logging.getLogger("swapper.deepspeed")
 
@@ -60,9 +60,7 @@ def install() -> None:
     except ImportError as error:
         raise UnsupportedError(f"DeepSpeed cannot be imported: {error}") from error
     if not hasattr(builders, "AsyncIOBuilder"):
-        raise UnsupportedError(
-            f"DeepSpeed {deepspeed.__version__} has no AsyncIOBuilder; swapper does not support this version"
-        )
+        raise UnsupportedError(f"DeepSpeed {deepspeed.__version__} has no AsyncIOBuilder: it is not supported")
     for name, operator in _BUILDERS.items():
         found = getattr(builders, name, None)
         if found is None:
@@ -145,10 +143,10 @@ class _PinHandle:
         return new_locked_tensor(num_elem, example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
-        return free_locked_tensor(locked_tensor)
+        return free_locked(locked_tensor.data_ptr())
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        return free_locked_address(address)
+        return free_locked(address)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         return is_locked(buffer) or (torch.cuda.is_available() and buffer.is_pinned())

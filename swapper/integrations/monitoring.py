@@ -220,9 +220,8 @@ def log_to_tensorboard(manager: SwapManager, where: Any) -> End:
         A function that ends this.
     """
     if isinstance(where, str | os.PathLike):
-        where = _library("log_to_tensorboard", "torch.utils.tensorboard", package="tensorboard").SummaryWriter(
-            os.fspath(where)
-        )
+        library = _library("log_to_tensorboard", "torch.utils.tensorboard", package="tensorboard")
+        where = library.SummaryWriter(os.fspath(where))
 
     def write(stats: StepStats) -> None:
         for name, value in scalars(stats).items():

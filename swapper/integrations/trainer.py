@@ -260,9 +260,7 @@ def _close_at_exit(manager: SwapManager) -> None:
 def _check(trainer: Any) -> None:
     """Raise UnsupportedError if TrainingArguments do to the model or its optimizer what an offloaded one does not stand."""
     args = trainer.args
-    engine = (
-        "makes an engine of its own for the parameters that swapper would page: leave it out, or call fully_shard and "
-    )
+    engine = "makes an engine of its own for parameters that swapper would page: leave it out, or call fully_shard and "
     engine += "manager.offload in a loop of your own (docs/guides/ranks.md)"
     late = "would convert the model at the first evaluation: leave it out, or load the model with that dtype="
     refused = {

@@ -96,6 +96,28 @@ def create_file(path: Path, mode: int = 0o600) -> int:
         return open_file(path, flags, mode)
 
 
+def replace_file(path: Path, data: bytes, durable: bool = False) -> None:
+    """Replace a file's content, whole or not at all.
+
+    Args:
+        durable: sync file and directory, so that the content survives a power loss.
+    """
+    temporary = path.with_name(f"{path.name}.partial")
+    try:
+        with os.fdopen(create_file(temporary), "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unlink(temporary)
+        raise
+    if durable:
+        sync(path.parent)
+
+
 def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> _C.File:
     """Open a file for the engine."""
     return _C.File(str(path), create=create, read_only=read_only, at=_held.get(path.parent, -1))
@@ -131,11 +153,8 @@ def status(path: Path) -> os.stat_result:
 
 def make_read_only(path: Path) -> None:
     """Make a run's file read-only; nobody else can exchange it meanwhile."""
-    descriptor = open_file(path, os.O_RDONLY)
-    try:
-        os.fchmod(descriptor, 0o400)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(open_file(path, os.O_RDONLY)) as file:
+        os.fchmod(file.fileno(), 0o400)
 
 
 def exists(path: Path) -> bool:
@@ -154,9 +173,8 @@ def files(directory: Path) -> list[Path]:
 
 def sync(directory: Path) -> None:
     """Sync the directory's entries to the drive."""
-    descriptor = (
-        os.open(".", os.O_RDONLY, dir_fd=_held[directory]) if directory in _held else os.open(directory, os.O_RDONLY)
-    )
+    name, held = (".", _held[directory]) if directory in _held else (directory, None)
+    descriptor = os.open(name, os.O_RDONLY, dir_fd=held)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,7 +1,6 @@
 """Copies runs of bytes from file to file through the engine, or only reads them, with their checksums.
 
-Thread-safe: it touches only the engine, files that the caller has open, and COPY_BYTES of its own memory, freed at the
-end.
+Thread-safe: it touches only the engine, open files of the caller, and COPY_BYTES of its own memory, freed at the end.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ made with the run, and a resumed run uses it. A run on one drive has no such rec
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -88,14 +87,9 @@ class DrivesRecord:
         content = {"format": _FORMAT, "run": self.drives.id, "index": self.index, "directories": directories}
         sealed = records.seal({**content, "weights": list(self.drives.weights)})
         path = self.drives.directories[self.index] / RECORD_NAME
-        temporary = path.with_name(RECORD_NAME + ".partial")
         try:
-            with os.fdopen(beneath.create_file(temporary), "wb") as file:
-                file.write(sealed)
-            beneath.rename(temporary, path)
+            beneath.replace_file(path, sealed)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beneath.unlink(temporary)
             raise DirectoryError(
                 f"cannot write {path}: {error.strerror}. Choose a directory that you may write to"
             ) from error

@@ -25,9 +25,7 @@ def check_tensor(tensor: torch.Tensor, writes_into: bool) -> None:
         raise UnsupportedError(f"{kind} tensor has no single run of elements; transfer its parts")
     device = tensor.device
     if device.type == "meta":
-        raise UnsupportedError(
-            "a meta tensor has no memory; make a real one first (torch.empty_like(..., device='cpu'))"
-        )
+        raise UnsupportedError("a meta tensor has no memory; make a real one (torch.empty_like(..., device='cpu'))")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(f"a tensor on {device} cannot be transferred: torch finds no CUDA device here")
     if device.type not in ("cpu", "cuda"):
@@ -64,8 +62,7 @@ def byte_count(tensor: torch.Tensor) -> int:
 
 
 def views_of_range(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield views that together are the elements [start, stop) in row-major order; at most two a dimension and one
-    more."""
+    """Yield views that together are the elements [start, stop) in row-major order; at most 2 * dimensions + 1."""
     if start >= stop:
         return
     if tensor.ndim == 0:

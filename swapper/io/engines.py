@@ -80,7 +80,6 @@ class Engine(Protocol):
         expected: int | None = None,
     ) -> Transfer:
         """See `swapper._C.Engine.read`."""
-        ...
 
     def write(
         self,
@@ -94,7 +93,6 @@ class Engine(Protocol):
         checksum: bool = False,
     ) -> Transfer:
         """See `swapper._C.Engine.write`."""
-        ...
 
     def drain(self) -> None: ...
     def close(self) -> None: ...
@@ -195,19 +193,15 @@ class Engines(SeveralEngines):
     def __init__(self, options: Mapping[str, Any]) -> None:
         """`options` are those of `swapper._C.Engine`, for each."""
         self._options = dict(options)
-        self._first = _C.Engine(**self._options)
+        self.first = _C.Engine(**self._options)
         self._by_drive: dict[str, _C.Engine] = {}
         self._drives: dict[int, str] = {}
         self._lock = threading.Lock()
 
     @property
-    def first(self) -> _C.Engine:
-        return self._first
-
-    @property
     def all(self) -> list[_C.Engine]:
         with self._lock:
-            return list(dict.fromkeys([self._first, *self._by_drive.values()]))
+            return list(dict.fromkeys([self.first, *self._by_drive.values()]))
 
     def of(self, device: int) -> _C.Engine:
         """Return the engine of the drive under a filesystem, by its device number (`st_dev`)."""
@@ -217,7 +211,7 @@ class Engines(SeveralEngines):
                 drive = self._drives[device] = drive_of_device(device)
             engine = self._by_drive.get(drive)
             if engine is None:
-                engine = self._by_drive[drive] = _C.Engine(**self._options) if self._by_drive else self._first
+                engine = self._by_drive[drive] = _C.Engine(**self._options) if self._by_drive else self.first
             return engine
 
 

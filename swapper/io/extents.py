@@ -79,11 +79,6 @@ class SpillFile:
         self._pid = os.getpid()
         self.allocated_bytes = 0
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of it in use."""
-        return self._extents.used_bytes
-
     def write(self, engine: Engine, memory: torch.Tensor) -> tuple[int, Transfer]:
         """Begin to write `memory`, uint8, to a place of its own. Returns the place's offset, and the ticket.
 

@@ -15,20 +15,8 @@ from pathlib import Path
 from swapper.errors import IoError, SwapperError
 
 IN_MEMORY = {"tmpfs", "ramfs"}
-OVER_NETWORK = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "9p",
-    "afs",
-    "fuse.sshfs",
-    "fuse.glusterfs",
-}
+_NETWORKS = "nfs nfs4 cifs smb3 ceph lustre gpfs beegfs 9p afs fuse.sshfs fuse.glusterfs"
+OVER_NETWORK = frozenset(_NETWORKS.split())
 MOUNT_PARENTS = {Path("/"), Path("/mnt"), Path("/media")}
 """Directories in which drives are mounted by convention, even if none is now."""
 
@@ -61,7 +49,8 @@ def make_parents(path: Path, refusal: type[SwapperError]) -> list[Path]:
     Raises:
         refusal: the outermost may be, or lie on, a drive that is not mounted; or one cannot be made.
     """
-    missing = [*takewhile(lambda above: not _exists(above), path.absolute().parents)][::-1]
+    exists = os.path.exists
+    missing = [*takewhile(lambda above: not exists(above), path.absolute().parents)][::-1]
     if missing and _may_lack_a_drive(missing[0].parent.resolve()):
         raise refusal(
             f"{path} lies beneath {missing[0]}, which does not exist: perhaps a drive is misspelt or not mounted. Correct the "
@@ -71,17 +60,8 @@ def make_parents(path: Path, refusal: type[SwapperError]) -> list[Path]:
         for directory in missing:
             directory.mkdir(exist_ok=True)
     except OSError as error:
-        raise refusal(
-            f"the directory {path.parent} cannot be made ({error.strerror}): correct the path, or choose another"
-        ) from error
+        raise refusal(f"directory {path.parent} cannot be made ({error.strerror}): choose another path") from error
     return missing
-
-
-def _exists(directory: Path) -> bool:
-    with contextlib.suppress(OSError):
-        directory.stat()
-        return True
-    return False
 
 
 def _may_lack_a_drive(directory: Path) -> bool:

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 import torch
 
+from swapper import _C
 from swapper.runtime.process import after_fork_in_child
 
 logger = logging.getLogger("swapper.io")
@@ -55,14 +56,6 @@ class Registrar(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all copies are done."""
-
-
-class Memory(Protocol):
-    """The part of an arena (`swapper._C.Arena`) that is needed here."""
-
-    @property
-    def address(self) -> int: ...
-    def wait_populated(self, nbytes: int, /) -> None: ...
 
 
 class CudaRegistrar:
@@ -174,7 +167,7 @@ class Registration:
         is_awaited: somebody waits for all of them.
     """
 
-    def __init__(self, registrar: Registrar, memory: Memory, parts: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, registrar: Registrar, memory: _C.Arena, parts: Sequence[tuple[int, int]]) -> None:
         self._registrar = registrar
         self._memory = memory
         self._addresses: list[int] = []  # registered ones
@@ -245,7 +238,7 @@ class Registration:
         return seconds
 
 
-def _forget(registrar: Registrar, addresses: list[int], memory: Memory) -> None:
+def _forget(registrar: Registrar, addresses: list[int], memory: _C.Arena) -> None:
     """`memory` is passed in order to keep it alive until now."""
     with contextlib.suppress(RuntimeError):  # a failed device copies nothing
         if addresses:

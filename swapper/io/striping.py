@@ -51,9 +51,8 @@ class StripeLayout:
         lengths = range(len(weights), MAX_PATTERN + 1)
         patterns = [tuple(assign_to_drives([1] * length, weights)) for length in lengths]
         whole = [pattern for pattern in patterns if len(set(pattern)) == len(weights)]
-        return StripeLayout(
-            stripe_bytes, min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern)))
-        )
+        best = min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern)))
+        return StripeLayout(stripe_bytes, best)
 
     @cached_property
     def _places(self) -> list[list[int]]:
@@ -170,9 +169,7 @@ class Stripes:
         if len(weights) != len(self.directories) or any(not 0 < weight < float("inf") for weight in weights):
             raise ConfigError(f"weights={weights!r} must be a number above 0 for each of the directories")
         if sum(weights) > MAX_PATTERN / 2 * min(weights):
-            raise ConfigError(
-                f"weights={weights!r}: a drive that much slower than another only delays it; leave it out"
-            )
+            raise ConfigError(f"weights={weights!r}: a drive so much slower than another only delays it; leave it out")
         self._layout = StripeLayout.by_weight(stripe_bytes, weights)
         self._lock = threading.Lock()  # for threads that make the same file
 

@@ -53,11 +53,9 @@ class Tuning:
             raise ValueError(f"depth={self.depth!r}")
         if self.backend not in ("uring", "aio", "threads"):
             raise ValueError(f"backend={self.backend!r}")
-        if not all(
-            isinstance(rate, int | float) and 0 < rate < math.inf
-            for rate in (self.read_bytes_per_s, self.write_bytes_per_s)
-        ):
-            raise ValueError(f"rates {self.read_bytes_per_s!r}, {self.write_bytes_per_s!r}")
+        rates = (self.read_bytes_per_s, self.write_bytes_per_s)
+        if not all(isinstance(rate, int | float) and 0 < rate < math.inf for rate in rates):
+            raise ValueError(f"rates {rates}")
         for name in ("both_bytes_per_s", "busy_bytes_per_s"):
             if not isinstance(rate := getattr(self, name), int | float) or not rate > 0:
                 raise ValueError(f"{name}={rate!r}")

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -20,6 +20,7 @@ from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_st
 from swapper.device.device import Device
 from swapper.errors import InvariantError
 from swapper.modules.leased_group import LeasedGroup
+from swapper.modules.module_hooks import ModuleHooks
 from swapper.runtime.interrupts import defer_sigint
 
 
@@ -40,12 +41,6 @@ class Batch:
         self.result: Any = None
 
 
-class Hooks(Protocol):
-    """Hooks of the model: see ModuleHooks."""
-
-    def exchange(self, thread: threading.Thread | None, state: Any = None) -> Any: ...
-
-
 class BatchedPass:
     """Runs `function` on every batch. Made for one `run`.
 
@@ -57,7 +52,11 @@ class BatchedPass:
     """
 
     def __init__(
-        self, hooks: Hooks, function: Callable[[Any], Any], batches: Sequence[Any], device: Device | None
+        self,
+        hooks: ModuleHooks[Any, Any],
+        function: Callable[[Any], Any],
+        batches: Sequence[Any],
+        device: Device | None,
     ) -> None:
         self._device = device
         self._hooks = hooks

@@ -83,10 +83,7 @@ def _divide(model: nn.Module, units: list[_FoundUnit]) -> tuple[list[Group], lis
             owner[key] = len(members) - 1
             members[-1].append((names[key], parameter))
     groups = [Group(i, name, tuple(m)) for i, (name, m) in enumerate(zip(group_names, members, strict=True))]
-    hooked = [
-        Unit(name, module, tuple(dict.fromkeys(owner[id(p)] for p in parameters)))
-        for name, module, parameters, _ in units
-    ]
+    hooked = [Unit(name, module, tuple(dict.fromkeys(owner[id(p)] for p in read))) for name, module, read, _ in units]
     return groups, hooked
 
 
@@ -206,11 +203,8 @@ def _paths_in(code: CodeType) -> Iterator[tuple[str, ...]]:
         if path is not None and len(path) > 1:
             yield path
         loaded = instruction.argval if instruction.opname.startswith("LOAD_FAST") else None
-        path = (
-            ()
-            if (loaded is not None and (loaded,) == own) or (isinstance(loaded, tuple) and loaded[-1:] == own)
-            else None
-        )
+        names = loaded if isinstance(loaded, tuple) else (loaded,)
+        path = () if loaded is not None and names[-1:] == own else None
 
 
 # --- several models as one, and what no model may be -------------------------------------------------------------------
@@ -241,9 +235,7 @@ def as_one(models: Any) -> nn.Module:
         by_name = {str(number): model for number, model in enumerate(models)}
     strangers = [model for model in by_name.values() if not isinstance(model, nn.Module)]
     if not by_name or strangers:
-        raise UnsupportedError(
-            f"offload takes an nn.Module, not {type(models).__name__}; several models in a dictionary by name, or in a list"
-        )
+        raise UnsupportedError(f"offload takes an nn.Module, a dictionary or list of them, not {type(models).__name__}")
     for name in by_name:
         if not isinstance(name, str) or not name or "." in name:
             raise UnsupportedError(f"{name!r} cannot be the name of a model: use a string without dots")

@@ -34,39 +34,34 @@ class FaultHandler(Protocol):
 
     def fault_in(self, parameter: nn.Parameter) -> bool:
         """Materialize `parameter` for the rest of the running forward. False if no forward is running that contains it."""
-        ...
 
     def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         """Do an operation of torch's `function` that reads these cold parameters. Returns what `run` returns, which does it."""
-        ...
 
     def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         """As `read`, where they are changed."""
-        ...
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the tensor that views of the cold `parameter` show; None: the parameter itself."""
-        ...
+        return None
 
     def catch_up(self, parameter: nn.Parameter) -> None:
         """Materialize `parameter` for good if it is in memory, and cold only because its last update is deferred."""
-        ...
+        return
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: do it as other operations."""
-        ...
 
     def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
         """Return `parameter[index]` without reading all of `parameter`; None: do it as other operations."""
-        ...
+        return None
 
     def note_change(self, group: Any, names: list[str]) -> None:
         """Note that a forward or backward changed parameters of `group` in place; their pages, if any, are being written back."""
-        ...
+        return
 
     def describe(self, parameter: nn.Parameter) -> str:
         """Return the parameter's qualified name."""
-        ...
 
 
 # By id of the parameter. Weak: a model's hooks keep its manager alive, but these must not, or a manager that is not closed would

@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from swapper.modules.turns import Turns
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.interrupts import close_all, defer_sigint
 
+if TYPE_CHECKING:  # whose batches these hooks run
+    from swapper.modules.batched_pass import BatchedPass
+
 
 class Call:
     """One forward of one unit, and the groups that it leases: by name and index, so that it does not keep the model alive."""
@@ -35,13 +38,6 @@ class Call:
     def __init__(self, module: str) -> None:
         self.module = module
         self.groups: list[int] = []
-
-
-class GroupSharing(Protocol):
-    """Several batches that pass through a model together (batched_pass.py)."""
-
-    def arrive(self, group: LeasedGroup) -> None: ...
-    def hold(self, group: LeasedGroup) -> None: ...
 
 
 GroupT = TypeVar("GroupT", bound=LeasedGroup)
@@ -69,13 +65,11 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self._drop_leases = drop_leases
         self._turns = turns
         self._is_removed = False
-        self._batches: GroupSharing | None = None  # that pass together now
+        self._batches: BatchedPass | None = None  # that pass together now
         self._running: list[CallT] = []  # forwards, the innermost last
         self._group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._storages = {storage for group in groups for storage in group.storages}
-        self._modules: dict[
-            str, weakref.ref[nn.Module]
-        ] = {}  # by the unit's name; weak: the hooks must not keep the model alive
+        self._modules: dict[str, weakref.ref[nn.Module]] = {}  # by the unit's name; hooks must not keep a model alive
         self._handles: list[RemovableHandle] = []
         for unit in units:
             self._modules[unit.name] = weakref.ref(unit.module)
@@ -191,9 +185,7 @@ def _tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[
     attributes = getattr(output, "__dict__", None)
     if not attributes or callable(output):
         return [], lambda new: output
-    values = {
-        name: value for name, value in attributes.items() if isinstance(value, torch.Tensor | list | tuple | dict)
-    }
+    values = {name: of for name, of in attributes.items() if isinstance(of, torch.Tensor | list | tuple | dict)}
     tensors, rebuild = tensors_of(list(values.values()))
 
     def rebuild_object(new: list[torch.Tensor]) -> Any:

@@ -35,7 +35,6 @@ class OwnedStore(PageStore, Protocol):
     @property
     def io_mode(self) -> str:
         """How they are opened: "direct", or "buffered" and the reason."""
-        ...
 
     def close(self) -> None: ...
 

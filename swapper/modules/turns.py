@@ -126,6 +126,11 @@ def frame_of_backward() -> FrameType | None:
     return _outermost_of(torch.autograd.graph.__file__)
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread runs a part of a backward, or a forward within one."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _outermost_of(file: str) -> FrameType | None:
     """Return the innermost frame that runs code of `file`, or the outermost one of several in a row."""
     frame: FrameType | None = sys._getframe(2)

@@ -60,10 +60,6 @@ def _transfers(pages: list[Page], now_s: float) -> list[str]:
         if ticket is not None:
             state = "done, not yet noticed" if ticket.done else page.residency.name
             behind = "" if page.previous_owner is None else f", for the frame of page {page.previous_owner.index}"
-            found.append(
-                (
-                    ticket.submitted_s,
-                    f"{page.section.plan.where}, page {page.index}, {page.nbytes} bytes: {state}{behind}",
-                )
-            )
+            what = f"{page.section.plan.where}, page {page.index}, {page.nbytes} bytes: {state}{behind}"
+            found.append((ticket.submitted_s, what))
     return [f"{now_s - since_s:.1f} s: {text}" for since_s, text in sorted(found)]

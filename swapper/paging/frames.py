@@ -21,8 +21,7 @@ All of its bytes are kept, whatever is read from the drive then, and no commit n
 [Note: lazy windows] Filling the page table for a window takes 0.09 CPU seconds a GB, for nothing if a device copies
 from the frame and to it. So pages of sections that a device uses (`Section.in_frames`) are mapped only for a lease that
 uses their addresses. Until then their addresses give the frame's bytes, copied at a fault, as those of an evicted page
-give the file's. What such code writes is kept there, and merged into the frame before a lease has the page, but not
-under a write of it.
+give the file's. What such code writes is kept, and merged into the frame before a lease has it, not under a write.
 
 [Note: deferred writes] A step whose updates are spread over the forward makes the drive write all through the forward and leaves it
 nothing to write in backward. So some of the parameters that the forward has updated, and that backward needs again, go to the
@@ -59,15 +58,12 @@ class VictimCache(Protocol):
 
     def keep(self, page: Page, address: int) -> bool:
         """Copy the content of `page` from its frame at `address`, if there is room now. Returns whether there was."""
-        ...
 
     def load(self, page: Page, address: int) -> None:
         """Copy the content of `page`, which was kept, to its frame at `address`."""
-        ...
 
     def place_of(self, page: Page) -> tuple[View | None, int]:
         """Return the memory that has the content of `page`, which was kept, and the offset in it."""
-        ...
 
 
 class Frames:
@@ -322,8 +318,7 @@ class Frames:
     def enqueue_for_eviction(self, page: Page) -> None:
         """Enqueue `page` for eviction, if it may be evicted.
 
-        Larger ranks are evicted first: the rank is the next use, but 0 for the resident set, which is evicted only for leased
-        pages.
+        Larger ranks are evicted first: the rank is the next use; 0 for the resident set, evicted only for leased pages.
         """
         rank = 0 if page.index in self.resident_set else page.next_use
         if page.eviction_rank == rank or not self._is_evictable(page):

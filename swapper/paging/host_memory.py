@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -117,14 +117,6 @@ class HostMemory:
             arena.retire()
 
 
-class Growth(Protocol):
-    """What a pool needs of an arena (`swapper._C.Arena`) that is populated part by part."""
-
-    @property
-    def populated_bytes(self) -> int: ...
-    def wait_populated(self, nbytes: int, /) -> None: ...
-
-
 class Pool:
     """Owns the free frames of one range of the arena: hands them out and takes them back.
 
@@ -141,7 +133,7 @@ class Pool:
         arena_offset: int,
         frame_bytes: int,
         frame_count: int,
-        growth: Growth | None = None,
+        growth: _C.Arena | None = None,
         view: _C.View | None = None,
     ) -> None:
         self._arena_offset = arena_offset

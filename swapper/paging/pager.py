@@ -13,7 +13,8 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from swapper import _C
@@ -42,8 +43,7 @@ class Pager:
         pool: the frames; owned by the pager from now on.
         store: reads and writes pages.
         schedule: the order of use.
-        window_pages: how many pages may be read early at the cost of others' frames; None: the frame count. [Note: what stays],
-            paging/prefetcher.py
+        window_pages: pages that may be read early at the cost of others; None: the frame count. [Note: what stays]
         lazy: write a changed page when its frame is needed, or at a flush, and not as soon as it is unleased.
         max_deferred_writes: how many pages may wait for their write in the victim cache. [Note: deferred writes], paging/frames.py
         writes_noted: returns a number that grows with each unannounced write, in any page.
@@ -92,6 +92,15 @@ class Pager:
         """
         self.lease(access)
         self.wait(access)
+
+    @contextmanager
+    def leased(self, access: Access) -> Iterator[None]:
+        """Lease the access's pages within the context, which changes those that the access writes. Raises as `acquire`."""
+        self.acquire(access)
+        try:
+            yield
+        finally:
+            self.release(access, access.writes)
 
     def lease(self, access: Access) -> None:
         """Keep the access's pages from eviction and submit their reads; `wait` waits for them.
@@ -222,8 +231,7 @@ class Pager:
                 raise error
 
     def writes_are_done(self) -> bool:
-        """Return whether all changed pages are written: none is leased, and no write is in flight, deferred, failed, or
-        unannounced.
+        """Return whether all changed pages are written: none is leased, in flight, deferred, failed, or unannounced.
 
         Raises:
             IoError: a write failed. It is tried again.
@@ -539,12 +547,8 @@ class Pager:
 
 def _is_to_be_overwritten(page: Page, access: Access) -> bool:
     """Return whether `page` has a frame, free of its previous owner, that `access` overwrites."""
-    return (
-        page.residency is Residency.READING
-        and page.fresh
-        and page.previous_owner is None
-        and page.index in access.fresh
-    )
+    has_its_frame = page.residency is Residency.READING and page.previous_owner is None
+    return has_its_frame and page.fresh and page.index in access.fresh
 
 
 def _raise_error_of(page: Page) -> None:

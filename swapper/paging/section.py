@@ -93,11 +93,9 @@ class Page(Resident):
     def stored_bytes(self) -> int:
         """How much of it that file has: the user's file may end within the last page."""
         external = self.section.plan.external
-        return (
-            self.nbytes
-            if external is None or self.location != EXTERNAL
-            else min(self.nbytes, external.nbytes - self.offset)
-        )
+        if external is None or self.location != EXTERNAL:
+            return self.nbytes
+        return min(self.nbytes, external.nbytes - self.offset)
 
     @property
     def tensors(self) -> list[str]:

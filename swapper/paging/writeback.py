@@ -117,10 +117,8 @@ class WriteBack:
 
     def _may_defer_write(self, page: Page) -> bool:
         """Return whether it is used next as it is, and the drive has enough to do meanwhile."""
-        if (
-            len(self._frames.deferred_writes) + len(self._just_made) >= self._max_deferred_writes
-            or page.index in self._frames.unsaved
-        ):
+        count = len(self._frames.deferred_writes) + len(self._just_made)
+        if count >= self._max_deferred_writes or page.index in self._frames.unsaved:
             return False
         if not self.is_read_again(page) or page.index in self._schedule.at(page.next_use).writes:
             return False

@@ -48,8 +48,7 @@ class Counters:
         resident_bytes: of sections that stay in memory, outside of the frames.
         state_bytes: parameters, masters and optimizer state together.
         uploaded_bytes, downloaded_bytes: copied to a device, and from it.
-        upload_s, download_s: that those copies took, by its clock, of those known to be over. Copies on two streams at once count
-            both.
+        upload_s, download_s: that those copies took, by its clock, of those that are over. On two streams both count.
         device_peak_bytes: the peak that groups had on it.
         registered_bytes: host memory that its driver knows by now: other memory is copied more slowly.
         waits: by thread, the wait that goes on now.

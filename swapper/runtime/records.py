@@ -111,11 +111,8 @@ def text(value: Any) -> None:
 def path(value: Any) -> None:
     """What can be a file's path."""
     text(value)
-    if (
-        not value
-        or "\0" in value
-        or any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in value.split("/"))
-    ):
+    is_long = any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in value.split("/"))
+    if not value or "\0" in value or is_long:
         raise ValueError(f"it is {_short(value)}, not a path")
 
 

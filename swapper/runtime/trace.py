@@ -110,11 +110,5 @@ class Trace:
                 times = {"ts": (begin_s - self._began_s) * 1e6, "dur": max(end_s - begin_s, 0.0) * 1e6}
                 yield {"name": name, "cat": track, "ph": "X", **times, "pid": pid, "tid": tid, "args": arguments}
         for at_s, kinds in memory:
-            yield {
-                "name": "memory",
-                "cat": "memory",
-                "ph": "C",
-                "ts": (at_s - self._began_s) * 1e6,
-                "pid": pid,
-                "args": kinds,
-            }
+            ts = (at_s - self._began_s) * 1e6
+            yield {"name": "memory", "cat": "memory", "ph": "C", "ts": ts, "pid": pid, "args": kinds}

@@ -1,8 +1,7 @@
 """The watchdog: logs a dump of the run's state when a wait is too long, and at each SIGUSR1.
 
 Each manager has one thread. It checks the waits (runtime/counters.py) now and then, and logs a dump (logger "swapper", a warning,
-which Python prints to stderr by default) once for each wait that is longer than allowed. It reads without locks and changes
-nothing.
+which Python prints to stderr by default) once for each wait that is too long. It reads without locks, changes nothing.
 
 [Note: whose SIGUSR1] By default the signal ends a process. So if it has no handler, and the manager is made in the main thread,
 swapper installs one, and removes it with the last manager; if that is closed in another thread, which Python does not let change a
@@ -82,11 +81,9 @@ def _watch(
 
 def describe_waits(counters: Counters) -> str:
     """Return the waits that go on now, a line for each thread."""
-    now_s = time.monotonic()
-    waits = [
-        f"waiting {now_s - wait.since_s:.1f} s for a {wait.kind}: {wait.what}" for wait in list(counters.waits.values())
-    ]
-    return "\n".join(waits or ["waiting for nothing"])
+    now_s, waits = time.monotonic(), list(counters.waits.values())
+    lines = [f"waiting {now_s - wait.since_s:.1f} s for a {wait.kind}: {wait.what}" for wait in waits]
+    return "\n".join(lines or ["waiting for nothing"])
 
 
 # --- [Note: whose SIGUSR1] ----------------------------------------------------------------------------------------------

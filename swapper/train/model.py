@@ -38,10 +38,10 @@ from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.accumulation_pass import AccumulationOrder
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering
-from swapper.train.parameters.given_model import HookTargets, ModelBinding
+from swapper.train.parameters.given_model import HookTargets
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
-from swapper.train.parameters.preparation import averaging_refused
+from swapper.train.parameters.preparation import ModelBinding, averaging_refused
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionGuard, SessionSlot
 from swapper.train.updates.at_step import Updates
@@ -195,14 +195,9 @@ class OffloadedModel:
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
         order = AccumulationOrder(self.model.module)  # before all other hooks of the parameters
         regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
+        kept = self._kept_gradients()
         self._gradients = Gradients(
-            parameters,
-            self._grad_sections,
-            self._pager,
-            regions,
-            self.finish_update,
-            self._on_device,
-            self._kept_gradients(),
+            parameters, self._grad_sections, self._pager, regions, self.finish_update, self._on_device, kept
         )
         self._passes = PassLifecycle(
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
@@ -245,14 +240,9 @@ class OffloadedModel:
     def _check_external(self) -> None:
         """Raise StateError if `init` has changed external parameters."""
         for section in self._sections:
-            changed = [
-                page for page in pieces_of(section) if section.plan.external is not None and self._is_changed(page)
-            ]
-            if changed:
+            if section.plan.external is not None and any(map(self._is_changed, pieces_of(section))):
                 names = ", ".join(slot.spec.owner for slot in section.plan.slots)
-                raise StateError(
-                    f"init= changed {names}, which external= has: let the function leave frozen parameters as they are"
-                )
+                raise StateError(f"init= changed {names}, which external= has: let the function leave them as they are")
 
     def _is_changed(self, page: Page) -> bool:
         """Return True if an external page was written to."""
@@ -427,12 +417,8 @@ class OffloadedModel:
     def names_of(self, members: Collection[int]) -> set[str]:
         """Return the names of the trained parameters in the groups of these optimizers."""
         numbers = {number for member in members for number in self._optimizers.ranges[member]}
-        return {
-            places.name
-            for trainable in self._trainables
-            for places, at in zip(trainable.places, trainable.settings, strict=True)
-            if at in numbers
-        }
+        pairs = (zip(of.places, of.settings, strict=True) for of in self._trainables)
+        return {places.name for pair in pairs for places, at in pair if at in numbers}
 
     def sections_of(self, member: int) -> list[Section]:
         """Return the sections that an optimizer's step changes."""
@@ -449,11 +435,8 @@ class OffloadedModel:
         """Return the state in the form of a checkpoint. Its tensors alias the sections, whose data may be cold."""
         placed = None if self._on_device is None else self._placed
         content: dict[str, Any] = {"model": self.model.state_dict(placed)}
-        masters = {
-            places.name: self.optimizer_state.stored(places.name, "master")
-            for _, places in self._trained()
-            if places.has_master
-        }
+        with_masters = [places.name for _, places in self._trained() if places.has_master]
+        masters = {name: self.optimizer_state.stored(name, "master") for name in with_masters}
         packed = [
             self.model.optimizer_state_dict(member, self.optimizer_state.at_its_place(self._optimizers.numbers(number)))
             for number, member in enumerate(self._optimizers.members)

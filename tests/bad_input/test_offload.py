@@ -77,7 +77,7 @@ def test_an_option_of_the_optimizer_that_cannot_be_paged(manager: swapper.SwapMa
 
 def test_what_is_no_model_or_no_optimizer(manager: swapper.SwapManager) -> None:
     model = Net()
-    refused(manager, list(model.parameters()), adamw(model.parameters()), "takes an nn.Module, not list")
+    refused(manager, list(model.parameters()), adamw(model.parameters()), "of them, not list")
     refused(manager, model, "AdamW", "not supported")
 
 

@@ -169,9 +169,7 @@ def test_what_a_writer_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) 
         StorageWriter(tmp_path / "x", thread_count=0)
     dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "x"), no_dist=True)
     before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
-    with pytest.raises(
-        CheckpointException, match="holds a checkpoint already: choose another directory, or pass overwrite=True"
-    ):
+    with pytest.raises(CheckpointException, match="holds a checkpoint already: choose another, or pass overwrite=True"):
         dcp.save({"a": torch.zeros(3)}, storage_writer=StorageWriter(tmp_path / "x", overwrite=False), no_dist=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
 

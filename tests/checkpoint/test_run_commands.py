@@ -227,7 +227,7 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
     said = error("export", tmp_path / "run", tmp_path / "x.pt", "--to", "torch", "--what", "all")
     assert "take a snapshot" in said
     with swapper.SwapManager(tmp_path / "run", host_memory="32MiB", resume="auto"):
-        assert "is in use by a run: read it after" in error("inspect", tmp_path / "run")
+        assert "is in use by a run: read it later" in error("inspect", tmp_path / "run")
     (tmp_path / "run" / "rank-0-of-1").rename(tmp_path / "run" / "rank-1-of-2")
     train(tmp_path / "other")
     (tmp_path / "other" / "rank-0-of-1").rename(tmp_path / "run" / "rank-0-of-2")

@@ -124,7 +124,7 @@ DAMAGES: dict[str, tuple[int, Callable[[dict[str, Any]], None], str]] = {  # sta
         put(*FLAT, value=[torch.ones(2, 2), torch.ones(24)]),
         "the flat groups are not flat",
     ),
-    "no groups": (2, put(*FLAT, value=None), "is not a ZeRO checkpoint of a known kind"),
+    "no groups": (2, put(*FLAT, value=None), "is no known ZeRO checkpoint"),
     "a shape below 0": (2, put("param_shapes", value=[{"a.bias": (-7,)}]), "a parameter's shape is impossible"),
     "one name twice": (3, put("param_shapes", value=[WEIGHT, WEIGHT]), "two parameters have the same name"),
     "no shapes": (3, put("param_shapes", value=[3]), "a value is not a dict"),

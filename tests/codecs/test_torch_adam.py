@@ -245,8 +245,8 @@ def test_what_does_not_fit_is_refused() -> None:
             same(tensor, old)
 
     refused("gradients", gradient=torch.zeros(63))
-    refused("bf16, fp16 or fp32", gradient=torch.zeros(64).double())
-    refused("bf16, fp16 or fp32", gradient=torch.zeros(128)[::2])
+    refused("fp32 or bf16 or fp16", gradient=torch.zeros(64).double())
+    refused("fp32 or bf16 or fp16", gradient=torch.zeros(128)[::2])
     refused("masters", master=None)
     refused("masters", parameter=torch.zeros(64))
     refused("fp32", exp_avg=CodedState(CODECS["fp32"], (torch.zeros(63),)))

@@ -80,8 +80,8 @@ def kernels() -> dict[str, tuple[Any, Types]]:
         "adamw fp16": (triton_adamw._update, adamw_types("*fp16", "*fp16", False)),
         "adamw fp32": (triton_adamw._update, adamw_types("*fp32", "*fp32", False)),
     }
-    for name, (kernel, fixed) in (*triton_codecs._ENCODE.items(), *triton_codecs._DECODE.items()):
-        found[f"{kernel.__name__} {name}"] = (kernel, codec_types(kernel, fixed))
+    for name, (*both, fixed) in triton_codecs._KERNELS.items():
+        found.update({f"{kernel.__name__} {name}": (kernel, codec_types(kernel, fixed)) for kernel in both})
     for name, pointer in words.items():
         for bits, block in ((8, 128), (4, 64)):
             for kernel in (triton_quantized._quantise, triton_quantized._dequantise):

@@ -376,7 +376,7 @@ def test_a_locked_tensor_of_deepnvme_is_registered_as_a_whole_until_its_last_vie
     tensor = deepnvme.new_locked_tensor(SLAB_BYTES // 4 + 1, torch.float32, must_lock=False)
     view, address = tensor[5:], tensor.data_ptr()
     assert runtime.registered == {address: SLAB_BYTES + 4}
-    deepnvme.free_locked_tensor(tensor)
+    deepnvme.free_locked(tensor.data_ptr())
     del tensor
     assert runtime.registered and view.sum() == 0
     del view

@@ -198,7 +198,7 @@ def test_memory_and_room_on_the_drive_come_back(manager: swapper.SwapManager) ->
     with activations:
         pass
     assert activations.counters.held_bytes == 0
-    assert activations._cache._file.used_bytes == 0
+    assert activations._cache._file._extents.used_bytes == 0
     assert activations._cache._file.allocated_bytes < 3 * activations.counters.written_bytes / 4
 
 

@@ -312,7 +312,7 @@ def test_a_wait_that_is_left_out_is_noticed(manager: swapper.SwapManager, who: s
 def test_host_memory_that_is_written_before_its_copy_is_over_is_noticed(
     manager: swapper.SwapManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swapper.train.activations.device_activations.Arriving.done", True)
+    monkeypatch.setattr("swapper.train.activations.saved_tensor_cache.Arrival.done", True)
     model, value = Residual(), torch.randn(2, 128, WIDTH)
     expected = gradients(model, lambda: model(value).square().mean())
     with offload(manager, LateDevice("late"), to="nvme", host_memory="3MiB", device_memory="3MiB"):

@@ -212,7 +212,7 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
 def test_a_run_on_one_drive_does_not_go_on_over_two(pair_of_drives: list[Path]) -> None:
     go(pair_of_drives[0], 1)
     with pytest.raises(
-        swapper.DirectoryError, match=f"lies in that directory alone: resume it without {pair_of_drives[1]}"
+        swapper.DirectoryError, match=f"is in that directory alone: resume it without {pair_of_drives[1]}"
     ):
         go(pair_of_drives, 2)
 

@@ -221,12 +221,12 @@ def lacking(model: nn.Module, groups: list[Any]) -> str:
 
 def without_parameters(model: nn.Module, groups: list[Any]) -> str:
     del groups[1]["params"]
-    return r"group 1 of the optimizer has no list of parameters"
+    return r"group 1 of the optimizer: 'params' is no list"
 
 
 def generator(model: nn.Module, groups: list[Any]) -> str:
     groups[1]["params"] = model[2].parameters()
-    return r"group 1 of the optimizer has no list of parameters"
+    return r"group 1 of the optimizer: 'params' is no list"
 
 
 def other_state(model: nn.Module, groups: list[Any]) -> str:

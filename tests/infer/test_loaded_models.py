@@ -401,5 +401,5 @@ def test_a_change_without_a_trace_is_found_by_checksum(path):
 
 
 def test_a_state_dict_is_no_source(reference):
-    with pytest.raises(swapper.ConfigError, match="by its path, not by a OrderedDict"):
+    with pytest.raises(swapper.ConfigError, match="is a path, not a OrderedDict"):
         swapper.load(on_meta(), reference.state_dict())

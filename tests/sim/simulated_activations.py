@@ -218,7 +218,7 @@ class ActivationRun:
         cache = self.cache
         if cache._live or cache._here or cache._moving or cache._restored or cache._ending:
             raise SimulationError("the cache remembers what is over")
-        if cache.counters.held_bytes or cache._here_bytes or self.file.used_bytes:
+        if cache.counters.held_bytes or cache._here_bytes or self.file._extents.used_bytes:
             raise SimulationError("memory or a place of the file was not given back")
         if self._device is not None and self._locked.used_bytes:
             raise SimulationError("page-locked memory was not given back")

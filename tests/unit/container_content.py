@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from swapper.formats.torch_zip.container import ALIGNMENT, ChecksumChunk, ContainerLayout, PreparedTail, StorageRef
+from swapper.formats.torch_zip.container import ALIGNMENT, ChecksumChunk, ContainerLayout, PreparedTail
+from swapper.formats.torch_zip.pickle_writer import StorageRef
 
 DTYPES = [
     torch.float32,

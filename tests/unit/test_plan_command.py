@@ -193,7 +193,7 @@ def test_ranks_share_a_model_and_their_nodes_drives() -> None:
     assert four["written_bytes"] < 0.3 * one["written_bytes"]
     assert any("network takes no time" in said for said in four["assumed"])
     refused = run("plan", SOURCE, "--host", "8MB", *common, "--ranks", "4")
-    assert refused.exit_code == 1 and "of each of the 4 ranks of a node" in refused.output
+    assert refused.exit_code == 1 and "of each of a node's 4 ranks" in refused.output
     slow = figures(SOURCE, "--host", "32MB", *common, "--ranks", "4", "--nodes", "4", "--network", "1MB/s")
     gathered_s = 3 * SMALL.parameters / 4 * 2 / 1e6  # by a rank, from three others, in a forward; a backward takes two
     assert slow["step_s"] >= 3 * gathered_s
@@ -404,7 +404,7 @@ def test_a_configuration_that_makes_no_model_is_refused(change: dict[str, Any], 
     [
         ("config.json", b"{not json", "is not JSON"),
         ("config.json", b"[1]", "has a list instead of an object"),
-        ("model.safetensors", b"\x40\0\0\0\0\0\0\0{}", "is cut off within its header of 64 bytes"),
+        ("model.safetensors", b"\x40\0\0\0\0\0\0\0{}", "is cut off in its header of 64 bytes"),
         ("model.safetensors", b"\x02\0\0\0\0\0\0\0[]", "its header is not a JSON object"),
         ("model.safetensors.index.json", b'{"weight_map": {"a.weight": "x.safetensors"}}', "which is not beside it"),
         ("model.safetensors.index.json", b"{}", "has no weight_map"),

@@ -144,7 +144,7 @@ def test_shards_are_joined_as_the_index_says(tmp_path):
 def test_missing_shards_are_named(tmp_path):
     make_shards(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"2 shards, of which 1 are missing: model-2\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"1 of 2 shards are missing: model-2\.safetensors"):
         open_source(tmp_path)
 
 

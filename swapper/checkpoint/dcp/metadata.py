@@ -1,7 +1,6 @@
 """Reads the `.metadata` of a torch.distributed.checkpoint directory as torch's own records, for torch's planner.
 
-A class that it names is not run unless it belongs to such a file. All fields of its records are checked here, so that those who use
-them need not.
+A class that it names is not run unless it belongs to such a file. All fields of its records are checked here.
 """
 
 from __future__ import annotations
@@ -67,13 +66,10 @@ class _MetadataReader(pickle._Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        found = (
-            super().find_class(module, name)
-            if module in (*self._MODULES, "torch") or (module, name) in self._OTHERS
-            else None
-        )
+        is_other = (module, name) in self._OTHERS
+        found = super().find_class(module, name) if module in (*self._MODULES, "torch") or is_other else None
         is_record = module in self._MODULES and isinstance(found, type) and found.__module__ == module
-        if is_record or isinstance(found, torch.dtype) or (module, name) in self._OTHERS:
+        if is_record or isinstance(found, torch.dtype) or is_other:
             return found
         raise CheckpointError(
             f"it names {module}.{name}, which does not belong in a checkpoint's metadata: it is hostile, or of a planner of your "
@@ -119,17 +115,12 @@ def _check_tensor(name: object, entry: object) -> None:
 def _check_place(index: object, place: object) -> None:
     key = _fields(index, MetadataIndex, "an index")
     name, offset = _typed(key, "fqn", str, "an index"), key.get("offset")
-    _expect(
-        offset is None or (isinstance(offset, torch.Size) and are_sizes(offset)), f"{name} has an impossible offset"
-    )
+    is_place = offset is None or (isinstance(offset, torch.Size) and are_sizes(offset))
+    _expect(is_place, f"{name} has an impossible offset")
     info = _fields(place, _StorageInfo, name)
-    _expect(
-        is_plain_name(_typed(info, "relative_path", str, name)), f"{name} is in a file that is not in its directory"
-    )
-    _expect(
-        min(_typed(info, "offset", int, name), _typed(info, "length", int, name)) >= 0,
-        f"{name} has an impossible place",
-    )
+    path, begin = _typed(info, "relative_path", str, name), _typed(info, "offset", int, name)
+    _expect(is_plain_name(path), f"{name} is in a file that is not in its directory")
+    _expect(min(begin, _typed(info, "length", int, name)) >= 0, f"{name} has an impossible place")
 
 
 def _fields(record: object, kind: type, what: object) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Writes for torch.distributed.checkpoint: each thread of each rank makes a file, and the metadata names the valid
-ones.
+"""Writes for torch.distributed.checkpoint: each thread of each rank makes a file; the metadata names the valid ones.
 
 Host tensors are written from where they lie; small ones, and those on a device, through a stream's ring (stream.py). An
 overwritten checkpoint stays whole until the new one's metadata replaces its own, in one step.
@@ -69,12 +68,12 @@ class StorageWriter(FileSystemWriter):
             raise ConfigError(f"thread_count={thread_count!r} must be 1 or more")
         super().__init__(
             path,
-            single_file_per_rank=single_file_per_rank,
-            sync_files=sync_files,
-            thread_count=thread_count,
-            per_thread_copy_ahead=per_thread_copy_ahead,
-            cache_staged_state_dict=cache_staged_state_dict,
-            overwrite=overwrite,
+            single_file_per_rank,
+            sync_files,
+            thread_count,
+            per_thread_copy_ahead,
+            cache_staged_state_dict,
+            overwrite,
         )
         self._ring_bytes = per_thread_copy_ahead
 
@@ -84,9 +83,7 @@ class StorageWriter(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._metadata_exists() and not self.overwrite:
-            raise CheckpointError(
-                f"{self.path} holds a checkpoint already: choose another directory, or pass overwrite=True"
-            )
+            raise CheckpointError(f"{self.path} holds a checkpoint already: choose another, or pass overwrite=True")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
             return super().prepare_local_plan(plan)

@@ -49,9 +49,7 @@ NEWTON_SCHULZ = 5
 
 def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(
-            f"--optimizer muon needs torch 2.9 or later, with torch.optim.Muon; this is {torch.__version__}"
-        )
+        raise ConfigError(f"--optimizer muon needs torch.optim.Muon (torch 2.9 or later); this is {torch.__version__}")
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
     others = [p for p in model.parameters() if p.dim() != 2 or id(p) in tables]
@@ -202,9 +200,7 @@ class Forecaster:
             if machine.of_node == 1:
                 raise
             count = machine.of_node
-            raise BudgetError(
-                f"{error}. This is of each of the {count} ranks of a node, which share its memory"
-            ) from error
+            raise BudgetError(f"{error}. This is of each of a node's {count} ranks, which share its memory") from error
 
     def forecast(self, machine: Machine, setting: Setting, pages: int = EXACT_PAGES) -> Forecast:
         """Return the plan and the predicted step of one rank.

@@ -122,9 +122,7 @@ def _check_sizes(path: Path, content: Mapping[str, Any]) -> None:
             raise ConfigError(f"{path}: {name} is {value}, and must be at least 1")
     width, heads, key_heads = (content.get(n) for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if type(width) is int and type(heads) is int and content.get("head_dim") is None and width % heads:
-        raise ConfigError(
-            f"{path}: hidden_size {width} is no multiple of num_attention_heads {heads}: change one, or give head_dim"
-        )
+        raise ConfigError(f"{path}: hidden_size {width} is no multiple of num_attention_heads {heads}: give head_dim")
     if type(heads) is int and type(key_heads) is int and (key_heads < 1 or heads % key_heads):
         raise ConfigError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {key_heads}")
 
@@ -157,9 +155,7 @@ def _header_of(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path} is not a safetensors file: it states a header of {size} bytes")
         text = file.read(size)
     if len(text) < size or not size:
-        raise ConfigError(
-            f"{path} is cut off within its header of {size} bytes: read at least {SIZE_BYTES + size} bytes"
-        )
+        raise ConfigError(f"{path} is cut off in its header of {size} bytes: read at least {SIZE_BYTES + size} bytes")
     try:
         header = json.loads(text)
         return {name: entry for name, entry in header.items() if name != METADATA_KEY}

@@ -65,9 +65,7 @@ def find_upgrades(forecaster: Forecaster, machine: Machine, setting: Setting) ->
     more_bytes = max(machine.host_bytes // 4 // GIB, 1) * GIB
     larger_s = seconds(replace(machine, host_bytes=machine.host_bytes + more_bytes))
     saved_s = base_s - larger_s
-    found = [
-        Upgrade(f"{format_bytes(more_bytes)} more host memory", larger_s, saved_s, saved_s / (more_bytes / GIB)),
-    ]
+    found = [Upgrade(f"{format_bytes(more_bytes)} more host memory", larger_s, saved_s, saved_s / (more_bytes / GIB))]
     for what, better in _better(machine):
         step_s = seconds(better)
         found.append(Upgrade(what, step_s, base_s - step_s))

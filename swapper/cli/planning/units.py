@@ -23,7 +23,7 @@ def parse_seconds(value: str, option: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
-def parse_drives(drives: Sequence[str], option: str = "--nvme") -> list[DriveRates]:
+def parse_drives(drives: Sequence[str]) -> list[DriveRates]:
     """Return the rates of each drive.
 
     Args:
@@ -32,35 +32,33 @@ def parse_drives(drives: Sequence[str], option: str = "--nvme") -> list[DriveRat
     Raises:
         ConfigError: a rate is none or could be bits, or a drive does not exist, or was not measured.
     """
-    return [_drive(text, option) for text in drives]
+    return [_drive(text) for text in drives]
 
 
-def _drive(text: str, option: str) -> DriveRates:
+def _drive(text: str) -> DriveRates:
     if "," in text:
         parts = text.split(",")
         if len(parts) != 2:
-            raise ConfigError(
-                f"{option} {text}: give two rates, read and write, as 7GB/s,5GB/s; repeat {option} for another drive"
-            )
-        read, write = (parse_bytes_a_second(part, option) for part in parts)
+            raise ConfigError(f"--nvme {text}: give two rates, read and write, as 7GB/s,5GB/s; repeat --nvme for more")
+        read, write = (parse_bytes_a_second(part, "--nvme") for part in parts)
         return DriveRates(read, write, read + write)
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B(/s)?", text, re.IGNORECASE) and not Path(text).exists():
-        raise ConfigError(f"{option} {text} is one rate: give two, read and write, as {text},{text}")
-    tuning = _measured(Path(text), option)
+        raise ConfigError(f"--nvme {text} is one rate: give two, read and write, as {text},{text}")
+    tuning = _measured(Path(text))
     rates = tuning.read_bytes_per_s, tuning.write_bytes_per_s
     return DriveRates(*rates, sum(rates))
 
 
-def _measured(directory: Path, option: str) -> Tuning:
+def _measured(directory: Path) -> Tuning:
     if not directory.is_dir():
         raise ConfigError(
-            f"{option} {directory}: there is no such directory. Give a directory on the drive, or its rates, read and write, "
+            f"--nvme {directory}: there is no such directory. Give a directory on the drive, or its rates, read and write, "
             "as 7GB/s,5GB/s"
         )
     tuning = find_tuning(directory)
     if tuning is None:
         raise ConfigError(
-            f"{option} {directory}: {tuning_path()} has no measurement of this drive (those of other drives do not count): run "
+            f"--nvme {directory}: {tuning_path()} has no measurement of this drive (those of other drives do not count): run "
             f"`swapper tune {directory}`, or give its rates, read and write, as 7GB/s,5GB/s"
         )
     return tuning

@@ -145,9 +145,7 @@ def _check(part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None, skip:
     if any(tensor.dtype != torch.float32 for tensor in state) or part.gradient.dtype not in GRADIENTS:
         raise ConfigError("masters and moments are fp32, gradients bf16, fp16 or fp32")
     if part.parameter is not None and part.parameter.dtype not in PARAMETERS:
-        raise ConfigError(
-            f"parameters are bf16 or fp16, not {part.parameter.dtype}; fp32 ones are the masters themselves"
-        )
+        raise ConfigError(f"parameters are bf16 or fp16, not {part.parameter.dtype}; fp32 ones are masters themselves")
     if step.seed is not None and part.parameter is not None and part.parameter.dtype != torch.bfloat16:
         raise ConfigError("stochastic rounding is for bf16 parameters: leave seed=None for fp16")
     if part.first % 4 or part.first < 0:

@@ -3,8 +3,7 @@
 It is a stored zip, as torch.save writes it, with two liberties that every reader allows. The payload records come
 first, so that their offsets are known before any payload byte; and data.pkl, the other small records and the central
 directory come last: the **tail**. A live swap file has no tail, so that nothing loads it by accident; publishing writes
-it. Payloads and everything else fill whole, disjoint runs of 4096 bytes, so that all transfers can be direct. Nothing
-here opens a file.
+it. Payloads and all else fill whole, disjoint runs of 4096 bytes, for direct transfers. Nothing here opens a file.
 
 [Note: manifest and seal] A zip has checksums of its records, but none of the bytes between them. So a snapshot has one
 record more, the **manifest** (JSON): the CRC-32 of every run of bytes before the tail, headers and padding included,
@@ -29,7 +28,7 @@ import torch
 
 from swapper import _C
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
+from swapper.formats.torch_zip.pickle_writer import Locate, pickle_state
 from swapper.formats.torch_zip.zip_writer import (
     ROOT,
     Entry,
@@ -123,15 +122,14 @@ class PreparedTail:
             record's offset in the file and the directory's entries of the payloads by key.
 
     Raises:
-        CheckpointError: the default torch.load could not read `obj`, or a tensor is not at the place that `locate`
-            returns.
+        CheckpointError: the default torch.load could not read `obj`, or a tensor is not where `locate` says.
     """
 
     def __init__(
         self,
         layout: ContainerLayout,
         obj: object,
-        locate: Callable[[torch.Tensor], StorageRef | None],
+        locate: Locate,
         items: Callable[[int, Mapping[str, Entry]], bytes] | None = None,
     ) -> None:
         self._layout = layout
@@ -165,14 +163,14 @@ class PreparedTail:
         headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
         manifest = Manifest.make([*headers, *chunks], begin, tensors or {})
         by_offset = {chunk.offset: chunk for chunk in chunks if chunk.nbytes}
-        crc32s = {record.key: _payload_crc32(record, by_offset) for record in records}
         payloads = {
-            record.key: Entry(_name(record.key), record.header_offset, record.nbytes, crc32s[record.key])
+            record.key: Entry(_name(record.key), record.header_offset, record.nbytes, _payload_crc32(record, by_offset))
             for record in records
         }
         tail = RecordBytes(ALIGNMENT, begin, [entry for key, entry in payloads.items() if key not in left_out])
         if records:  # the last payload's descriptor; the others are in the header chunks
-            tail.data += descriptor(records[-1].header_offset, records[-1].nbytes, crc32s[records[-1].key])
+            last = payloads[records[-1].key]
+            tail.data += descriptor(last.header_offset, last.nbytes, last.crc32)
         for key, content in self._resident.items():
             tail.add(f"data/{key}", content)
         for name, content in leading_records(self._data, ALIGNMENT):
@@ -244,9 +242,7 @@ class Manifest:
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offset))
         ends = [0, *(chunk.end for chunk in ordered)]
         if [chunk.offset for chunk in ordered] != ends[:-1] or ends[-1] != nbytes:
-            raise CheckpointError(
-                f"the checksums of a container must cover its first {nbytes} bytes without gap or overlap"
-            )
+            raise CheckpointError(f"a container's checksums cover its first {nbytes} bytes without gap or overlap")
         return cls(ordered, {key: tuple(places) for key, places in tensors.items()})
 
     def encode(self) -> bytes:
@@ -267,9 +263,7 @@ class Manifest:
         try:
             content = json.loads(data)
             if content["format"] != FORMAT:
-                raise CheckpointError(
-                    f"the manifest is of format {str(content['format'])[:20]}, this swapper reads {FORMAT}"
-                )
+                raise CheckpointError(f"manifest format {str(content['format'])[:20]}; this swapper reads {FORMAT}")
             chunks = [ChecksumChunk(*map(int, row)) for row in content["chunks"]]
             tensors = {
                 str(key): [TensorPlace(str(name), int(offset), int(size)) for name, offset, size in rows]

@@ -128,8 +128,7 @@ def read_skeleton(data: bytes, name: str) -> Skeleton:
 
 
 def check_pickles(file: io.BufferedIOBase, count: int, nbytes: int, name: str) -> None:
-    """Read `count` pickles, one after the other, from a file of `nbytes`, as at the beginning of files of torch before
-    1.6.
+    """Read `count` pickles, one after the other, from a file of `nbytes`, as in files of torch before 1.6.
 
     Raises:
         CheckpointError: one is damaged or hostile.

@@ -80,6 +80,10 @@ class StorageRef:
     untyped: bool = False
 
 
+Locate = Callable[[torch.Tensor], StorageRef | None]
+"""Returns the place of a tensor in the payload records, or None if it is in none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pickled:
     """The result of `pickle_state`."""
@@ -89,9 +93,7 @@ class Pickled:
     keys: tuple[str, ...]  # all keys, in the order in which a reader meets them
 
 
-def pickle_state(
-    state: object, payload_nbytes: Mapping[str, int], locate: Callable[[torch.Tensor], StorageRef | None]
-) -> Pickled:
+def pickle_state(state: object, payload_nbytes: Mapping[str, int], locate: Locate) -> Pickled:
     """Pickle `state`: any nesting of dict, OrderedDict, list, tuple, set, plain values and tensors.
 
     Args:
@@ -118,9 +120,7 @@ class _Storage:
 
 
 class _StatePickler(pickle.Pickler):
-    def __init__(
-        self, file: io.BytesIO, payload_nbytes: Mapping[str, int], locate: Callable[[torch.Tensor], StorageRef | None]
-    ) -> None:
+    def __init__(self, file: io.BytesIO, payload_nbytes: Mapping[str, int], locate: Locate) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self._payload_nbytes = payload_nbytes
         self._payload_keys = {key: key for key in payload_nbytes}  # a pickle shares strings by identity
@@ -186,9 +186,7 @@ class _StatePickler(pickle.Pickler):
         if tensor.device.type == "meta":
             raise CheckpointError(f"{_describe(tensor)} is on the meta device and in no payload record: it has no data")
         if vars(tensor):
-            raise CheckpointError(
-                f"{_describe(tensor)} has Python attributes {sorted(vars(tensor))}; pass a detached tensor"
-            )
+            raise CheckpointError(f"{_describe(tensor)} has attributes {sorted(vars(tensor))}; pass a detached tensor")
         storage = tensor.untyped_storage()
         key = self._resident_keys.get(id(storage))
         if key is None:
@@ -202,9 +200,7 @@ class _StatePickler(pickle.Pickler):
         known = self.storage_classes.setdefault(key, storage_class)
         if known is not storage_class:
             # A reader gives a record the first class that it meets, and would read this tensor as that.
-            raise CheckpointError(
-                f"{_describe(tensor)} shares record {key!r} with tensors of another dtype ({known.__name__})"
-            )
+            raise CheckpointError(f"{_describe(tensor)} shares record {key!r} with another dtype ({known.__name__})")
         numel = nbytes if untyped else nbytes // tensor.element_size()
         return _Storage(("storage", storage_class, key, location, numel))
 
@@ -213,9 +209,7 @@ def _check_plain(tensor: torch.Tensor) -> None:
     if type(tensor) is not torch.Tensor:
         raise CheckpointError(f"{_name_of(tensor)} cannot be in a container: pass a plain tensor, as in state_dict()")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype in QUANTIZED_STORAGES:
-        raise CheckpointError(
-            f"a tensor of {tensor.dtype} is sparse, nested or quantized: only dense ones can be in a container"
-        )
+        raise CheckpointError(f"a tensor of {tensor.dtype} is sparse, nested or quantized: containers take dense ones")
     if tensor.is_conj() or tensor.is_neg():
         raise CheckpointError(f"{_describe(tensor)} is a lazy conjugate or negation: pass tensor.clone()")
 

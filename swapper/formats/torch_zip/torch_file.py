@@ -1,8 +1,7 @@
 """Locates the tensors of a torch checkpoint, written by torch.save, by swapper's `save`, or as a snapshot.
 
 Reads the zip's directory and data.pkl, and no payload. Trusts neither: the zip's numbers are checked against the file
-(zip_reader.py), nothing that the pickle names is run (pickle_reader.py), and its tensors are checked against their
-storages and records.
+(zip_reader.py), nothing that the pickle names is run (pickle_reader.py), and tensors are checked against their records.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class TorchFile:
         name = f"{self.root}/data/{storage.key}"
         record = self.zip.records.get(name)
         if record is None:
-            raise CheckpointError(
-                f"{self.path} has no record {name!r}, which its data.pkl names: take another copy of it"
-            )
+            raise CheckpointError(f"{self.path} has no record {name!r}, which data.pkl names: take another copy of it")
         nbytes = record.unpacked_nbytes
         if nbytes < storage.nbytes or (record.compressed and nbytes > storage.nbytes):
             raise CheckpointError(
@@ -93,8 +90,7 @@ def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
 
 
 def read_item(descriptor: int, path: Path, offset: int, nbytes: int) -> TorchFile:
-    """As `read_torch_file`, for a checkpoint at [offset, offset + nbytes) of an open file. Offsets count from the
-    file's start."""
+    """As `read_torch_file`, for [offset, offset + nbytes) of an open file. Offsets count from the file's start."""
     return _read_zip(descriptor, path, read_index(descriptor, path, span=(offset, nbytes)))
 
 

@@ -97,8 +97,7 @@ def descriptor(cursor: int, nbytes: int, crc32: int) -> bytes:
 
 
 def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
-    """Return central directory and end records, to be written at `offset`, up to a file size that is a multiple of
-    `alignment`.
+    """Return central directory and end records, for `offset`, up to a file size that is a multiple of `alignment`.
 
     As in torch's writer, the zip64 end record and its locator (APPNOTE 4.3.14, 4.3.15) are always there. The zip
     comment of the end record (APPNOTE 4.3.16) rounds the size up: zero bytes, fewer than `alignment` of them, which
@@ -112,17 +111,8 @@ def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
     locator = ZIP64_LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
     file_nbytes = end + ZIP64_END.size + ZIP64_LOCATOR.size + END.size
     comment = bytes(-file_nbytes % alignment)
-    short_count = min(count, 0xFFFF)
-    end_record = END.pack(
-        b"PK\x05\x06",
-        0,
-        0,
-        short_count,
-        short_count,
-        min(len(listing), ZIP64_LIMIT),
-        min(offset, ZIP64_LIMIT),
-        len(comment),
-    )
+    count, nbytes, begin = min(count, 0xFFFF), min(len(listing), ZIP64_LIMIT), min(offset, ZIP64_LIMIT)
+    end_record = END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, begin, len(comment))
     return listing + zip64_end + locator + end_record + comment
 
 
@@ -189,24 +179,7 @@ def _directory_entry(entry: Entry) -> bytes:
     long_sizes = [entry.nbytes, entry.nbytes] if entry.nbytes >= ZIP64_LIMIT else []
     long_offset = [entry.header_offset] if entry.header_offset >= ZIP64_LIMIT else []
     extra = _zip64_extra(long_sizes + long_offset)
-    nbytes = min(entry.nbytes, ZIP64_LIMIT)
-    fixed = DIRECTORY_ENTRY.pack(
-        b"PK\x01\x02",
-        0,
-        0,
-        _flags(entry.nbytes),
-        0,
-        0,
-        0,
-        entry.crc32,
-        nbytes,
-        nbytes,
-        len(name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        min(entry.header_offset, ZIP64_LIMIT),
-    )
+    nbytes, begin = min(entry.nbytes, ZIP64_LIMIT), min(entry.header_offset, ZIP64_LIMIT)
+    sizes = (entry.crc32, nbytes, nbytes, len(name), len(extra))
+    fixed = DIRECTORY_ENTRY.pack(b"PK\x01\x02", 0, 0, _flags(entry.nbytes), 0, 0, 0, *sizes, 0, 0, 0, 0, begin)
     return fixed + name + extra

@@ -41,8 +41,7 @@ class Places:
 
 
 def adopt(places: Places, weight: Weight, data: torch.Tensor) -> nn.Parameter:
-    """Give a parameter `data`, without a gradient; return the parameter that has it, a new one for one on the meta
-    device."""
+    """Give a parameter `data`, without a gradient; return the one that has it, on the meta device a new one."""
     parameter = weight.parameter
     if parameter.device.type == "meta":
         parameter = nn.Parameter(data, requires_grad=False)
@@ -73,11 +72,8 @@ def locate(
     runs: Sequence[FileRange], sections: Sequence[Section], weights: Sequence[Weight]
 ) -> list[list[torch.Tensor]]:
     """Return for each weight its parts, as views of the sections that the runs are read into."""
-    places = {
-        number: (section.memory, offset)
-        for run, section in zip(runs, sections, strict=True)
-        for number, offset in run.places
-    }
+    pairs = zip(runs, sections, strict=True)
+    places = {number: (section.memory, offset) for run, section in pairs for number, offset in run.places}
     numbers = count()
     return [[_view(places.get(next(numbers)), part) for part in weight.recipe.parts] for weight in weights]
 

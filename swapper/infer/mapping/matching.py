@@ -201,9 +201,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             "can be paged"
         )
     if parameter.device.type not in ("meta", "cpu"):
-        raise UnsupportedError(
-            f"parameter {name} is on {parameter.device}: build the model on the meta device or on the CPU"
-        )
+        raise UnsupportedError(f"parameter {name} is on {parameter.device}: build the model on meta or the CPU")
 
 
 def _check_shape(
@@ -221,9 +219,7 @@ def check_values(model: nn.Module, loaded: set[int], buffers: list[BufferPlace])
     """Check that everything has values: a tensor on the meta device that is not loaded has none."""
     for name, parameter in model.named_parameters():
         if id(parameter) not in loaded and parameter.device.type == "meta":
-            raise UnsupportedError(
-                f"parameter {name} is not in the checkpoint and, on the meta device, has no values of its own"
-            )
+            raise UnsupportedError(f"parameter {name} is not in the checkpoint, and has no values on the meta device")
     filled = {(id(place.module), place.name) for place in buffers}
     without = [
         f"{prefix}.{name}" if prefix else name

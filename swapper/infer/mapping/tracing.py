@@ -8,7 +8,7 @@ parameter is used: most often there are none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,19 +18,18 @@ from swapper.checkpoint.quantization import QuantizedLayout
 from swapper.errors import UnsupportedError
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.infer.mapping.matching import Make, Recipe, shape_of
-from swapper.modules.torch_functions import SET_DATA
+from swapper.modules.torch_functions import SET_DATA, Function
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
     """A stored tensor, or result number `index` of a function of other nodes (instead of tensors in its arguments).
 
-    `is_view`: the result shares its memory with an argument. `changed`: names of functions that changed the result in
-    place.
+    `is_view`: the result shares its memory with an argument. `changed`: functions that changed the result in place.
     """
 
     stored: StoredTensor | None = None
-    function: Callable[..., Any] | None = None
+    function: Function | None = None
     arguments: tuple[Any, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     index: int | None = None
@@ -82,9 +81,7 @@ class Traced(torch.Tensor):
         return cls.wrap(meta, node if layout is None else Node(None, Dequantise(layout), (node,)))
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = {name: value for name, value in (kwargs or {}).items() if name not in ("device", "non_blocking")}
         arguments = tuple(a for a in args if not isinstance(a, torch.device)) if func is torch.Tensor.to else args
         with torch._C.DisableTorchFunctionSubclass():
@@ -105,7 +102,7 @@ class Traced(torch.Tensor):
 
     @classmethod
     def _result(
-        cls, func: Callable[..., Any], name: str, args: Any, options: dict[str, Any], result: torch.Tensor, index: Any
+        cls, func: Function, name: str, args: Any, options: dict[str, Any], result: torch.Tensor, index: Any
     ) -> torch.Tensor:
         first = args[0] if args and isinstance(args[0], Traced) else None
         if first is not None and _is_same(func, name, args, first, result):

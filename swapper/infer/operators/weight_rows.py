@@ -39,8 +39,7 @@ PARTS_IN_MEMORY = 4
 """Parts of matrices that are read or in use at once: a choice."""
 MAX_PART_BYTES = 2 << 20  # a choice
 ROWS_MULTIPLE = 64
-"""Rows. Kernels process rows in groups of this many, or a divisor of it: other cuts would treat the last ones
-differently."""
+"""Rows. Kernels process rows in groups of this many, or a divisor of it: other cuts treat the last ones differently."""
 
 
 def check_place(tensor: torch.Tensor, device: torch.device) -> None:

@@ -33,8 +33,7 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class StreamedGroup:
-    """A group's streamed weights, and the file ranges (`runs`) that hold them; a run's places count the parts of all
-    `weights`."""
+    """A group's streamed weights, and the file ranges (`runs`) that hold them; a run's places count all parts."""
 
     index: int
     weights: list[Weight] = field(default_factory=list)
@@ -93,9 +92,7 @@ class StreamingPlan:
     def unplanned_bytes(self) -> list[int]:
         """Sizes of the groups that are read by rows, parts or experts; a forward may still use one as a whole."""
         apart = self.used_groups | _flat(self.demanded)
-        return [
-            sum(run.nbytes for run in group.runs) for group in self.groups if group.runs and group.index not in apart
-        ]
+        return [sum(run.nbytes for run in g.runs) for g in self.groups if g.runs and g.index not in apart]
 
     @property
     def fixed_bytes(self) -> int:
@@ -122,14 +119,11 @@ class StreamingPlan:
     @property
     def images(self) -> dict[int, int]:
         """Device memory of each group that is used as a whole, by index, as its weights are stored."""
-        return {
-            group.index: group.image_bytes for group in self.groups if group.runs and group.index in self.used_groups
-        }
+        return {g.index: g.image_bytes for g in self.groups if g.runs and g.index in self.used_groups}
 
     @property
     def fixed_device_bytes(self) -> int:
-        """Device memory in addition to images: resident weights, and the most of conversions, parts of matrices and
-        experts at once."""
+        """Device memory beside images: resident weights, and the most of conversions, parts and experts at once."""
         _, small_bytes = place_in_storage(part.nbytes for weight in self.small for part in weight.recipe.parts)
         return small_bytes + self.buffer_bytes + self.made_bytes + 2 * self._slot_bytes + self.min_experts_bytes
 
@@ -198,15 +192,9 @@ def build_streaming_plan(model: nn.Module, matched: Match, joined: Collection[Pa
     groups, units = by_module(model)
     units = _with_taken(groups, units)
     streamed = [_streamed(group, by_id, stays) for group in groups]
-    return StreamingPlan(
-        streamed,
-        units,
-        _working_sets(units),
-        small,
-        plan_runs([part for weight in small for part in weight.recipe.parts]),
-        sum(place.recipe.stored_bytes for place in matched.buffers),
-        joined=joined,
-    )
+    small_runs = plan_runs([part for weight in small for part in weight.recipe.parts])
+    buffer_bytes = sum(place.recipe.stored_bytes for place in matched.buffers)
+    return StreamingPlan(streamed, units, _working_sets(units), small, small_runs, buffer_bytes, joined=joined)
 
 
 def _with_taken(groups: Sequence[Group], units: Sequence[Unit]) -> list[Unit]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from swapper.device.copies import COPIES_IN_FLIGHT, NewCopies
-from swapper.device.device import OUT_OF_MEMORY, Device
+from swapper.device.device import Device
 from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import Span
 from swapper.device.tier import DeviceCopy, DeviceTier
@@ -33,7 +33,6 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.runtime.counters import Counters
-from swapper.runtime.sizes import format_bytes
 
 
 class DeviceGroup(GroupWeights):
@@ -184,17 +183,7 @@ class InferenceDevice(ModelDevice):
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory for a copy; if that is short, idle images are dropped for it."""
-        try:
-            return self.device.empty(nbytes)
-        except OUT_OF_MEMORY:
-            self.tier.evict_idle()
-        try:
-            return self.device.empty(nbytes)
-        except OUT_OF_MEMORY as error:
-            raise BudgetError(
-                f"{self.device} has no {format_bytes(nbytes)} left for rows of a weight, after everything that is not in use "
-                f"was given up: lower device_memory, or what else is on the device ({error})"
-            ) from error
+        return self.tier.evicting(lambda: self.device.empty(nbytes), nbytes, "rows of a weight")
 
     def close(self) -> None:
         self.copies.finish()

@@ -20,8 +20,9 @@ from torch import nn
 
 from swapper.errors import BudgetError, StateError
 from swapper.infer.runtime.weights import GroupWeights, refuse_gradient
+from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, GroupSharing, ModuleHooks, tensors_of
+from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
 from swapper.modules.own_hook import outside_transforms
 from swapper.modules.torch_functions import changes_nothing
 from swapper.modules.turns import Turns, frame_of_call, is_running
@@ -85,7 +86,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
                 self._turns.give()
 
     @contextmanager
-    def turn_for(self, batches: GroupSharing) -> Iterator[bool]:
+    def turn_for(self, batches: BatchedPass) -> Iterator[bool]:
         """Hold the turn within the context for all of `batches`. Yields False if the hooks have been removed."""
         if not self._take_turn():
             yield False

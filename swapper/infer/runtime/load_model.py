@@ -134,9 +134,7 @@ def load_matched(model: nn.Module, source: Source, matched: Match, budgets: Budg
     elif budgets.is_host_memory_given:
         raise ConfigError("host_memory is said inside of shared_memory, which says it for all models")
     elif budgets.device is not None:
-        raise UnsupportedError(
-            "models that share memory run on the CPU: give each that runs on a device a budget of its own"
-        )
+        raise UnsupportedError("models that share memory run on the CPU: give each on a device a budget of its own")
     else:
         shared.add(model, source, matched, backend)
     return model

@@ -31,7 +31,7 @@ from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, MadeMemory, make_room, refuse_gradient
 from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Models
-from swapper.modules.guarded import RunWith
+from swapper.modules.guarded import FaultHandler, RunWith
 from swapper.modules.torch_functions import Function
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
@@ -56,7 +56,7 @@ def loaded(model: nn.Module) -> LoadedModel:
     return found
 
 
-class LoadedModel:
+class LoadedModel(FaultHandler):
     """Owns files, memory, engine, pager and hooks of one model. Made by `load`.
 
     Attributes:
@@ -234,9 +234,6 @@ class LoadedModel:
         self._check_usable()
         return self._hooks is not None and self._hooks.fault_in(parameter)
 
-    def catch_up(self, parameter: nn.Parameter) -> None:
-        """Do nothing: weights do not change."""
-
     def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         """Run the operation on mappings of the files."""
         return run({id(parameter): self.whole(parameter) for parameter in parameters})
@@ -364,8 +361,6 @@ class LoadedModel:
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
-            raise StateError(
-                "a model loaded by swapper was used in a forked child: it works only in the process that loaded it"
-            )
+            raise StateError("a loaded model works only in the process that loaded it, not in a forked child")
         if self._closed:
             raise StateError("the model is unloaded: load it again")

@@ -14,9 +14,10 @@ from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import Engine, Transfer, open_for, shared_engine
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_files import ExternalFiles
+from swapper.paging.store.page_store import PageStore
 
 
-class WeightFiles:
+class WeightFiles(PageStore):
     """Owns the open files of one model. The engine outlives it.
 
     Args:
@@ -48,10 +49,6 @@ class WeightFiles:
         nbytes = min(page.nbytes, self._source.nbytes_of(path) - page.file_offset)
         return self._submit(path, page.file_offset, address, nbytes, None, after)
 
-    def explain(self, page: Page, error: IoError) -> IoError:
-        """Return the error to raise if a read of `page` failed with `error`."""
-        return error
-
     def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Transfer:
         """Submit a read of any bytes of a file that fill `memory`, contiguous; return its ticket."""
         return self._submit(path, offset, memory.data_ptr(), memory.nbytes, memory, None)
@@ -79,9 +76,6 @@ class WeightFiles:
 
     def write(self, page: Page, address: int) -> Transfer:
         raise InvariantError(f"{page} of a checkpoint would be written")
-
-    def written_to(self, page: Page) -> None:
-        return None
 
     def written(self, page: Page, ticket: Transfer) -> None:
         raise InvariantError(f"{page} of a checkpoint was written")

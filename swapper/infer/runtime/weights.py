@@ -143,7 +143,7 @@ class GroupWeights(LeasedGroup):
         key = ("param", index)
         self._all_pages = Access(key, tuple(pages))
         self.streamed = Access(key, tuple(pages[len(kept) :]))
-        self._kept = Access(None, tuple(kept))
+        self.kept = Access(None, tuple(kept))  # the pages that stay after the first use
         self.access = self._all_pages  # of the first use; then the streamed pages
         self._was_used = False
         for parameter in self.parameters:
@@ -170,24 +170,19 @@ class GroupWeights(LeasedGroup):
 
     @property
     def kept_accesses(self) -> list[Access]:
-        return [self._kept] if self._was_used and self._kept.pages else []
+        return [self.kept] if self._was_used and self.kept.pages else []
 
     @property
     def pages(self) -> Sequence[int]:
         return self._all_pages.pages
 
-    @property
-    def kept_pages(self) -> Sequence[int]:
-        """The pages that stay after the first use."""
-        return self._kept.pages
-
     def stream_all(self) -> int:
         """Stream all pages from now on. Return how many resident ones that frees: none while in use, or if written to."""
-        if self._leases or not self._was_used or not self._kept.pages or self._pager.written_at(self._kept):
+        if self._leases or not self._was_used or not self.kept.pages or self._pager.written_at(self.kept):
             return 0
         if self.settled:
             self._dematerialize()
-        kept, self._kept = self._kept, Access(None, ())
+        kept, self.kept = self.kept, Access(None, ())
         self.access = self.streamed = self._all_pages
         self._pager.release(kept)
         return len(kept.pages)
@@ -243,7 +238,7 @@ class GroupWeights(LeasedGroup):
 
     def _forget_change(self) -> None:
         if self.kept_accesses:
-            self._pager.release(self._kept)
+            self._pager.release(self.kept)
         self._was_used, self.access = False, self._all_pages
         self._pager.forget_written(self.pages)
 
@@ -293,7 +288,7 @@ def make_room(wanted: GroupWeights, groups: Sequence[GroupWeights], frame_count:
     """
     needed = len(wanted.pages)
     freed = 0
-    for group in sorted(groups, key=lambda group: len(group.kept_pages), reverse=True):
+    for group in sorted(groups, key=lambda group: len(group.kept.pages), reverse=True):
         if freed >= needed:
             return
         freed += group.stream_all()

@@ -105,9 +105,7 @@ class CuFile:
         self._library = library
         opened = library.cuFileDriverOpen()
         if opened.error != 0:
-            raise UnsupportedError(
-                f"cuFile's driver does not open: {_words(opened)} (is the kernel module nvidia-fs loaded?)"
-            )
+            raise UnsupportedError(f"cuFile's driver does not open: {_words(opened)} (is the module nvidia-fs loaded?)")
         self._check_direct()
 
     def _check_direct(self) -> None:
@@ -224,11 +222,7 @@ def open_cufile() -> CuFile:
         UnsupportedError: it is missing; names the missing part.
     """
     if not torch.cuda.is_available():
-        built = (
-            "this build of torch is without CUDA"
-            if torch.version.cuda is None
-            else "torch finds no CUDA device or driver"
-        )
+        built = "torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device or driver"
         raise UnsupportedError(f"GPUDirect Storage needs a CUDA device: {built}")
     os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "false")  # see [Note: compatibility mode]
     refusals = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -164,9 +163,7 @@ class GdsFile:
     def __enter__(self) -> GdsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -217,8 +217,7 @@ def whole_sectors(offset: int, nbytes: int) -> tuple[int, int]:
     """Return (begin, end) of the whole sectors of the file within [offset, offset + nbytes), relative to offset; pure.
 
     cuFile reads, changes and writes back partial sectors, so that two pieces or operations in one sector would
-    overwrite each other. So edges go through the engine, which changes exactly its bytes. Both are 0 if there is no
-    whole sector.
+    overwrite each other. So edges go through the engine, which changes exactly its bytes. (0, 0): no whole sector.
     """
     begin = -offset % SECTOR_BYTES
     end = nbytes - (offset + nbytes) % SECTOR_BYTES
@@ -237,8 +236,7 @@ def begin_pieces(
     """Begin to transfer `flat`, bytes on a device, from or to file offset `offset`, after its stream's queued work; yield
     the pieces as they begin.
 
-    `registered` is the address of the registered memory that contains it, if any. Each piece uses `file` until it is
-    over.
+    `registered` is the address of the registered memory that contains it, if any. Pieces use `file` until they end.
     """
     ready = event_of(flat)
     address = flat.data_ptr()

@@ -85,8 +85,7 @@ class DeepNvmeMethods:
         return self._parallelism
 
     def get_alignment(self) -> int:
-        """Return the multiple to which DeepNVMe's users round sizes. Nothing here needs it; multiples of 4096 save a
-        copy."""
+        """Return the multiple to which DeepNVMe's users round sizes. Multiples of 4096 save a copy here."""
         return ALIGNMENT * self._parallelism
 
     def read(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
@@ -186,8 +185,7 @@ class DeepNvmeMethods:
     ) -> int:
         """Begin to write. Returns 0.
 
-        A descriptor (`fd=`, or instead of the name) stays the caller's, who may close it at once; its file is never
-        truncated.
+        A descriptor (`fd=`, or instead of the name) stays the caller's, to close at once; its file is never truncated.
 
         Args: as of `read`.
 
@@ -226,7 +224,7 @@ class DeepNvmeMethods:
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Release a locked tensor; its memory is freed with its last view. Returns False if it is not one."""
-        return free_locked_tensor(tensor)
+        return free_locked(tensor.data_ptr())
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Return True if the tensor is in page-locked memory: torch's, or of any handle's `new_cpu_locked_tensor`."""
@@ -313,7 +311,7 @@ def new_locked_tensor(elements: int, dtype: torch.dtype, *, must_lock: bool = Tr
         weakref.finalize(memory, registration.close).atexit = False  # the memory is still there
     arena.close()  # the view keeps the memory
     _locked_bytes[address] = nbytes
-    weakref.finalize(memory, _forget, address).atexit = False
+    weakref.finalize(memory, free_locked, address).atexit = False
     return torch.frombuffer(memory, dtype=dtype)
 
 
@@ -322,14 +320,9 @@ def registrar_in_use() -> Registrar | None:
     return CudaRegistrar() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
 
-def free_locked_tensor(tensor: torch.Tensor) -> bool:
-    """Remove a tensor of `new_locked_tensor` from the registry; return False if it is not there."""
-    return _forget(tensor.data_ptr())
-
-
-def free_locked_address(address: int) -> bool:
-    """As `free_locked_tensor`, by the address of the tensor's first byte."""
-    return _forget(address)
+def free_locked(address: int) -> bool:
+    """Remove a tensor of `new_locked_tensor`, which begins there, from the registry; return False if it is not there."""
+    return _locked_bytes.pop(address, None) is not None
 
 
 def is_locked(tensor: torch.Tensor) -> bool:
@@ -338,7 +331,3 @@ def is_locked(tensor: torch.Tensor) -> bool:
         return False
     address = tensor.data_ptr()
     return any(base <= address < base + nbytes for base, nbytes in list(_locked_bytes.items()))
-
-
-def _forget(address: int) -> bool:
-    return _locked_bytes.pop(address, None) is not None

@@ -1,8 +1,7 @@
 """A requested transfer, as a future.
 
 An operation consists of parts (engine tickets, staged transfers): done when all are, failed by the first that failed.
-While any part is in flight the operation is in `_under_way`, which keeps its tensors and files even if the user has
-dropped everything.
+While any part is in flight `_under_way` has the operation, which keeps its tensors and files if the user drops all.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from swapper import _C
 from swapper.errors import IoError
 from swapper.io.files import Opened
+from swapper.io.staging import StagedTransfer
 
 logger = logging.getLogger("swapper.io")
 
@@ -24,18 +25,7 @@ _under_way: set[Operation] = set()
 """Every operation that is not retired. Changed only by single set operations."""
 
 
-class TransferPart(Protocol):
-    """A part of an operation: `swapper._C.Ticket`, or a staged transfer."""
-
-    @property
-    def done(self) -> bool: ...
-    @property
-    def error(self) -> Exception | None: ...
-    @property
-    def cancelled(self) -> bool: ...
-    def wait(self, timeout_s: float | None = None) -> bool: ...
-    def cancel(self) -> bool: ...
-    def notify(self, fd: int) -> None: ...
+TransferPart = _C.Ticket | StagedTransfer
 
 
 class Operation:

@@ -60,37 +60,28 @@ class Schedule:
     """A cycle of accesses and the place in it. An access may come 1/tolerance of a cycle early. [Note: before its turn]"""
 
     def __init__(self, cycle: Sequence[Access], tolerance: int | None = None) -> None:
-        self._position = 0
+        self.position = 0  # of the access that is expected next
         self._tolerance = tolerance
         self._recording: deque[Access] = deque(maxlen=LONGEST_STEP)
         self._left_out: Counter[Hashable] = Counter()  # keys that the last step left out of the cycle
         self._install(cycle)
 
-    @property
-    def position(self) -> int:
-        """The position of the access that is expected next."""
-        return self._position
-
-    @property
-    def cycle(self) -> tuple[Access, ...]:
-        return self._cycle
-
     def at(self, position: int) -> Access:
-        return self._cycle[(position - self._origin) % len(self._cycle)]
+        return self.cycle[(position - self._origin) % len(self.cycle)]
 
     def advance(self, access: Access) -> bool:
         """Note that `access` happens now. Returns False if it was not expected, so that read-ahead must start again."""
         self._recording.append(access)
-        if not self._cycle:
+        if not self.cycle:
             return False
-        if self.at(self._position) == access:
-            self._go_on(self._position + 1)
+        if self.at(self.position) == access:
+            self._go_on(self.position + 1)
             return True
-        expected_key = self.at(self._position).key == access.key
+        expected_key = self.at(self.position).key == access.key
         places = self._places.get(access.key)
-        place = self._next_of(places, self._position - 1) if places and not expected_key else self._position
-        reach = 0 if self._tolerance is None else len(self._cycle) // self._tolerance
-        if place < self._position + reach and self.at(place) == access:
+        place = self._next_of(places, self.position - 1) if places and not expected_key else self.position
+        reach = 0 if self._tolerance is None else len(self.cycle) // self._tolerance
+        if place < self.position + reach and self.at(place) == access:
             self._early.add(place)
             return True
         self._has_departed = True
@@ -105,16 +96,16 @@ class Schedule:
     def next_use(self, page: int) -> int:
         """Return the position of the next use of `page` from now on, or NEVER."""
         places = self._page_places.get(page)
-        return NEVER if places is None else self._next_of(places, self._position - 1)
+        return NEVER if places is None else self._next_of(places, self.position - 1)
 
     def expected_before(self, key: Hashable) -> list[Hashable]:
         """Return the keys expected in the rest of this cycle before `key`; none if `key` is not expected."""
-        if not self._cycle:
+        if not self.cycle:
             return []
-        now = (self._position - self._origin) % len(self._cycle)
+        now = (self.position - self._origin) % len(self.cycle)
         places = self._places.get(key, [])
         found = bisect_left(places, now)
-        return [access.key for access in self._cycle[now : places[found]]] if found < len(places) else []
+        return [access.key for access in self.cycle[now : places[found]]] if found < len(places) else []
 
     def end_step(self, learn: bool = True) -> bool:
         """End the step: its record, with what it left out, becomes the cycle. Returns whether that changed anything.
@@ -125,11 +116,11 @@ class Schedule:
         recorded, in_order = list(self._recording), self._tolerance is not None and not self._has_departed
         self._recording.clear()
         self._has_departed = False
-        expected = list(self._cycle)
+        expected = list(self.cycle)
         if learn and recorded and not in_order:
             expected = self._with_left_out(recorded)
-        is_at_its_end = not self._cycle or (self._position - self._origin) % len(self._cycle) == 0
-        if expected == list(self._cycle) and is_at_its_end:
+        is_at_its_end = not self.cycle or (self.position - self._origin) % len(self.cycle) == 0
+        if expected == list(self.cycle) and is_at_its_end:
             return False
         self._install(expected)
         return True
@@ -142,7 +133,7 @@ class Schedule:
         before, self._left_out = self._left_out, Counter()
         kept: dict[int, list[Access]] = {}  # by the place of the one before
         last = -1
-        for access in self._cycle:
+        for access in self.cycle:
             if places.get(access.key):
                 last = places[access.key].popleft()
             elif before[access.key] > 0:
@@ -159,13 +150,13 @@ class Schedule:
         self._install(cycle)
 
     def _install(self, cycle: Sequence[Access]) -> None:
-        self._cycle = tuple(cycle)
+        self.cycle = tuple(cycle)
         self._early: set[int] = set()  # positions from the present one on. [Note: before its turn]
         self._has_departed = False
-        self._origin = self._position  # the access at this position is the first of the cycle
+        self._origin = self.position  # the access at this position is the first of the cycle
         self._places: dict[Hashable, list[int]] = {}
         self._page_places: dict[int, list[int]] = {}
-        for index, access in enumerate(self._cycle):
+        for index, access in enumerate(self.cycle):
             self._places.setdefault(access.key, []).append(index)
             for page in access.pages:
                 places = self._page_places.setdefault(page, [])
@@ -174,7 +165,7 @@ class Schedule:
 
     def _next_of(self, places: list[int], after: int) -> int:
         """Return the first position > `after` on one of `places` (ascending indices into the cycle) that is not over."""
-        length, count = len(self._cycle), len(places)
+        length, count = len(self.cycle), len(places)
         cycles, index = divmod(after - self._origin, length)
         found = bisect_right(places, index)
         while True:
@@ -189,7 +180,7 @@ class Schedule:
         """Expect the first access from `position` on that is not over."""
         while position in self._early:
             position += 1
-        self._position = position
+        self.position = position
         if self._early:
             self._early = {early for early in self._early if early > position}
 

@@ -141,7 +141,8 @@ def reopen(
     frozen = is_frozen(paths[0])
     if not frozen:  # a snapshot or a power loss may have come between its creation and its use
         for path in paths:
-            _truncate(path, nbytes)
+            with os.fdopen(beneath.open_file(path, os.O_WRONLY), "wb") as file:
+                file.truncate(nbytes)
         write_headers(paths[0], headers)
     parts: list[File] = []
     try:
@@ -173,21 +174,10 @@ def is_frozen(path: Path) -> bool:
     return status.st_nlink > 1 or not status.st_mode & 0o222
 
 
-def _truncate(path: Path, nbytes: int) -> None:
-    descriptor = beneath.open_file(path, os.O_WRONLY)
-    try:
-        os.ftruncate(descriptor, nbytes)
-    finally:
-        os.close(descriptor)
-
-
 def write_headers(path: Path, headers: Iterable[tuple[int, bytes]]) -> None:
-    descriptor = beneath.open_file(path, os.O_WRONLY)
-    try:
+    with os.fdopen(beneath.open_file(path, os.O_WRONLY), "wb") as file:
         for offset, data in headers:
-            write_all(descriptor, data, offset)
-    finally:
-        os.close(descriptor)
+            write_all(file.fileno(), data, offset)
 
 
 def _room(drive: int, nbytes: int, pages: Sequence[Page]) -> list[tuple[int, int]]:

@@ -31,7 +31,6 @@ class PageStore(Protocol):
         Raises:
             InvariantError: nothing was written of it.
         """
-        ...
 
     def write(self, page: Page, address: int) -> Transfer:
         """Submit a write of `page` from memory at `address`.
@@ -39,23 +38,20 @@ class PageStore(Protocol):
         What the last commit names stays whole. Newer content may be overwritten: after a write that fails, the page stays in
         memory until another succeeds, or `roll_back`.
         """
-        ...
 
     def written_to(self, page: Page) -> File | None:
         """Return the file that the write in flight goes to."""
-        ...
+        return None
 
     def written(self, page: Page, ticket: Transfer) -> None:
         """Note that the write of `ticket` succeeded: `page.location` names its file from now on."""
-        ...
 
     def explain(self, page: Page, error: IoError) -> IoError:
         """Return the error to raise for a read of `page` that failed with `error`."""
-        ...
+        return error
 
     def file_of(self, page: Page) -> File | None:
         """Return the file to read from `page.stored_offset` when the addresses of a cold page are touched; None: there is none."""
-        ...
 
 
 @dataclass

@@ -98,9 +98,8 @@ class Store:
         self._targets: dict[Page, int] = {}  # of the last write of each: the preference may change before it is done
         created: list[SwapFile] = []
         try:
-            self._external = ExternalFiles(
-                p.section.plan.external.path for p in pieces if p.section.plan.external is not None
-            )
+            external = (piece.section.plan.external for piece in pieces)
+            self._external = ExternalFiles(each.path for each in external if each is not None)
             for number, name in existing.items():
                 if needed is None or number in needed:
                     self._open(number, name)

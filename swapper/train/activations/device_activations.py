@@ -1,8 +1,7 @@
 """Moves saved activations of one accelerator to host memory during the forward, and prefetches them for backward.
 
 A copy stream of its own copies storages to the host, the oldest first. Host memory belongs to the cache
-(saved_tensor_cache.py), which writes the excess to the drive. Backward needs the newest first; older ones are
-prefetched.
+(saved_tensor_cache.py), which writes the excess to the drive. Backward needs the newest first; others are prefetched.
 
 [Note: in the order of the stream] Python queues work far ahead of the device, so counts here are not of what the device
 has done, but of what it will have done at that place of the compute stream. Memory is released in that order too: the
@@ -30,22 +29,7 @@ from swapper.device.registered_memory import LockedMemory
 from swapper.errors import BudgetError, DeviceError, IoError
 from swapper.runtime.interrupts import SteadyLock
 from swapper.runtime.sizes import format_bytes
-from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Stored, page_aligned
-
-
-class Arriving:
-    """Tells when a copy from a device is over."""
-
-    def __init__(self, device: Device, event: Any) -> None:
-        self._device = device
-        self.event = event
-
-    @property
-    def done(self) -> bool:
-        return self._device.has_passed(self.event)
-
-    def wait(self) -> None:
-        self._device.wait_for(self.event)
+from swapper.train.activations.saved_tensor_cache import Arrival, SavedTensorCache, Stored, page_aligned
 
 
 class DeviceStored:
@@ -158,7 +142,7 @@ class DeviceTensorCache:
             if is_too_much:
                 self._send_down(stored)
             while self._held_bytes > self._limit_bytes:
-                oldest = next((s for s in map(_call, self._here.values()) if s is not None), None)
+                oldest = next((s for of in self._here.values() if (s := of()) is not None), None)
                 if oldest is None or not self._drop(oldest):
                     break
         return stored
@@ -179,7 +163,7 @@ class DeviceTensorCache:
                 self._device.wait_for(self._device.record(self._down))
             raise
         self._counters.down_bytes += stored.nbytes
-        stored.below = self._below.keep(host, Arriving(self._device, stored.copied), self._host_memory)
+        stored.below = self._below.keep(host, Arrival(self._device, stored.copied), self._host_memory)
         stored.below.uses_left = 1  # until it is on the device again
         return True
 
@@ -241,7 +225,7 @@ class DeviceTensorCache:
     def _bring_up_ahead(self, wanted: DeviceStored) -> None:
         """Prefetch; a storage that fails now is copied when it is needed, and raises its error then."""
         for number in reversed(self._live):
-            stored = _call(self._live[number])
+            stored = self._live[number]()
             if stored is None or number >= wanted.number or stored.memory is not None or stored.below is None:
                 continue
             while self._lacks_room(stored):
@@ -287,9 +271,9 @@ class DeviceTensorCache:
         return self._held_bytes + stored.nbytes > self._limit_bytes
 
     def _drop_one(self, wanted: DeviceStored, only_used: bool) -> bool:
-        """Release one with a copy below, a used one first, else the one that backward needs last. Return False without
-        one."""
-        here = [s for s in map(_call, self._here.values()) if s is not None and s is not wanted and s.below is not None]
+        """Release one with a copy below, a used one first, else the one needed last. Return False without one."""
+        alive = [s for of in self._here.values() if (s := of()) is not None]
+        here = [s for s in alive if s is not wanted and s.below is not None]
         victims = sorted(
             (s for s in here if not only_used or not s.uses_left), key=lambda s: (s.uses_left > 0, s.number)
         )
@@ -335,7 +319,3 @@ class DeviceTensorCache:
             for going in (self._going_down, self._going_up):
                 while self._end_oldest(going):
                     pass
-
-
-def _call(reference: weakref.ref[DeviceStored]) -> DeviceStored | None:
-    return reference()

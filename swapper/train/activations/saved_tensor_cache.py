@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 import torch
 
+from swapper.device.device import Device
 from swapper.errors import IoError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
@@ -31,12 +31,19 @@ from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import SteadyLock
 
 
-class Arrival(Protocol):
-    """Tells when memory has its final content."""
+class Arrival:
+    """Tells when a copy from a device is over: memory has its final content."""
+
+    def __init__(self, device: Device, event: torch.Event) -> None:
+        self._device = device
+        self.event = event
 
     @property
-    def done(self) -> bool: ...
-    def wait(self) -> None: ...
+    def done(self) -> bool:
+        return self._device.has_passed(self.event)
+
+    def wait(self) -> None:
+        self._device.wait_for(self.event)
 
 
 class Stored(Resident):
@@ -197,7 +204,7 @@ class SavedTensorCache:
         while self.counters.held_bytes + more_bytes > self._limit_bytes:
             if self._drop_restored(None):
                 continue
-            tickets = [stored.ticket for stored in map(_call, self._moving.values()) if stored is not None]
+            tickets = [stored.ticket for of in self._moving.values() if (stored := of()) is not None]
             tickets += [remains.ticket for remains in self._ending]
             oldest = next((ticket for ticket in tickets if ticket is not None), None)
             if oldest is not None:
@@ -364,13 +371,8 @@ class SavedTensorCache:
         self.counters.peak_bytes = max(self.counters.peak_bytes, self.counters.held_bytes)
 
 
-def _call(reference: weakref.ref[Stored]) -> Stored | None:
-    return reference()
-
-
 def _again(error: IoError) -> IoError:
-    """Return a new copy of the error: its traceback, which refers to the graph, must not hang on something in the
-    graph."""
+    """Return a new copy of the error: a traceback refers to the graph, and must not hang on something in the graph."""
     return IoError(error.op, error.path, error.offset, error.nbytes, error.errno or 0, error.detail)
 
 

@@ -16,6 +16,7 @@ graph that never runs backward would never be freed.
 from __future__ import annotations
 
 import weakref
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ from swapper.train.session.training_session import TrainingSession
 
 DESTINATIONS = ("auto", "host", "nvme")
 STORAGE_DIVISOR = 8
-"""A view of less than 1/STORAGE_DIVISOR of its storage is not moved: the rest is likely the user's own (a data set). A
-choice."""
+"""A view of less than 1/STORAGE_DIVISOR of its storage is not moved: the rest is likely a data set. A choice."""
 
 
 class Kept:
@@ -59,7 +59,7 @@ class View:
 
     def __init__(self, tensor: torch.Tensor, stored: Stored | DeviceStored) -> None:
         self._stored = stored
-        self._dtype, self._shape, self._strides = tensor.dtype, tensor.shape, tensor.stride()
+        self.dtype, self.shape, self._strides = tensor.dtype, tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
         self._version = tensor._version
         self._counter = tensor.detach()
@@ -73,18 +73,10 @@ class View:
         if not self._is_used:
             self._is_used = True
             self._stored.uses_left -= 1
-        offset = whole.storage_offset() // self._dtype.itemsize + self._offset
-        return torch.empty(0, dtype=self._dtype, device=whole.device).set_(
-            whole.untyped_storage(), offset, self._shape, self._strides
+        offset = whole.storage_offset() // self.dtype.itemsize + self._offset
+        return torch.empty(0, dtype=self.dtype, device=whole.device).set_(
+            whole.untyped_storage(), offset, self.shape, self._strides
         )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._shape
 
 
 class offload_activations:  # used as a function, like torch.no_grad
@@ -95,8 +87,7 @@ class offload_activations:  # used as a function, like torch.no_grad
     predicts the amount from the step before. Each storage is moved once, however often it and views of it are saved.
     Not moved are parameters, buffers and tensors that share memory with those of the manager's model, leaves that
     require gradients, tensors of storages below `min_bytes`, sparse and quantized tensors, subclasses, and tensors that
-    a backward saves (double backward, recomputation by checkpointing). Torch's check for tensors changed in place
-    works.
+    a backward saves (double backward, recomputation by checkpointing). Torch's check for changes in place works.
 
     Args:
         manager: of the drive's directory, with or without an offloaded model.
@@ -157,7 +148,7 @@ class offload_activations:  # used as a function, like torch.no_grad
         self._cache.begin()
         for cache in self._device_caches.values():
             cache.begin()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, methodcaller("restore"))
         hooks.__enter__()
         self._hooks.append(hooks)
         return self
@@ -214,10 +205,6 @@ class offload_activations:  # used as a function, like torch.no_grad
         if nbytes < self._min_bytes or not storage.resizable() or storage._cdata in self._owner.storages_of_model():
             return False
         return tensor.nbytes * STORAGE_DIVISOR >= nbytes
-
-
-def _unpack(packed: Kept | View) -> torch.Tensor:
-    return packed.restore()
 
 
 def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | View) -> None:

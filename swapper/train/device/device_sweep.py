@@ -4,8 +4,7 @@ A copy stream copies a slice's state, gradient and parameters to one of a ring o
 works on views of it on a stream of its own ([Note: stream of updates], train_device.py). Another stream copies the
 results down. The slice's pages are leased until they have arrived, and then its storage is free. So the copies and the
 update of three slices overlap with each other and with the drive, and Python waits for the oldest only, also across
-groups; the ring exists from the first update of a step to the last. State that stays on the device (resident_state.py)
-is updated there.
+groups; the ring exists from a step's first update to its last. State that stays on the device is updated there.
 
 The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
@@ -349,15 +348,13 @@ class DeviceSweep(Sweep):
         self.kept.ready([trainable.group])
         for part in trainable.all_slices(self._page_bytes):
             changed = tuple(page for page in part.access.pages if page in part.access.writes)  # without gradients
-            access = Access(None, changed)
-            self._pager.acquire(access)
-            try:
-                self._refresh_kept(trainable, part, before)
-            finally:
-                self._views.clear()
-                self._coded_there.free()
-                self.on_device.finish()
-                self._pager.release(access)
+            with self._pager.leased(Access(None, changed)):
+                try:
+                    self._refresh_kept(trainable, part, before)
+                finally:
+                    self._views.clear()
+                    self._coded_there.free()
+                    self.on_device.finish()
 
     @torch.no_grad()
     def _refresh_kept(self, trainable: Trainable, part: Slice, before: Mapping[str, torch.Tensor]) -> None:

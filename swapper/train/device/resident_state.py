@@ -130,11 +130,10 @@ class DeviceResidentState:
         for page in group.pages:
             if page.others:
                 access = Access(None, _paged(page.copy.page), in_frames=frozenset(_paged(page.copy.page)))
-                self._pager.acquire(access)
-                memory = self._on_device.host.of(page.copy.page)
-                for begin, other in page.others:
-                    other.copy_(memory[begin : begin + other.numel()])
-                self._pager.release(access)
+                with self._pager.leased(access):
+                    memory = self._on_device.host.of(page.copy.page)
+                    for begin, other in page.others:
+                        other.copy_(memory[begin : begin + other.numel()])
         group.is_filled = True
 
     # --- access -------------------------------------------------------------------------------------------------------
@@ -165,16 +164,13 @@ class DeviceResidentState:
     def _bring_page(self, storage: DeviceStorage, page: _Page) -> None:
         copy, only = page.copy, frozenset(_paged(page.copy.page))
         access = Access(None, tuple(only), only, only, only)  # these pages have nothing else
-        self._pager.acquire(access)
-        try:
+        with self._pager.leased(access):
             memory = self._on_device.host.of(copy.page)
             pieces = [(memory[s.begin : s.begin + s.nbytes], storage.read(s.target, s.nbytes)) for s in copy.spans]
             self._on_device.downloads.send(pieces)
             for begin, other in page.others:
                 memory[begin : begin + other.numel()] = other
             self._on_device.downloads.finish()
-        finally:
-            self._pager.release(access, only)
 
     def forget(self) -> None:
         """Discard the device's copies: the locations are valid."""

@@ -71,10 +71,7 @@ class CodedSlices(CodedRun):
             coded, number = places.coded[key], len(self._encoded)
             self._encoded.append((coded, places.name, key))
             coded.codec.encode_counting(
-                value.reshape(-1),
-                self.parts(coded, begin, end),
-                param.view(-1),
-                self._unheld[number : number + 1],
+                value.reshape(-1), self.parts(coded, begin, end), param.view(-1), self._unheld[number : number + 1]
             )
 
     def counts(self) -> tuple[torch.Tensor, Callable[[torch.Tensor], StateError | None]] | None:

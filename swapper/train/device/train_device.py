@@ -8,13 +8,11 @@ budget stay from one use to the next within a step.
 [Note: streams of a backward] Autograd runs each node on the stream of its operation in the forward, and hooks on the
 stream of their node. A parameter's gradient is written, and the hook after it runs, on the stream that was current when
 the forward first used the parameter. The gradient is valid on that stream only until the backward is over: then torch
-makes the stream of the backward's caller wait for all of those. So a use before (`update="backward"`) waits for the
-parameters' streams.
+makes the backward's caller's stream wait for all of those. So `update="backward"` waits for the parameters' streams.
 
 [Note: threads of a backward] Autograd runs a backward's nodes of the accelerator in a thread of its own, and those of the CPU
 in the thread that called it: hooks of both may be due at once (a module that returns a tensor of the CPU). They are not
-made to be interleaved, and every call of the device lets the other thread go on. So each takes `alone` first, after its
-turn.
+made to be interleaved, and every call of the device lets the other thread go on. So each takes `alone` after its turn.
 
 [Note: stream of updates] Updates on the device have a stream of their own, so that the kernels of a forward or backward
 wait neither for them nor for the copies of their slices. It waits for what was queued when a step's first update begins
@@ -27,14 +25,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from swapper.device.copies import CopyTimes, Downloads, PageCopy
-from swapper.device.device import OUT_OF_MEMORY, Device
+from swapper.device.device import Device
 from swapper.device.device_placement import DeviceBudget, DevicePlacement
 from swapper.device.device_storage import DeviceStorage, Span
 from swapper.device.registered_memory import HostSide
@@ -65,7 +63,6 @@ USES_REMEMBERED = 64
 """Maximum uses of a group in a step, on average, that are predicted for the next step: a choice."""
 
 _open: weakref.WeakSet[TrainingDevice] = weakref.WeakSet()
-T = TypeVar("T")
 
 
 class TrainingDevice(ModelDevice):
@@ -166,7 +163,6 @@ class TrainingDevice(ModelDevice):
             )
 
     def lease(self, image: DeviceCopy) -> None:
-        """See DeviceTier.lease."""
         self.tier.lease(image)
         if len(self._used) < USES_REMEMBERED * len(self._images):
             self._used.append(image)
@@ -207,7 +203,7 @@ class TrainingDevice(ModelDevice):
         Raises:
             BudgetError: there is too little for `purpose`; `remedy` helps.
         """
-        storage = self._evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, purpose, remedy)
+        storage = self.tier.evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, purpose, remedy)
         storage.free()
         storage.allocate()
         return storage
@@ -222,25 +218,10 @@ class TrainingDevice(ModelDevice):
         if storage.is_allocated:
             storage.invalidate()
         else:
-            where = "the optimizer state that stays there", "what else is on the device"
-            self._evicting(storage.allocate, storage.nbytes, *where)
+            self.tier.evicting(storage.allocate, storage.nbytes, "the optimizer state that stays there")
         for copy in copies:
             self._uploads.send(copy, storage)
         storage.all_is_queued()
-
-    def _evicting(self, allocate: Callable[[], T], nbytes: int, purpose: str, remedy: str) -> T:
-        """Call `allocate`, once more after dropping idle images. Raises BudgetError if memory is short then too."""
-        try:
-            return allocate()
-        except OUT_OF_MEMORY:
-            self.tier.evict_idle()
-        try:
-            return allocate()
-        except OUT_OF_MEMORY as error:
-            raise BudgetError(
-                f"{self.device} has no {format_bytes(nbytes)} left for {purpose}, after everything that is not in use was given "
-                f"up: lower device_memory, or {remedy} ({error})"
-            ) from error
 
     def bring_up(
         self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]], last_use: torch.Event | None = None

@@ -47,9 +47,7 @@ class AccumulationHooks:
 def check_dense(name: str, gradient: torch.Tensor) -> None:
     """Raise UnsupportedError if autograd made a sparse gradient of parameter `name`."""
     if gradient.layout is not torch.strided:
-        raise UnsupportedError(
-            f"parameter {name} got a sparse gradient, which swapper cannot page: build the embedding with sparse=False"
-        )
+        raise UnsupportedError(f"parameter {name} got a sparse gradient, which cannot be paged: say sparse=False")
 
 
 class AutogradGradients:
@@ -98,7 +96,7 @@ class GradientsOnDevice(AutogradGradients):
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    # --- for relayout: see Gradients ----------------------------------------------------------------------------------
+    # --- for relayout: see PagedGradients ----------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
         return [name for name, parameter in self._parameters.items() if parameter.grad is not None]

@@ -11,41 +11,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError, StateError
-from swapper.modules.torch_functions import METADATA, native
+from swapper.modules.torch_functions import METADATA, Function, native
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
 from swapper.train.layout.slices import TensorLocation
+
+if TYPE_CHECKING:  # which has the gradients behind ColdGradients
+    from swapper.train.gradients.paged_grads import PagedGradients
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
 KEEP = "; with manager.offload(..., gradients='host') it stays in memory"
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """A pending change of a gradient's elements; returns new ones. It must not depend on an element's position."""
-
-
-class GradientOwner(Protocol):
-    """Has the gradients behind ColdGradients."""
-
-    def norm(self, slot: GradientSlot, norm_type: float) -> torch.Tensor:
-        """Return a gradient's norm, as torch.linalg.vector_norm does."""
-
-    def find_finite(self, slots: Sequence[GradientSlot]) -> None:
-        """Find out at once which of these gradients' norms are finite: one wait for a device, not one for each."""
-
-    def is_finite(self, slot: GradientSlot) -> bool:
-        """Return True if all of its elements are finite."""
-
-    def change(self, slot: GradientSlot, change: Change) -> None:
-        """Record a change of its elements, for when it is used."""
-
-    def zero(self, slot: GradientSlot) -> None:
-        """Set it to zero."""
 
 
 class ColdGradient(torch.Tensor):
@@ -59,12 +43,10 @@ class ColdGradient(torch.Tensor):
 
     swapper_name = ""
     swapper_where = "on NVMe"
-    swapper_gradient: Callable[[], tuple[GradientOwner, GradientSlot] | None]
+    swapper_gradient: Callable[[], tuple[PagedGradients, GradientSlot] | None]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in METADATA:
             return native(func, args, kwargs or {})
         action = ACTIONS.get(func)
@@ -88,18 +70,16 @@ def refuse(one: ColdGradient | None, func: Any) -> NoReturn:
     )
 
 
-def _of(tensor: Any) -> tuple[GradientOwner, GradientSlot] | None:
+def _of(tensor: Any) -> tuple[PagedGradients, GradientSlot] | None:
     if type(tensor) is not ColdGradient:
         return None
     found = tensor.swapper_gradient()
     if found is None:
-        raise ColdParameterError(
-            f"this was the gradient of {tensor.swapper_name}, which has another one or none by now: use parameter.grad"
-        )
+        raise ColdParameterError(f"this was the gradient of {tensor.swapper_name}, not any more: use parameter.grad")
     return found
 
 
-def _change(tensor: torch.Tensor, found: tuple[GradientOwner, GradientSlot], change: Change) -> torch.Tensor:
+def _change(tensor: torch.Tensor, found: tuple[PagedGradients, GradientSlot], change: Change) -> torch.Tensor:
     owner, slot = found
     owner.change(slot, change)
     torch.autograd.graph.increment_version([tensor])
@@ -200,7 +180,7 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
                 _change(tensor, found, unscale)
 
 
-ACTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+ACTIONS: dict[Function, Function] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.Tensor.mul_: _mul,
     torch.Tensor.clamp_: _clamp,
@@ -222,8 +202,7 @@ class GradientMeta:
         changes: of each element, in this order, when the gradient is used: clipping, unscaling.
         norms: known ones, changes included, by their order.
         finite: whether all elements are finite; None if unknown.
-        failure: the reason why the pages are incomplete, until it is zeroed; text, since an exception would keep
-            objects alive.
+        failure: why the pages are incomplete, until it is zeroed; text, as an exception would keep objects alive.
     """
 
     zero: bool = False
@@ -247,8 +226,7 @@ class GradientMeta:
 class Accumulation:
     """Tells whether autograd made a parameter's gradient, or added to one that the user had assigned.
 
-    An assigned gradient is the user's: it may be a part of a larger tensor, or another parameter's too, and stays in
-    place.
+    An assigned gradient is the user's, perhaps a part of a larger tensor, or another parameter's too: it stays there.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:

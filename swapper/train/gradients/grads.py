@@ -1,16 +1,13 @@
-"""Keeps gradients: in host memory, inside the budget, or on NVMe (paged_grads.py); on an accelerator in both
-(device_grads.py).
+"""Keeps gradients: in host memory, or on NVMe (paged_grads.py); of an accelerator in both (device_grads.py).
 
 Gradients of parameters that are always in memory, and those that are updated on an accelerator, stay autograd's own
 (autograd_grads.py). If parameters are on NVMe and their gradients in host memory, each gradient has a slot in a
 resident section: after autograd has accumulated one, it is copied there and autograd's tensor is released;
 `parameter.grad` is a tensor in the slot. A later backward accumulates into it. So `grad` is an ordinary tensor for
 clipping, scalers and hooks. A reference that is kept beyond `zero_grad` keeps its values: before the slot is reused,
-that tensor gets memory of its own. While no tensor is in the slot, the pager uses it as a victim cache
-(victim_cache.py).
+that tensor gets memory of its own. While no tensor is in the slot, the pager caches pages there (victim_cache.py).
 
-A gradient that has a graph (`backward(create_graph=True)`) stays autograd's own: a penalty on it must reach the
-parameters.
+A gradient that has a graph (`backward(create_graph=True)`) stays autograd's own: a penalty must reach the parameters.
 """
 
 from __future__ import annotations
@@ -98,19 +95,8 @@ class Gradients:
         """
         return [*self.paged.present(), *(self._on_device.present() if self._on_device is not None else ())]
 
-    def content(self, name: str) -> GradientMeta:
-        """Return a gradient's metadata."""
-        return self._owner(name).content(name)
-
-    def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the parts of a gradient in order, flat, in host memory: to be read, or to be filled if there is none."""
-        return self._owner(name).parts(name)
-
-    def present_again(self, name: str, content: GradientMeta) -> None:
-        """Restore the parameter's gradient from its `parts` and `content`."""
-        self._owner(name).present_again(name, content)
-
-    def _owner(self, name: str) -> GradientsOnDevice | PagedGradients:
+    def owner(self, name: str) -> GradientsOnDevice | PagedGradients:
+        """Return what has the gradient of a parameter."""
         return self._on_device if self._on_device is not None and name in self._on_device else self.paged
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -122,8 +108,7 @@ class Gradients:
             self.paged.forget_released()
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat and clipped; do not change
-        them.
+        """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat, clipped, not to be changed.
 
         Requires leases of its pages, if any.
         """
@@ -144,9 +129,7 @@ class Gradients:
                 if type(gradient) is ColdGradient:
                     self.paged.check(parameter, name, gradient)
                 elif gradient is not None and gradient.layout is not torch.strided:
-                    raise UnsupportedError(
-                        f"parameter {name} has a sparse gradient, which swapper cannot page: assign it dense, grad.to_dense()"
-                    )
+                    raise UnsupportedError(f"parameter {name} has a sparse gradient: assign it dense, grad.to_dense()")
 
     def make_ready(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
         """Move `gradients`, one for each parameter, to where an update reads them."""
@@ -215,8 +198,7 @@ class _HostSlot:
         self._place = torch.empty(0)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Copy the parameter's gradient to the slot, unless it is there, is the user's, or a graph needs it where it
-        is."""
+        """Copy the parameter's gradient to the slot, unless it is there, is the user's, or has a graph."""
         gradient = parameter.grad
         last = self._last() if self._last is not None else None
         if gradient is None or gradient is last or gradient.requires_grad or self.accumulation.was_there(gradient):
@@ -250,8 +232,7 @@ class GradientStash:
     """Owns an unnamed file of gradients on NVMe, or on an accelerator, during a relayout (session/relayout.py).
 
     Pages belong to the session that closes, and their scratch file is deleted with it; gradients on an accelerator may
-    move to pages then. The stash is filled from the old session's gradients and emptied into the new one's, any number
-    of times.
+    move to pages then. The stash is filled from the old session's gradients and emptied into new ones, again and again.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -263,8 +244,9 @@ class GradientStash:
     def fill(self, gradients: Gradients) -> None:
         """Copy the gradients into the file. Raises IoError: they cannot be read, or the drive is full."""
         for name in gradients.present():
-            self._places[name] = self._end, gradients.content(name)
-            for part in gradients.parts(name):
+            owner = gradients.owner(name)
+            self._places[name] = self._end, owner.content(name)
+            for part in owner.parts(name):
                 with self._explaining("write", self._end, part):
                     self._file.seek(self._end)
                     self._file.write(_bytes_of(part))
@@ -278,7 +260,8 @@ class GradientStash:
             IoError: a transfer failed.
         """
         for name, (at, content) in self._places.items():
-            for part in gradients.parts(name):
+            owner = gradients.owner(name)
+            for part in owner.parts(name):
                 with self._explaining("read", at, part):
                     self._file.seek(at)
                     done = self._file.readinto(_bytes_of(part))
@@ -286,7 +269,7 @@ class GradientStash:
                     truncated = "the file of stashed gradients is truncated"
                     raise IoError("read", str(self._directory), at + done, part.nbytes - done, 0, truncated)
                 at += part.nbytes
-            gradients.present_again(name, content)
+            owner.present_again(name, content)
 
     def close(self) -> None:
         self._file.close()

@@ -105,6 +105,7 @@ class PagedGradients:
 
     @torch.no_grad()
     def find_finite(self, slots: Sequence[GradientSlot]) -> None:
+        """Find out at once which of these gradients' norms are finite: one wait for a device, not one for each."""
         asked = [slot for slot in slots if slot.content.finite is None and USUAL_NORM in slot.content.norms]
         if asked:
             norms = torch.stack([slot.content.norms[USUAL_NORM].isfinite() for slot in asked])
@@ -113,6 +114,7 @@ class PagedGradients:
 
     @torch.no_grad()
     def is_finite(self, slot: GradientSlot) -> bool:
+        """Return True if all of its elements are finite."""
         slot.check_whole()
         known = slot.content.norms.get(USUAL_NORM)
         if slot.content.finite is None and known is not None and bool(known.isfinite()):
@@ -122,6 +124,7 @@ class PagedGradients:
         return slot.content.finite
 
     def change(self, slot: GradientSlot, change: Change) -> None:
+        """Record a change of its elements, for when it is used."""
         self._finish_update()
         slot.check_whole()
         slot.content = GradientMeta(slot.content.zero, (*slot.content.changes, change))
@@ -170,7 +173,7 @@ class PagedGradients:
                     view.zero_()
                 slot.content.zero = False
 
-    # --- for relayout: see Gradients ----------------------------------------------------------------------------------
+    # --- for relayout -------------------------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
         self.restore()
@@ -183,13 +186,16 @@ class PagedGradients:
         return found
 
     def content(self, name: str) -> GradientMeta:
+        """Return a gradient's metadata."""
         return self._by_name[name].content
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the parts of a gradient in order, flat, in host memory: to be read, or to be filled if there is none."""
         for view, _, _ in self._pages(self._by_name[name]):
             yield view
 
     def present_again(self, name: str, content: GradientMeta) -> None:
+        """Restore the parameter's gradient from its `parts` and `content`."""
         slot = self._by_name[name]
         slot.content = content
         slot.parameter.grad = self._make_cold(slot)

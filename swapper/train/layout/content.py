@@ -43,6 +43,7 @@ class SectionSource(Protocol):
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Announce that these parameters, with their qualified names, and their state are needed next."""
+        return
 
     def state(self, name: str) -> Mapping[str, Any]:
         """Return the user's optimizer state of a parameter."""
@@ -52,12 +53,14 @@ class SectionSource(Protocol):
 
     def is_external(self, plan: SectionPlan) -> bool:
         """Return True if an external section's content is its file's: then it is not filled."""
+        return True
 
     def value(self, name: str) -> torch.Tensor | None:
         """Return the model's value of an external parameter, to be compared with the file's; None without one."""
+        return None
 
 
-class GivenSource:
+class GivenSource(SectionSource):
     """Takes content from the user's model and optimizers."""
 
     def __init__(self, optimizers: OptimizerSet) -> None:
@@ -77,9 +80,6 @@ class GivenSource:
         value = self._values.get(spec.owner) if is_value else self._states[spec.owner].get(spec.kind)
         if value is not None:
             view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
-
-    def is_external(self, plan: SectionPlan) -> bool:
-        return True
 
     def value(self, name: str) -> torch.Tensor | None:
         return self._values.get(name)
@@ -144,7 +144,7 @@ class CommittedFiles:
         return self._files[path]
 
 
-class CarriedSource:
+class CarriedSource(SectionSource):
     """Takes content from the files of an earlier layout, and the rest from the optimizers."""
 
     def __init__(self, optimizers: OptimizerSet, files: CommittedFiles) -> None:
@@ -179,9 +179,6 @@ class CarriedSource:
         pieces = [p for at in places for p in at.section.pages_of(at.slot.offset, at.slot.end) or [at.section.piece]]
         return all(piece.location == EXTERNAL for piece in pieces)
 
-    def value(self, name: str) -> None:
-        """Return None: the earlier layout has the same external content."""
-
 
 def iter_section_pages(
     section: Section, pager: Pager, *, write: bool = False, fresh: bool = False, only: Sequence[Slot] | None = None
@@ -207,19 +204,14 @@ def iter_section_pages(
     first = 0  # the first slot that may reach into the page
     for page in section.pages:
         itself = frozenset({page.index})
-        access = Access(
-            None,
-            (page.index,),
-            fresh=itself if fresh else frozenset(),
-            writes=itself if write or fresh else frozenset(),
-        )
+        none: frozenset[int] = frozenset()
+        access = Access(None, (page.index,), itself if fresh else none, itself if write or fresh else none)
         page_end = page.offset + page.nbytes
         while first < len(slots) and slots[first].end <= page.offset:
             first += 1
         if only is not None and (first == len(slots) or slots[first].offset >= page_end):
             continue
-        pager.acquire(access)
-        try:
+        with pager.leased(access):
             for slot in slots[first:]:
                 if slot.offset >= page_end:
                     break
@@ -227,8 +219,6 @@ def iter_section_pages(
                 begin = max(page.offset - slot.offset, 0) // itemsize
                 end = (min(slot.end, page_end) - slot.offset) // itemsize
                 yield slot, begin, end, section.tensor(slot).view(-1)[begin:end]
-        finally:
-            pager.release(access, access.writes)
 
 
 def copy_of(place: TensorLocation, pager: Pager) -> torch.Tensor:
@@ -279,8 +269,8 @@ class _RankPart:
     files: CommittedFiles
 
 
-class ReshardedSource:
-    """Reads this rank's content from the files of the earlier ranks.
+class ReshardedSource(SectionSource):
+    """Reads this rank's content from the files of the earlier ranks. The model's values do not count.
 
     Args:
         earlier: all ranks of the run that is continued.
@@ -299,9 +289,7 @@ class ReshardedSource:
         self._files: list[CommittedFiles] = []
         for rank in earlier:
             if rank.record.external:
-                raise UnsupportedError(
-                    "a run with external= cannot be resharded: load a snapshot of it with resume='discard'"
-                )
+                raise UnsupportedError("a run with external= cannot be resharded: load a snapshot (resume='discard')")
             files = CommittedFiles(rank.sections, rank.files)
             self._files.append(files)
             of = _RowsOf([section.plan for section in rank.sections], rank.record.shards)
@@ -312,15 +300,11 @@ class ReshardedSource:
         ours = {(slot.spec.owner, slot.spec.kind): self._rows.form(slot.spec) for slot in self._rows.slots()}
         _check_forms({key: form for key, form in theirs.items() if self._rows.has_some(key[0])}, ours)
 
-    def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """See SectionSource."""
-
     def state(self, name: str) -> Mapping[str, Any]:
         """Return nothing: all of it is in sections."""
         return {}
 
     def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
-        """See SectionSource."""
         first = self._rows.begin(spec)
         at, stop = first + begin, first + end
         for part in self._parts.get((spec.owner, spec.kind), ()):
@@ -329,13 +313,6 @@ class ReshardedSource:
                 part.files.read(part.place, low - part.begin, high - part.begin, view[low - at : high - at])
                 if (low, high) == (at, stop):
                     return
-
-    def is_external(self, plan: SectionPlan) -> bool:
-        """Return True: the model and the file are compared."""
-        return True
-
-    def value(self, name: str) -> None:
-        """Return None: the model's values do not count."""
 
     def close(self) -> None:
         close_all([files.close for files in self._files])

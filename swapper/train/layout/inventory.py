@@ -100,18 +100,10 @@ class Inventory:
         kinds: dict[Any, int] = {}
         for group in self.groups:
             number = {name: at for at, (name, _) in enumerate(group.parameters)}
+            slots = [(plan, slot.offset, slot.spec) for plan in plans.get(group.index, ()) for slot in plan.slots]
             tensors = tuple(
-                (
-                    plan.family,
-                    plan.dtype,
-                    plan.nbytes,
-                    slot.offset,
-                    number[slot.spec.owner],
-                    slot.spec.kind,
-                    slot.spec.shape,
-                )
-                for plan in plans.get(group.index, ())
-                for slot in plan.slots
+                (plan.family, plan.dtype, plan.nbytes, offset, number[spec.owner], spec.kind, spec.shape)
+                for plan, offset, spec in slots
             )
             forms = tuple(self.forms.get(name) for name in number)
             kinds.setdefault((tensors, forms, group.index in self.staying_state), group.index)
@@ -148,8 +140,7 @@ def take_inventory(
         state_codecs: the codecs of the optimizer's state. Default: it is stored as it is.
 
     Raises:
-        ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and everything is
-            trained.
+        ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and all is trained.
         CheckpointError: `frozen` does not fit the model.
         UnsupportedError: the model or the optimizer cannot be offloaded exactly.
         StateError: the model is offloaded already.
@@ -293,11 +284,8 @@ def _optimizer_of(
 
 def find_places(sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:
     """Return the location of each tensor by (parameter's name, kind)."""
-    return {
-        (slot.spec.owner, slot.spec.kind): TensorLocation(section, slot)
-        for section in sections
-        for slot in section.plan.slots
-    }
+    slots = ((section, slot) for section in sections for slot in section.plan.slots)
+    return {(slot.spec.owner, slot.spec.kind): TensorLocation(section, slot) for section, slot in slots}
 
 
 def find_trainables(inventory: Inventory, places: dict[tuple[str, str], TensorLocation]) -> list[Trainable]:
@@ -396,11 +384,8 @@ def _check_modules(model: nn.Module) -> None:
 
 def _check_disjoint(model: nn.Module) -> None:
     """Refuse different parameters on the same memory: offload would separate them, while plain torch changes both."""
-    places = sorted(
-        (p.data_ptr(), p.data_ptr() + _span(p), name)
-        for name, p in model.named_parameters()
-        if p.numel() and not p.is_meta
-    )
+    stored = [(name, p) for name, p in model.named_parameters() if p.numel() and not p.is_meta]
+    places = sorted((p.data_ptr(), p.data_ptr() + _span(p), name) for name, p in stored)
     for (_, end, name), (begin, _, other) in itertools.pairwise(places):
         if begin < end:
             raise UnsupportedError(
@@ -470,9 +455,7 @@ def state_specs_of(
     shape = tuple(parameter.shape)
     for key in form.keys:
         if key.name in KINDS:
-            raise UnsupportedError(
-                f"the optimizer's state of {name} has the key {key.name!r}, which swapper uses itself"
-            )
+            raise UnsupportedError(f"the optimizer state of {name} has the key {key.name!r}, which swapper uses itself")
     specs = [(k, TensorSpec(name, k.name, k.dtype, k.shape(shape))) for k in form.keys if k.name not in codecs]
     others = [spec for key, spec in specs if not key.is_like(len(shape))]
     has_master = updated != parameter.dtype and MASTER not in codecs

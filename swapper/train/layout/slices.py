@@ -77,8 +77,7 @@ class ParameterLocations:
         grad: its gradient, if that is on NVMe.
         state_stays: all of the state is on a device, and an update does not need its locations.
         coded: state tensors of the parameter's shape that are stored encoded, by key, the master first.
-        orders: of memory, by key, of state that the optimizer keeps in another than its own: see StateKey. Stored is all in
-            its own.
+        orders: of memory, by key, of state that the optimizer keeps in another than its own, the stored one: StateKey.
     """
 
     name: str

@@ -6,7 +6,6 @@ A whole tensor is decoded or encoded in pieces that need no more pages than a sl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,8 @@ class CodedTensors:
 
     def __init__(self, trained: Iterable[ParameterLocations], pager: Pager, directory: Path) -> None:
         self._of = {places.name: places for places in trained if places.coded}
-        self._parts = {
-            (place.slot.spec.owner, place.slot.spec.kind)
-            for places in self._of.values()
-            for coded in places.coded.values()
-            for place in coded.parts
-        }
+        coded = [each for places in self._of.values() for each in places.coded.values()]
+        self._parts = {(place.slot.spec.owner, place.slot.spec.kind) for each in coded for place in each.parts}
         self._pager = pager
         self._make = in_nameless_file(directory)
 
@@ -112,20 +107,9 @@ class CodedTensors:
             changed = coded.pages(begin, end)
             read = places.param.pages(begin, end) if coded.codec.needs_parameter else []
             access = Access(None, (*changed, *read), writes=frozenset(changed if write else ()))
-            with self._leased(access):
+            with self._pager.leased(access):
                 parts = [_part(place, *coded.part_of(place, begin, end)) for place in coded.parts]
                 yield begin, end, parts, _part(places.param, begin, end)
-
-    @contextmanager
-    def _leased(self, access: Access) -> Iterator[None]:
-        if not access.pages:
-            yield
-            return
-        self._pager.acquire(access)
-        try:
-            yield
-        finally:
-            self._pager.release(access, access.writes)
 
 
 def _piece_elements(coded: CodedTensor) -> int:

@@ -95,9 +95,7 @@ class Membership:
             group, where = self._optimizers.param_groups[index], self._optimizers.describe(index)
             member, _ = self._optimizers.locate(index)
             for setting in sorted(self._settings[member] - group.keys()):
-                raise StateError(
-                    f"{where} has no {setting!r}: add groups with optimizer.add_param_group(), which fills in defaults"
-                )
+                raise StateError(f"{where} has no {setting!r}: use optimizer.add_param_group(), which fills it in")
             for number, key in enumerate(keys):
                 if key not in self._names:
                     raise StateError(
@@ -123,9 +121,7 @@ def members_of(group: Mapping[str, Any], index: int) -> list[int]:
     """Return the ids of a group's parameters, in order."""
     parameters = group.get("params")
     if not isinstance(parameters, list | tuple):
-        raise StateError(
-            f"group {index} of the optimizer has no list of parameters: its 'params' is a {type(parameters).__name__}"
-        )
+        raise StateError(f"group {index} of the optimizer: 'params' is no list, but a {type(parameters).__name__}")
     return list(map(id, parameters))
 
 
@@ -213,9 +209,8 @@ class Conditions:
     @property
     def all_gradients_matter(self) -> bool:
         """Return True if no parameter may be updated before it is known which ones have a gradient in this step."""
-        return any(
-            not self._entries[places.name] for kind in self._starts_together for _, places in self._of_kind[kind]
-        )
+        starting = (places for kind in self._starts_together for _, places in self._of_kind[kind])
+        return any(not self._entries[places.name] for places in starting)
 
 
 def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], optimizer: str) -> None:

@@ -3,8 +3,7 @@
 Tensors of state lie in sections, whether or not the optimizer has made them yet. Which entries it has made, in which
 order, and entries that are no tensors (a step counter that is a Python number, None) are kept here, in memory, and go
 into commits and snapshots. A parameter that has never had a gradient has no entries, and its first update begins with
-an empty state, as in plain torch: SGD's momentum begins as the first gradient and NAdam's product as one, which zeros
-would not be.
+an empty state, as in plain torch: SGD's momentum begins as the first gradient, NAdam's product as one, not as zeros.
 
 [Note: state in lists] Some optimizers keep a list of tensors under one key: SOAP a factor for each dimension. In here each
 item has a key of its own, "GG[0]". The optimizer and the user see lists: `flat` and `nested` translate where they begin.
@@ -112,8 +111,7 @@ class StateEntries:
         self.replace(name, {key: entry_of(form, key, value) for key, value in state.items()})
 
     def pack(self) -> dict[str, Any]:
-        """Return everything in a form that torch.load(weights_only=True) reads; parameters with equal entries share
-        them."""
+        """Return all in a form that torch.load(weights_only=True) reads; parameters with equal entries share them."""
         if self._packed is None:
             kinds: dict[str, int] = {}
             lists: list[list[tuple[str, bool, Any]]] = []

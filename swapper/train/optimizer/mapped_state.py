@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from swapper.errors import InvariantError, IoError, StateError
 from swapper.io.alignment import SECTOR_BYTES
-from swapper.modules.torch_functions import METADATA, as_plain, tensors_among, written_among
+from swapper.modules.torch_functions import METADATA, Function, as_plain, tensors_among, written_among
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
 from swapper.runtime.process import after_fork_in_child
@@ -51,9 +51,7 @@ class StateTensor(torch.Tensor):
     shown_place: TensorLocation
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         shown = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is StateTensor]
         if func not in METADATA:
@@ -238,7 +236,7 @@ def _same_part(tensor: torch.Tensor, place: TensorLocation) -> torch.Tensor:
 _ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 
 
-def _array(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _array(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     array = func(args[0].as_subclass(torch.Tensor).clone(), *args[1:], **kwargs)
     if func is not torch.Tensor.__dlpack__:
         array.flags.writeable = False  # nobody would see it
@@ -251,7 +249,7 @@ def steady(value: Any, place: TensorLocation | None) -> Any:
     return value.clone() if is_other else value
 
 
-def _check_not_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_not_written(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     written = [tensor for tensor in written_among(func, args, kwargs) if type(tensor) is StateTensor]
     if written:
         raise _only_shows(getattr(func, "__name__", str(func)), written[0].shown_by.made_by)

@@ -113,8 +113,7 @@ class PagedOptimizer(Optimizer):
     def _is_shared(self, name: str) -> bool:
         """Return True for an option of the original.
 
-        Not for its methods but MODES, as they expect the state in place, nor for torch's marks of its `step`, which is not
-        ours.
+        Not for its methods but MODES, as they expect the state in place, nor for torch's marks of its own `step`.
         """
         return not name.startswith("_") and name in vars(vars(self).get("_original", self))
 
@@ -215,8 +214,7 @@ class PagedOptimizer(Optimizer):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict, its tensors mapped from the swap files: without memory, readable until the next
-        step.
+        """Return torch's state_dict; its tensors are mapped from the swap files, without memory, until the next step.
 
         torch.save writes them as plain tensors; copy.deepcopy makes plain ones that last. See
         train/optimizer/mapped_state.py.
@@ -263,8 +261,7 @@ class PagedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more of the offloaded model's parameters, as torch's method does. If it fails, nothing has changed.
 
-        The run gets a new layout, with space for the gradients and the state: it is copied once, from old swap files to
-        new ones.
+        The run gets a new layout, with space for the gradients and the state: it is copied once, to new swap files.
 
         Raises:
             BudgetError: the budget is too small for it; names the smallest that works.
@@ -321,9 +318,7 @@ class OtherOptimizers:
 
     def _check(self, stepping: Optimizer, has_closure: bool) -> None:
         if any(stepping is own for own in self._optimizers):
-            raise StateError(
-                f"this optimizer's state was taken over by manager.offload: step the one that it returned, {SAY}"
-            )
+            raise StateError(f"this optimizer was taken over by manager.offload: step the one that it returned, {SAY}")
         if _is_ours(stepping) or any(stepping.param_groups is own.param_groups for own in self._optimizers):
             return
         for group in stepping.param_groups:
@@ -335,9 +330,7 @@ class OtherOptimizers:
 
     def _refusal(self, kind: str, name: str) -> str:
         if isinstance(self._optimizers[0], NoOptimizer):
-            remedy = (
-                f"manager.offload was given a model only, to be used and not trained. Give it the optimizer too, {SAY}"
-            )
+            remedy = f"manager.offload was given a model only, not to be trained. Give it the optimizer too, {SAY}"
         else:
             remedy = (
                 "manager.offload was given another optimizer. Give it all that train the model, offload(model, [one, other]), and "

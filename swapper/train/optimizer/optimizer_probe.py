@@ -59,14 +59,7 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((2, 3, 5, 7, 11), (3, 4, 7, 5, 2)),
 )
 """By number of dimensions, two shapes for the trial; no dimension of one is the same in the other."""
-LARGE_SHAPES: tuple[tuple[int, ...], ...] = (
-    (),
-    (8192,),
-    (128, 96),
-    (32, 16, 24),
-    (8, 16, 12, 8),
-    (8, 4, 12, 4, 8),
-)
+LARGE_SHAPES: tuple[tuple[int, ...], ...] = ((), (8192,), (128, 96), (32, 16, 24), (8, 16, 12, 8), (8, 4, 12, 4, 8))
 """By number of dimensions, a shape of 8,192 elements or more, in whole blocks. See [Note: large tensors]."""
 MAX_TRIAL_STATE = 1 << 20
 """Elements of state of a tensor of LARGE_SHAPES. See [Note: large tensors]."""
@@ -212,8 +205,7 @@ class _Trial:
             return False
 
     def _take_steps(self, calls: list[list[int]], start: int = 0) -> Any:
-        """Take the steps, in calls with these tensors; return tensors with their state, and the optimizer's own
-        changes.
+        """Take the steps, in calls with these tensors; return these with their state, and the optimizer's own changes.
 
         The second tensor has its first gradient in step `start`.
         """

@@ -32,8 +32,7 @@ NAMES = "param_names"
 
 @dataclass(slots=True)
 class Work:
-    """One tensor to update: a parameter, its fp32 master, or elements of one, with gradient and state of the same
-    dtype.
+    """A tensor to update: a parameter, its fp32 master, or elements of one, with gradient and state of its dtype.
 
     `settings` is the number of the parameter's group in the OptimizerSet. `state` is `self.state[tensor]` before
     the update, and afterwards what the optimizer left there: possibly other tensors. [Note: state in lists], entries.py
@@ -159,7 +158,7 @@ class OptimizerProxy:
 
 
 class OptimizerProxies:
-    """Runs the updates of a session: each tensor is updated by the optimizer of its group."""
+    """Runs the updates of a session: each tensor is updated by the optimizer of its group, by its OptimizerProxy."""
 
     def __init__(self, optimizers: OptimizerSet) -> None:
         self._optimizers = optimizers
@@ -176,7 +175,6 @@ class OptimizerProxies:
         return self._optimizers.ranges[member]
 
     def begin_step(self, member: int) -> None:
-        """See OptimizerProxy.begin_step."""
         self._number()
         self._proxies[member].begin_step()
 
@@ -190,7 +188,6 @@ class OptimizerProxies:
         return by_proxy.items()
 
     def changed_setting(self, member: int) -> str | None:
-        """See OptimizerProxy.changed_setting."""
         return self._proxies[member].changed_setting()
 
     def settings(self, number: int) -> Mapping[str, Any]:
@@ -203,7 +200,6 @@ class OptimizerProxies:
         return bool(group.get("fused") or group.get("capturable"))
 
     def end_step(self) -> None:
-        """See OptimizerProxy.end_step."""
         for proxy in self._proxies:
             proxy.end_step()
 

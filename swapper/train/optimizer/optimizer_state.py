@@ -121,8 +121,7 @@ class OptimizerState:
     # --- state dicts --------------------------------------------------------------------------------------------------
 
     def save(self, numbers: range | None = None) -> dict[int, dict[str, Any]]:
-        """Return the state in torch's form, {index of parameter: {key: tensor}}, mapped from its sections until it
-        changes.
+        """Return the state in torch's form, {number: {key: tensor}}, mapped from its sections until it changes.
 
         Args:
             numbers: those of one optimizer's parameters among all, which then count from 0; None for all.
@@ -137,14 +136,13 @@ class OptimizerState:
             self._pager.flush()
             shown = MappedState(self._pager, "optimizer.state_dict()")
             self._shown.add(shown)
-            return self._in_torch_order(
-                lambda name, key: (
-                    shown.only_shown(self._coded.read(name, key, on_drive=True))
-                    if self._coded.has(name, key)
-                    else shown.tensor(self._places[name, key])
-                ),
-                numbers,
-            )
+
+            def find(name: str, key: str) -> torch.Tensor:
+                if self._coded.has(name, key):
+                    return shown.only_shown(self._coded.read(name, key, on_drive=True))
+                return shown.tensor(self._places[name, key])
+
+            return self._in_torch_order(find, numbers)
 
     def load(self, state: dict[int, dict[str, Any]], numbers: range | None = None) -> None:
         """Load the same. Raises ValueError: it is not what the optimizer keeps. Nothing has changed then."""
@@ -227,12 +225,8 @@ class OptimizerState:
         for number, places in self._numbered():
             entries = self.entries[places.name]
             if entries and number is not None and (numbers is None or number in numbers):
-                state[number - (0 if numbers is None else numbers.start)] = nested(
-                    {
-                        key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
-                        for key, value in entries.items()
-                    }
-                )
+                own = {k: find(places.name, k) if v is PAGED else copy.deepcopy(v) for k, v in entries.items()}
+                state[number - (0 if numbers is None else numbers.start)] = nested(own)
         return dict(sorted(state.items()))
 
     def _take(self, states: Mapping[str, Mapping[str, Any]], why: str = "load_state_dict") -> None:
@@ -369,9 +363,7 @@ class OptimizerState:
             place = self._places.get((name, key))
             dtype = torch.float32 if self._coded.has(name, key) else None if place is None else place.slot.spec.dtype
             if isinstance(value, torch.Tensor) and dtype is not None and value.dtype != dtype:
-                raise StateError(
-                    f"optimizer.state was given {key!r} of {name} as {value.dtype}, and keeps it as {dtype}: convert it"
-                )
+                raise StateError(f"optimizer.state keeps {key!r} of {name} as {dtype}, not {value.dtype}: convert it")
 
     def _copy_of(self, name: str, key: str, group: int) -> torch.Tensor:
         if self._coded.has(name, key):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from swapper.errors import StateError
-from swapper.modules.torch_functions import tensors_among
+from swapper.modules.torch_functions import Function, tensors_among
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 
 if TYPE_CHECKING:  # which shows its state by this module
@@ -147,9 +147,7 @@ class StateCopy(torch.Tensor):
     shown: ShownState
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         copies = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is StateCopy]
         with torch._C.DisableTorchFunctionSubclass():
@@ -250,15 +248,12 @@ class MemberState:
         self.view = StateView(self)
 
     def save(self) -> dict[int, dict[str, Any]]:
-        """See OptimizerState.save."""
         return self._owner.save(self._optimizers.numbers(self._member))
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
-        """See OptimizerState.load."""
         self._owner.load(state, self._optimizers.numbers(self._member))
 
     def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See OptimizerState.skip_step."""
         self._owner.skip_step(parameters)
 
     def with_state(self) -> list[torch.Tensor]:

@@ -148,9 +148,7 @@ class AccumulationPass(BatchedPass):
         try:
             loss = self._loss_fn(argument)
             if not isinstance(loss, torch.Tensor):
-                raise StateError(
-                    f"loss_fn returned {type(loss).__name__}: let it return the loss of a micro-batch, a tensor"
-                )
+                raise StateError(f"loss_fn returned {type(loss).__name__}: let it return the loss, a tensor")
             batch.has_loss = True
             self._wait(None)  # for all losses
             self.has_losses = True

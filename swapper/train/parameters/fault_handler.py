@@ -13,7 +13,7 @@ from torch import nn
 
 from swapper.errors import BudgetError, StateError
 from swapper.modules.cold import is_cold
-from swapper.modules.guarded import RunWith
+from swapper.modules.guarded import FaultHandler, RunWith
 from swapper.modules.own_hook import outside_transforms
 from swapper.modules.torch_functions import KEEPS_NOTHING, Function
 from swapper.paging.pager import Pager
@@ -29,8 +29,8 @@ from swapper.train.updates.sweep import Trainable
 log = logging.getLogger("swapper")
 
 
-class ParameterFaultHandler:
-    """Implements swapper.modules.cold.FaultHandler.
+class ParameterFaultHandler(FaultHandler):
+    """Faults in the parameters of one model in training.
 
     Args:
         groups: all groups, by index; they may be added later.
@@ -143,9 +143,6 @@ class ParameterFaultHandler:
             self._warned.add(what)
             log.warning(how, getattr(function, "__name__", function), self._names[id(parameters[0])])
 
-    def whole(self, parameter: nn.Parameter) -> None:
-        """Return None: its views are views of the parameter itself."""
-
     def catch_up(self, parameter: nn.Parameter) -> None:
         group = self._groups[self._group_of[self._names[id(parameter)]]]
         if group.catch_up is not None and not group.paged:
@@ -157,9 +154,6 @@ class ParameterFaultHandler:
             return None
         self._update_before()
         return self.shown.show(self._names[id(parameter)])
-
-    def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
-        return None
 
     def note_change(self, group: GroupParameters, names: list[str]) -> None:
         """Note that a module's forward has changed its own parameters.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.masters import Masters
 
 
+@dataclass(eq=False, repr=False)
 class Gathering:
     """Owns the pins of `manager.gather`.
 
@@ -37,19 +39,12 @@ class Gathering:
         is_closed: the manager is closed.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[GroupParameters],
-        masters: Masters,
-        turns: Turns,
-        check_room: Callable[[Iterable[int]], None],
-    ) -> None:
-        self._check_room = check_room
-        self._turns = turns
-        self._groups = groups
-        self._masters = masters
-        self._open = 0
-        self.is_closed = False
+    _groups: Sequence[GroupParameters]
+    _masters: Masters
+    _turns: Turns
+    _check_room: Callable[[Iterable[int]], None]
+    _open: int = 0
+    is_closed: bool = False
 
     @property
     def is_open(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from swapper.train.optimizer.state_view import MemberState
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Placed, state_dict_of
 from swapper.train.parameters.parameter_group import GroupParameters
-from swapper.train.parameters.preparation import Preparation, is_replicated
+from swapper.train.parameters.preparation import ModelBinding, Preparation, is_replicated
 from swapper.train.updates.at_step import Updates
 
 
@@ -61,19 +61,6 @@ class HookTargets:
     enter_phase: Callable[[str], None]
     finish: Callable[[], None]
     lose_ranks: Callable[[BaseException], None]
-
-
-class ModelBinding(Protocol):
-    """What an offloaded model has from its start to its end."""
-
-    def follow_gradients(self) -> None:
-        """A step begins: the paged parameters' gradients are those that the user sees."""
-
-    def shown(self) -> str | None:
-        """Return the name of a parameter whose memory a tensor of the user's shows, and could not be hidden."""
-
-    def remove(self, keep_cold: bool) -> None:
-        """Take the hooks out. `keep_cold`: paged parameters stay on NVMe."""
 
 
 class GivenModel:

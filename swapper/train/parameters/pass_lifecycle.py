@@ -90,9 +90,7 @@ class PassLifecycle:
             StateError: called by a loss_fn.
         """
         if self._hooks.is_batched:
-            raise StateError(
-                "loss_fn called what must wait for the end of accumulate_batches: a step, a snapshot, another pass"
-            )
+            raise StateError("loss_fn called what must wait for the end of accumulate_batches, as a step or snapshot")
         self._abandon()
 
     def _abandon(self) -> None:

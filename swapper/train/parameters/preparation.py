@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,22 @@ _sync_plain: Any = torch_ddp._sync_module_states  # type: ignore[attr-defined]
 _without_averaging: weakref.WeakKeyDictionary[FaultHandler, str] = weakref.WeakKeyDictionary()  # and why
 
 
-class Preparation:
+class ModelBinding(Protocol):
+    """What an offloaded model has from its start to its end."""
+
+    def follow_gradients(self) -> None:
+        """A step begins: the paged parameters' gradients are those that the user sees."""
+        return
+
+    def shown(self) -> str | None:
+        """Return the name of a parameter whose memory a tensor of the user's shows, and could not be hidden."""
+        return None
+
+    def remove(self, keep_cold: bool) -> None:
+        """Take the hooks out. `keep_cold`: paged parameters stay on NVMe."""
+
+
+class Preparation(ModelBinding):
     """What an offloaded model does when it is prepared, until `remove`. What DDP's constructor does stays.
 
     Args:
@@ -48,14 +63,7 @@ class Preparation:
             copy_without_hooks(each)
             each.__dict__["_apply"] = OwnHook(_apply_of(each))
 
-    def follow_gradients(self) -> None:
-        """What the user sees is what is paged."""
-
-    def shown(self) -> str | None:
-        return None
-
     def remove(self, keep_cold: bool) -> None:
-        """See ModelBinding (given_model.py)."""
         for model in self._models:
             model.__dict__.pop("_apply", None)
         self._models.clear()

@@ -10,13 +10,11 @@ created after that call's end has run: the leases of all calls that *started* af
 holds for frozen parameters, for parameters used twice and for calls inside other calls (an ancestor started earlier, and
 keeps its lease). A tensor that a call received and returns is not its output: it was made before, and its gradient comes
 long after the call's backward (T5's layers all return the position bias that the first one makes). Counting gradients
-instead would release a frozen weight that a later node still multiplies with. The other leases are released when the
-backward is over.
+instead would release a frozen weight that a later node still multiplies with. The others end with the backward.
 
 [Note: what a graph holds] Autograd's nodes hold their hooks, and Python's garbage collector does not traverse nodes. A
 module that keeps a tensor with a graph (RecurrentGemma its state) would so keep itself alive, and the memory of a closed
-session. So a hook on a tensor has a weak reference to `TrainingHooks`, and a `TrainingCall`, which has only names and
-numbers.
+session. So a tensor's hook has a weak reference to `TrainingHooks`, and a `TrainingCall` of names and numbers.
 
 [Note: turns] Only one thread at a time changes a model's calls, leases and phases: a forward has the turn from its first
 hook to its last, a backward from its first hook to autograd's final callback; a step, a snapshot, both ends of `gather`,
@@ -33,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,16 +39,19 @@ from torch.nn.utils import stateless
 
 from swapper.errors import BudgetError, StateError
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, GroupSharing, ModuleHooks, tensors_of
+from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
 from swapper.modules.own_hook import OwnHook, outside_transforms
 from swapper.modules.torch_functions import tensors_among
-from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
+from swapper.modules.turns import Turns, frame_of_backward, frame_of_call, is_in_backward
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.free_memory import note_used
 from swapper.runtime.interrupts import close_all
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Updates
+
+if TYPE_CHECKING:  # whose micro-batches these hooks run
+    from swapper.train.parameters.accumulation_pass import AccumulationPass
 
 
 class TrainingCall(Call):
@@ -66,12 +67,6 @@ class TrainingCall(Call):
         self.use = -1  # see PendingUses
         self.is_functional = False  # with other parameters than the model's
         self.given: list[Any] = []  # autograd's nodes of its arguments, while the forward runs
-
-
-class MicroBatches(GroupSharing, Protocol):
-    """Micro-batches that pass through a model together (accumulation_pass.py)."""
-
-    def make_room(self) -> bool: ...
 
 
 class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
@@ -94,7 +89,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         turns: Turns,
         on_device: TrainingDevice | None,
     ) -> None:
-        self._batches: MicroBatches | None
+        self._batches: AccumulationPass | None
         units = list(units)
         super().__init__(units, groups, drop_leases, turns)
         self._on_device = on_device
@@ -128,7 +123,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """True while several batches pass together."""
         return self._batches is not None
 
-    def share(self, batches: MicroBatches | None) -> None:
+    def share(self, batches: AccumulationPass | None) -> None:
         """Begin a pass of `batches`, in whose threads the hooks run until `share(None)`. This thread has the turn."""
         self._batches = batches
         self.exchange(threading.current_thread())
@@ -204,7 +199,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     @property
     def _is_inside(self) -> bool:
-        return not _in_backward()
+        return not is_in_backward()
 
     def _lease_more(self, call: TrainingCall, group: GroupParameters) -> None:
         self._lease(group)
@@ -230,7 +225,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         with outside_transforms(), self._my_turn():
-            if self._batches is not None and unit.groups and not _in_backward():
+            if self._batches is not None and unit.groups and not is_in_backward():
                 self._batches.arrive(self._groups[unit.groups[0]])
                 if self._updates.is_open and not self._updates.follows_backward:
                     self._batches.make_room()
@@ -238,7 +233,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             is_functional = self._has_other_members(unit, module)
             if self._is_stale(unit):
                 self.abandon_pass()
-            in_backward = _in_backward()
+            in_backward = is_in_backward()
             if any(call.module == unit.name for call in self._held) and not in_backward:
                 self._release_held()  # no backward has followed that forward
             if in_backward:
@@ -284,7 +279,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             call.given = []
             with outside_transforms():
                 self._release(call)
-                if not self._running and not _in_backward():
+                if not self._running and not is_in_backward():
                     self._enter_phase("between")
         return output
 
@@ -309,7 +304,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _is_stale(self, unit: Unit) -> bool:
         """Return True if recorded leases are of a pass that never ended: Ctrl-C skips the post-hooks."""
-        if _in_backward() or self._batches is not None:
+        if is_in_backward() or self._batches is not None:
             return False
         return bool(self._backward) or any(call.module == unit.name for call in self._running)
 
@@ -448,7 +443,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """Wait until no other thread uses the model. See [Note: turns]."""
         if _in_thread_of_autograd():
             return
-        if self._turns.take(frame_of_backward() if _in_backward() else frame_of_call()):
+        if self._turns.take(frame_of_backward() if is_in_backward() else frame_of_call()):
             self._tasks.clear()
             if self._running or self._backward:
                 self.abandon_pass()  # a thread ended it without giving the turn
@@ -505,12 +500,8 @@ def _is_functional_call() -> bool:
 
 def _in_thread_of_autograd() -> bool:
     """Return True if this thread is autograd's, and runs a part of a backward that another thread has called."""
-    return _in_backward() and frame_of_backward() is None
+    return is_in_backward() and frame_of_backward() is None
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.grad_fn is not None
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

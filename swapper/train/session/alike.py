@@ -90,11 +90,9 @@ class Given:
         if initial is not None and ranks is not None and ranks.are_together and peers:
             lines["initial values"] = list(_initial_values(request, initial))
             external = None if request.options.external is None else request.options.external.path
-            files = "".join(
-                f", {name}={str(path)!r}"
-                for name, path in (("init", initial.init), ("external", external))
-                if isinstance(path, str | os.PathLike)
-            )
+            named = {"init": initial.init, "external": external}
+            paths = {name: path for name, path in named.items() if isinstance(path, str | os.PathLike)}
+            files = "".join(f", {name}={str(path)!r}" for name, path in paths.items())
         return cls(peers, lines, files)
 
     def digests(self) -> Digests:
@@ -117,12 +115,8 @@ def check_alike(given: Given, ranks: Ranks, told: Sequence[Digests], verb: str =
     if not ranks.are_together:
         return
     for name, remedy in _REMEDIES.items():
-        differing = [
-            (rank, peer)
-            for rank, (peers, of) in enumerate(told)
-            for peer in peers
-            if of.get(name) != told[peer][1].get(name)
-        ]
+        pairs = [(rank, peer) for rank, (peers, _) in enumerate(told) for peer in peers]
+        differing = [(rank, peer) for rank, peer in pairs if told[rank][1].get(name) != told[peer][1].get(name)]
         if not differing:
             continue
         rank, other = differing[0]

@@ -45,9 +45,7 @@ def choose_fastest(
     """
     for name, allowed in (("state_codecs", codecs), ("updates", updates)):
         if isinstance(allowed, str) or not allowed:
-            raise ConfigError(
-                f"{name}={allowed!r}: give a list, such as state_codecs=['exact', '8bit'], updates=['step']"
-            )
+            raise ConfigError(f"{name}={allowed!r}: give a list, as state_codecs=['exact', '8bit'], updates=['step']")
     refusals: list[BudgetError | UnsupportedError] = []
     found: list[tuple[float, str, Plan, DriveRates, ComputeTimes]] = []
     computing: dict[str, ComputeTimes] = {}

@@ -44,9 +44,7 @@ def _models(plan: Plan) -> str:
     given, optimizers = plan.request.given[0], plan.request.given_optimizers
     models = given.values() if isinstance(given, dict) else given if isinstance(given, list | tuple) else [given]
     kinds = ", ".join(type(model).__name__ for model in models)
-    steppers = (
-        ", ".join(type(optimizer).__name__ for optimizer in optimizers) if plan.inventory.forms else "no optimizer"
-    )
+    steppers = ", ".join(type(one).__name__ for one in optimizers) if plan.inventory.forms else "no optimizer"
     return f"{kinds}, {format_bytes(plan.inventory.family_bytes('param'))} of parameters, {steppers}"
 
 
@@ -57,21 +55,16 @@ def _why(plan: Plan, family: str, option: str) -> str:
     if wish == "device":
         return f"and on the device, as {option}={wish!r} says"
     if family == "grad":
-        return (
-            "by default, and where the update needs them"
-            if options.update == "step"
-            else f"for update={options.update!r}"
-        )
-    return {"host": "since it fits host_memory", "nvme": "since it does not fit host_memory with the rest"}[
-        plan.places[family]
-    ]
+        by_default = options.update == "step"
+        return "by default, and where the update needs them" if by_default else f"for update={options.update!r}"
+    fits = plan.places[family] == "host"
+    return "since it fits host_memory" if fits else "since it does not fit host_memory with the rest"
 
 
 def _commits(plan: Plan) -> str:
     if plan.commit_every is None:
-        why = (
-            "some of what a step changes stays in memory" if plan.request.manager.commit_every == "free" else "as asked"
-        )
+        is_free = plan.request.manager.commit_every == "free"
+        why = "some of what a step changes stays in memory" if is_free else "as asked"
         return f"none, {why}: a killed run resumes from its last snapshot"
     return "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
 
@@ -109,10 +102,7 @@ def placement_lines(plan: Plan) -> list[tuple[str, str]]:
         ),
         *([(plan.request.model.buffers[0], _buffers(plan))] if plan.buffer_bytes is not None else []),
         *(
-            [
-                ("device memory", _on_device(plan)),
-                ("updates", _updates(plan)),
-            ]
+            [("device memory", _on_device(plan)), ("updates", _updates(plan))]
             if plan.request.device is not None
             else []
         ),

@@ -18,7 +18,7 @@ from torch import nn
 
 from swapper.errors import StateError, UnsupportedError
 from swapper.modules.cold import leave_cold, set_cold, unguard
-from swapper.modules.guarded import guard
+from swapper.modules.guarded import FaultHandler, guard
 from swapper.runtime.free_memory import return_free_memory
 from swapper.runtime.interrupts import defer_sigint
 from swapper.train.optimizer.optim import StateOwner
@@ -33,8 +33,8 @@ REOPEN = "close it, and resume from the last commit (resume='auto') or a snapsho
 OLD_GRAPH = "this graph was made before manager.parked(), which released what it refers to: run the forward again"
 
 
-class ParkedParameters:
-    """Implements swapper.modules.guarded.FaultHandler: refuses all accesses to the parameters of a parked model.
+class ParkedParameters(FaultHandler):
+    """Refuses all accesses to the parameters of a parked model.
 
     Args:
         parameters: by name; they have no data.
@@ -67,20 +67,10 @@ class ParkedParameters:
     def read(self, parameters: Sequence[nn.Parameter], function: Any, run: Any) -> NoReturn:
         self.fault_in(parameters[0])
 
-    write = read
-
-    def whole(self, parameter: nn.Parameter) -> NoReturn:
-        self.fault_in(parameter)
-
-    def detached(self, parameter: nn.Parameter) -> NoReturn:
-        self.fault_in(parameter)
+    write, whole, detached = read, fault_in, fault_in
 
     def indexed(self, parameter: nn.Parameter, index: Any) -> NoReturn:
         self.fault_in(parameter)
-
-    def catch_up(self, parameter: nn.Parameter) -> None: ...
-
-    def note_change(self, group: Any, names: list[str]) -> None: ...
 
     def describe(self, parameter: nn.Parameter) -> str:
         return self._names[id(parameter)]
@@ -159,9 +149,7 @@ class Parking:
             raise StateError(f"{VERB} while a snapshot is being written: wait for it before, `ticket.wait()`")
         for name, parameter in run.model.named_given_parameters():
             if parameter.grad is not None:
-                raise StateError(
-                    f"{VERB} with gradients ({name} has one), whose memory is returned too: call optimizer.zero_grad() before"
-                )
+                raise StateError(f"{VERB} with gradients ({name} has one): call optimizer.zero_grad() before")
 
     def _write(self, run: TrainingSession) -> None:
         """Write what only memory has, and commit it if the run commits."""

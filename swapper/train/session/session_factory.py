@@ -102,9 +102,7 @@ class SessionFactory:
         """
         plan, ranks = self._agree(lambda: self._with_buffers(make(), init is not None), init), self._directory.ranks
         if plan.request.model.is_sharded and ranks.size > 1 and not ranks.are_together:
-            raise ConfigError(
-                "a model that fully_shard has sharded needs ranks that resume from the same step: leave out ranks='alone'"
-            )
+            raise ConfigError("a model that fully_shard sharded resumes its ranks together: leave out ranks='alone'")
         if plan.request.model.is_sharded:
             ranks.in_background()  # for snapshots
         optimizers = ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]

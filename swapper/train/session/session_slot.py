@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swapper.durability.directory import RunDirectory
@@ -27,6 +28,7 @@ UndoSections = Callable[[list[Section], BaseException, int], bool]
 their step, which is this many after the last counted one, and returns True if it could."""
 
 
+@dataclass(eq=False)
 class SessionGuard:
     """Guards one session's model; all its parts share it.
 
@@ -37,13 +39,10 @@ class SessionGuard:
         operates: operations on cold parameters are done; else they are refused.
     """
 
-    def __init__(
-        self, check: Callable[[], None], check_to_write: Callable[[], None], turns: Turns, operates: bool = True
-    ) -> None:
-        self.check = check
-        self.check_to_write = check_to_write
-        self.turns = turns
-        self.operates = operates
+    check: Callable[[], None]
+    check_to_write: Callable[[], None]
+    turns: Turns
+    operates: bool
 
     def revoke(self, why: str) -> None:
         """Refuse every use from now on, with the sentence `why`."""

@@ -149,16 +149,10 @@ class TrainingSession:
             max_deferred_writes=plan.max_deferred_writes,
         )
         self.pager, self._store = self._resources.pager, self._resources.store.swap_files
-        retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
-        assert self._resources.engine is not None
+        retention, engine, inventory = Retention(self._directory.path), self._resources.engine, plan.inventory
+        assert engine is not None
         self.publisher = Publisher(
-            self.sections,
-            plan.layout,
-            self._resources.engine,
-            self._store,
-            retention,
-            unchanging,
-            plan.inventory.check_files,
+            self.sections, plan.layout, engine, self._store, retention, inventory.unchanging, inventory.check_files
         )
 
     def _open_stores(self, plan: Plan, origin: Origin, check_reads: bool, engine: Engine) -> Stores:
@@ -349,9 +343,7 @@ class TrainingSession:
                     content, told = ranks.settle("take a snapshot", begin, lambda content: (str(path), step))
                 if len(set(told)) > 1:
                     named = "; ".join(f"rank {rank} {name} of step {of}" for rank, (name, of) in enumerate(told))
-                    raise StateError(
-                        f"ranks are about to take different snapshots ({named}): pass the same directory on all"
-                    )
+                    raise StateError(f"ranks take different snapshots ({named}): pass the same directory on all")
             except BaseException:
                 for directory in made:
                     directory.give_up()

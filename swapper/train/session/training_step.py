@@ -51,11 +51,9 @@ class TrainingStep:
 
     def _waiting(self) -> str:
         waiting = [self._optimizers.describe_member(member) for member in self._all if member not in self._done]
-        return (
-            f"{' and '.join(waiting)} {'has' if len(waiting) == 1 else 'have'} stepped"
-            if waiting
-            else ("the iteration is over whose manager.one_step failed")
-        )
+        if not waiting:
+            return "the iteration is over whose manager.one_step failed"
+        return f"{' and '.join(waiting)} {'has' if len(waiting) == 1 else 'have'} stepped"
 
     def begin(self, member: int) -> None:
         """Note that an optimizer's step begins."""

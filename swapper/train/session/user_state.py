@@ -34,9 +34,7 @@ class UserState:
     def register(self, objects: Mapping[str, Any]) -> None:
         """Add `objects`, with the state of the resumed commit if it has them."""
         for name, value in objects.items():
-            if not callable(getattr(value, "state_dict", None)) or not callable(
-                getattr(value, "load_state_dict", None)
-            ):
+            if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise ConfigError(f"register({name}=...) needs an object with state_dict() and load_state_dict()")
             state = value.state_dict()
             if self._resumed is not None and name in self._resumed.registered:
@@ -72,10 +70,8 @@ class UserState:
 
     def in_snapshot(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return it for a snapshot, with `extra` over the values of `self.extra`."""
-        content = {
-            "registered": {name: value.state_dict() for name, value in self._registered.items()},
-            "extra": {**self.extra, **extra},
-        }
+        registered = {name: value.state_dict() for name, value in self._registered.items()}
+        content = {"registered": registered, "extra": {**self.extra, **extra}}
         return content if self._rng is None else {**content, "rng": self._rng}
 
     def in_commit(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import nn
 
 from swapper.errors import StateError
 from swapper.modules.own_hook import OwnHook
+from swapper.modules.turns import is_in_backward
 from swapper.paging.section import own_storage
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import TensorLocation
@@ -77,14 +78,13 @@ class ShardHooks:
         self._open_shards = []
         for group in groups:
             of_group = {id(local) for local in group.parameters}
-            group.open_shards = OpenShards(
-                [shard for shard in shards.all if id(shard.local) in of_group], targets.finish
-            )
+            own = [shard for shard in shards.all if id(shard.local) in of_group]
+            group.open_shards = OpenShards(own, targets.finish)
             self._open_shards.append(group.open_shards)
         self._handles.append(shards.model.register_forward_pre_hook(self._before_forward, prepend=True))
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if not _in_backward():
+        if not is_in_backward():
             for shard in self._shards.all:
                 if shard.parameter.grad is None:
                     shard.local.grad = None  # its place is free
@@ -140,7 +140,7 @@ class ShardHooks:
         def leased(async_op: bool = False) -> Iterator[None]:
             taken = []
             try:
-                if _in_backward():
+                if is_in_backward():
                     self._enter_backward()
                     self._updates.finish(in_order=True)
                 else:
@@ -186,7 +186,7 @@ class ShardHooks:
 
         def begin_use(*arguments: Any) -> Any:
             use = ShardUse(id(param_group), [group.index for group in groups])
-            count = self._updates.uses.called_again if _in_backward() else self._updates.uses.called
+            count = self._updates.uses.called_again if is_in_backward() else self._updates.uses.called
             count(use, torch.is_grad_enabled())
             if torch.is_grad_enabled():
                 uses[:] = [one for one in uses if self._updates.uses.counts(one)]
@@ -311,7 +311,3 @@ def _refuse(async_op: bool = False) -> None:
         "the shards of this model stayed on NVMe when its manager was closed: read them before that, in manager.gather(model), or "
         "offload the model's run again with resume='auto'"
     )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

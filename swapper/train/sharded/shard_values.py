@@ -27,11 +27,7 @@ class ShardValues(Values):
     """The source of initial values of a rank's shards. For arguments and errors see Values."""
 
     def __init__(
-        self,
-        init: Initialize | str | os.PathLike[str],
-        shards: Shards,
-        engine: Engine,
-        external: Collection[str] = (),
+        self, init: Initialize | str | os.PathLike[str], shards: Shards, engine: Engine, external: Collection[str] = ()
     ) -> None:
         super().__init__(init, shards.model, engine, external)
         self._shard_of = {key: shard for key, shard in shards.of.items() if key in self._wanted}

@@ -20,7 +20,8 @@ from swapper.train.optimizer.optim import StateOwner
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.gathering import Placed
-from swapper.train.parameters.given_model import GivenModel, HookTargets, ModelBinding
+from swapper.train.parameters.given_model import GivenModel, HookTargets
+from swapper.train.parameters.preparation import ModelBinding
 from swapper.train.sharded.buffers import buffer_bytes
 from swapper.train.sharded.shard_hooks import ShardHooks
 from swapper.train.sharded.shard_values import ShardValues, rows_of

@@ -15,7 +15,7 @@ from swapper.train.sharded.shards import Shards, local_state, sharded_like, shar
 
 
 class ShardedState:
-    """The state of the shards of one model.
+    """The state of the shards of one model: see StateOwner (optim.py) and StateStore.
 
     Args:
         owner: has it.
@@ -31,7 +31,6 @@ class ShardedState:
         self.view = StateView(self)
 
     def save(self) -> dict[int, dict[str, Any]]:
-        """See OptimizerState.save."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {
             number: {key: sharded_like(value, parameters[number]) for key, value in state.items()}
@@ -39,11 +38,9 @@ class ShardedState:
         }
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
-        """See OptimizerState.load."""
         self._owner.load({number: local_state(values) for number, values in state.items()})
 
     def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See OptimizerState.skip_step."""
         found = (self._shards.of.get(id(parameter)) for parameter in parameters)
         self._owner.skip_step(shard.local for shard in found if shard is not None)
 

@@ -165,9 +165,7 @@ def shard_count(param_group: Any) -> int:
 def _begin(model: nn.Module) -> None:
     """Have FSDP2 do what the first forward would do: shards may get other memory there."""
     if not is_sharded(model):
-        raise UnsupportedError(
-            "parts of the model are sharded by fully_shard, and the model itself is not: call fully_shard(model) last"
-        )
+        raise UnsupportedError("only parts of the model are sharded: call fully_shard(model) last")
     groups = param_groups_of(model)
     checks = {"_validate_no_meta_params": lambda: None, "_validate_cpu_offload_params": lambda: None}
     for group in groups:

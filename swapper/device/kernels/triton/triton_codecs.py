@@ -16,12 +16,12 @@ def encode_(
 ) -> None:
     """Write the parts, and add how many elements they cannot hold to `unheld`, one int32 on the device."""
     words = [words_of(part) for part in parts]
-    kernel, fixed = _ENCODE[codec]
+    kernel, _, fixed = _KERNELS[codec]
     _launch(kernel, value, [*words, *_given(parameter, kernel), unheld], fixed)
 
 
 def decode_(codec: str, parts: Sequence[torch.Tensor], value: torch.Tensor, parameter: torch.Tensor | None) -> None:
-    kernel, fixed = _DECODE[codec]
+    _, kernel, fixed = _KERNELS[codec]
     _launch(kernel, value, [*(words_of(part) for part in parts), *_given(parameter, kernel)], fixed)
 
 
@@ -206,19 +206,12 @@ def _decode_groups(value, code, scale, count, is_variance: tl.constexpr, GROUPS:
     tl.store(value + at, found, mask=here)
 
 
-_ENCODE = {
-    "fp32": (_encode_plain, {"is_bf16": False}),
-    "bf16": (_encode_plain, {"is_bf16": True}),
-    "split": (_encode_split, {}),
-    "master24": (_encode_master24, {}),
-    "moment8": (_encode_groups, {"is_variance": False}),
-    "variance8": (_encode_groups, {"is_variance": True}),
+_KERNELS = {
+    "fp32": (_encode_plain, _decode_plain, {"is_bf16": False}),
+    "bf16": (_encode_plain, _decode_plain, {"is_bf16": True}),
+    "split": (_encode_split, _decode_split, {}),
+    "master24": (_encode_master24, _decode_master24, {}),
+    "moment8": (_encode_groups, _decode_groups, {"is_variance": False}),
+    "variance8": (_encode_groups, _decode_groups, {"is_variance": True}),
 }
-_DECODE = {
-    "fp32": (_decode_plain, {"is_bf16": False}),
-    "bf16": (_decode_plain, {"is_bf16": True}),
-    "split": (_decode_split, {}),
-    "master24": (_decode_master24, {}),
-    "moment8": (_decode_groups, {"is_variance": False}),
-    "variance8": (_decode_groups, {"is_variance": True}),
-}
+"""By codec: what encodes, what decodes, and the constants of both."""
