@@ -56,7 +56,7 @@ class SwapManager:
             `rank-R-of-W`, by the environment's RANK and WORLD_SIZE. Or a list of directories, one for each drive: pages are
             distributed by the speeds that `swapper tune` measured, equally if it did not.
         host_memory: maximum host bytes of swapper in this process, in bytes or as "8GiB". "64GiB/node" is for all ranks of a
-            machine, which share it equally (torchrun's LOCAL_WORLD_SIZE); so is "auto", half of the free memory.
+            machine, which share it equally; so is "auto", half of the free memory.
         resume: "error" refuses a directory with a run; "auto" resumes from its last commit, or begins if there is none;
             "reshard" does too, and continues the run of another number of ranks if that is newer (see
             docs/guides/snapshots.md); "discard" deletes that run.
@@ -106,7 +106,7 @@ class SwapManager:
         commits = CommitPolicy() if commits is None else commits
         parse_choice(ranks, "ranks", RANKS_CHOICES)
 
-        def check() -> int:
+        def check(ranks_here: int | None) -> int:
             if not isinstance(commits, CommitPolicy):
                 raise ConfigError(f"commits={commits!r} is not known: say commits=swapper.CommitPolicy(every=...)")
             parse_choice(resume, "resume", RESUME_CHOICES)
@@ -114,7 +114,7 @@ class SwapManager:
             parse_choice(cold, "cold", ("read", "raise"))
             if stall_s is not None and not stall_s > 0:
                 raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
-            return parse_host_memory(host_memory)
+            return parse_host_memory(host_memory, ranks_here)
 
         self._recording = ExitStack()  # of the trace that the environment requests
         self._clock = StepClock(Counters())

@@ -94,17 +94,18 @@ class ExternalWeights:
     rename: Mapping[str, str] | Callable[[str], str | None] | None = None
 
 
-def parse_host_memory(value: int | str) -> int:
+def parse_host_memory(value: int | str, ranks_here: int | None = None) -> int:
     """Return the host budget of this process in bytes.
 
     Args:
         value: a size; or "64GiB/node", for all ranks of this machine, which share it equally; or "auto", half of the free
             memory of the machine and of this control group, shared in the same way.
+        ranks_here: how many ranks run on this machine; None: as LOCAL_WORLD_SIZE says.
 
     Raises:
         ConfigError: it is no size, or nothing tells the number of ranks.
     """
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") if ranks_here is None else str(ranks_here)
     if value == "auto":
         return headroom_bytes() // 2 // (int(ranks) if _is_count(ranks) else 1)
     if not isinstance(value, str) or not value.endswith("/node"):
@@ -112,8 +113,8 @@ def parse_host_memory(value: int | str) -> int:
     if not _is_count(ranks):
         raise ConfigError(
             f"host_memory={value!r} is shared by the ranks of a machine, and LOCAL_WORLD_SIZE="
-            f"{'' if ranks is None else ranks} does not tell how many these are: start them with torchrun, which sets it, or "
-            "give each rank its own part, without /node"
+            f"{'' if ranks is None else ranks} does not tell how many these are: start them with torchrun, which sets it, "
+            "call init_process_group first, or give each rank its own part, without /node"
         )
     return max(parse_bytes(value.removesuffix("/node"), "host_memory") // int(ranks), 1)
 

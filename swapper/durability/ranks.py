@@ -166,17 +166,21 @@ class Ranks:
             ranks._group = dist.new_group(backend="gloo", timeout=_users_timeout())
         return ranks
 
-    def begin(self, check: Callable[[], T]) -> T:
+    def begin(self, check: Callable[[int | None], T]) -> T:
         """Call `check` on all ranks, and return its result. If that fails on one, or they run different versions, all fail.
+
+        Args:
+            check: gets the number of ranks on this machine; None if they are not together.
 
         Raises:
             ConfigError: the versions differ. If `check` failed here, its own error.
             StateError: `check` failed on another rank.
         """
         if self._group is None:
-            return check()
+            return check(None)
         try:
-            checked, versions = self.settle("make a SwapManager", check, lambda _: versions_here())
+            ranks_here = self.gather(boot_id(), "make a SwapManager").count(boot_id())
+            checked, versions = self.settle("make a SwapManager", lambda: check(ranks_here), lambda _: versions_here())
             if len(set(versions)) > 1:
                 raise ConfigError(mismatch("ranks run different versions", versions, "install the same everywhere"))
             return checked
@@ -200,7 +204,7 @@ class Ranks:
         if self._is_early and _is_initialized() and dist.get_world_size() > 1:
             raise StateError(
                 "torch.distributed was initialized after the SwapManager was made, so ranks did not agree on the step to "
-                "resume from: call init_process_group first, or pass ranks='alone'"
+                "resume from: make it after init_process_group (with Lightning: in configure_optimizers), or pass ranks='alone'"
             )
 
     def gather(self, mine: T, what: str, missing: Callable[[], str] = lambda: "") -> list[T]:

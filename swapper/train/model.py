@@ -199,9 +199,12 @@ class OffloadedModel:
         self._gradients = Gradients(
             parameters, self._grad_sections, self._pager, regions, self.finish_update, self._on_device, kept
         )
+        without_averaging = averaging_refused(
+            self._update, gradients_leave=self._on_device is not None and bool(self._grad_sections)
+        )
         self._passes = PassLifecycle(
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
-            self._clock, self._on_device, self._gradients, self._masters, order,
+            self._clock, self._on_device, self._gradients, self._masters, order, without_averaging,
         )  # fmt: skip
         self._binding = self.model.bind(
             HookTargets(
@@ -209,9 +212,7 @@ class OffloadedModel:
                 groups=self.groups,
                 place=lambda name: self._places[name, "param"],
                 kept_gradients=self._kept_gradients(),
-                without_averaging=averaging_refused(
-                    self._update, gradients_leave=self._on_device is not None and bool(self._grad_sections)
-                ),
+                without_averaging=without_averaging,
                 updates=self.updates,
                 enter_forward=self._passes.enter_forward,
                 enter_phase=self._clock.enter,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from e2e import ranks_run
 from e2e.models import Net
 from e2e.processes import run_python
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import swapper
 from swapper.durability import directory
@@ -74,7 +78,12 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {  # orders, the error on e
         ["different versions", "rank 1: swapper 9.9, torch", "Install the same"],
     ),
     "a bad option on one": (["memory=1:many"], "Error", ["host_memory='many' is not a size"]),
-    "no part of a machine": (["memory=1:1GiB/node"], "Error", ["LOCAL_WORLD_SIZE", "torchrun"]),
+    "a part of a machine whose ranks are not together": (
+        ["memory=1GiB/node", "ranks=alone"],
+        "ConfigError",
+        ["LOCAL_WORLD_SIZE", "torchrun"],
+    ),
+    "a part of a machine": (["sharded", "memory=128KiB/node"], "BudgetError", ["host_memory=64.0 KiB is too small"]),
     "a rank without a drive": (
         ["sharded", "drive=1:/none/here"],
         "Error",
@@ -256,5 +265,41 @@ def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch: pytest.Monk
         with pytest.raises(swapper.ConfigError, match=f"LOCAL_WORLD_SIZE={ranks} does not tell .*torchrun"):
             parse_host_memory("64GiB/node")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    with pytest.raises(swapper.ConfigError, match="torchrun, which sets it, or give each rank its own part"):
+    with pytest.raises(swapper.ConfigError, match=r"torchrun, which sets it, .* or give each rank its own part"):
         parse_host_memory("64GiB/node")
+    assert parse_host_memory("64GiB/node", ranks_here=2) == 32 << 30
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("keeps_parameters", [False, True])
+@pytest.mark.parametrize("is_inner", [False, True], ids=["as it is", "the module in it, as Lightning's"])
+def test_flat_tensors_of_the_first_fsdp_are_refused(
+    tmp_path: Path, one_rank: None, keeps_parameters: bool, is_inner: bool
+) -> None:
+    flat = FullyShardedDataParallel(
+        torch.nn.Linear(64, 64), device_id=torch.device("cpu"), use_orig_params=keeps_parameters
+    )
+    model = flat.module if is_inner else flat
+    with swapper.SwapManager(tmp_path, "8MiB") as manager:
+        with pytest.raises(
+            swapper.UnsupportedError, match=r"FullyShardedDataParallel.*fully_shard.*ModelParallelStrategy"
+        ):
+            manager.offload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_model_around_one_that_is_sharded_is_refused(tmp_path: Path, one_rank: None) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    with swapper.SwapManager(tmp_path, "8MiB") as manager:
+        with pytest.raises(
+            swapper.UnsupportedError, match=r"0\.weight is a DTensor.*given Sequential.*call it on this one"
+        ):
+            manager.offload(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -98,6 +98,22 @@ def refused(directory: Path, swapped: bool) -> list[torch.Tensor]:
     return []
 
 
+def refused_inside(directory: Path, swapped: bool) -> list[torch.Tensor]:
+    """Nor can it with a DDP around the model that offload is not given, as Lightning's."""
+    if swapped:
+        model = layers()
+        wrapped = DistributedDataParallel(model)
+        with manager_of(directory) as manager:
+            manager.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), update="backward", **NVME)
+            try:
+                wrapped(batch(0))
+            except swapper.UnsupportedError as error:
+                assert "update='step'" in str(error)
+            else:
+                raise AssertionError("not refused")
+    return []
+
+
 # --- accelerate ---------------------------------------------------------------------------------------------------------
 
 
@@ -198,55 +214,6 @@ def sharded_at_load(directory: Path) -> Any:
     return LlamaForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()))
 
 
-# --- Lightning ----------------------------------------------------------------------------------------------------------
-
-
-def sharded_by_lightning(directory: Path, swapped: bool) -> list[torch.Tensor]:
-    """ModelParallelStrategy calls configure_model, which shards, and then configure_optimizers, which offloads."""
-    import lightning
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = layers()
-            self.losses: list[torch.Tensor] = []
-            self.manager: swapper.SwapManager | None = None
-
-        def configure_model(self) -> None:
-            mesh = self.device_mesh["data_parallel"]
-            for layer in self.net:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
-
-        def configure_optimizers(self) -> Any:
-            optimizer: Any = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-            if swapped:
-                self.manager = manager_of(directory)
-                _, optimizer = self.manager.offload(self.net, optimizer, **NVME)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-        def training_step(self, number: torch.Tensor, _: int) -> torch.Tensor:
-            loss = self.net(batch(int(number))).square().mean()
-            self.losses.append(loss.detach())
-            return loss
-
-    module = Module()
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), accumulate_grad_batches=2, max_steps=4, logger=False,
-        strategy=ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(range(16), batch_size=1))
-    assert all(isinstance(parameter, DTensor) for parameter in module.net.parameters())
-    result = [*module.losses, *whole(dict(module.net.named_parameters()))]
-    if module.manager is not None:
-        assert module.manager.step == 4
-        module.manager.close()
-    return result
-
-
 # --- PEFT ---------------------------------------------------------------------------------------------------------------
 
 
@@ -330,20 +297,18 @@ CASES: dict[str, Case] = {
     "wrapped later": wrapped_later,
     "masters follow": masters_follow,
     "refused": refused,
+    "refused inside": refused_inside,
     "accelerate, offload first": lambda directory, swapped: accelerated(directory, swapped, "offload first"),
     "accelerate, prepare first": lambda directory, swapped: accelerated(directory, swapped, "prepare first"),
     "accelerate, FSDP2": sharded_by_accelerate,
     "trainer": trainer,
     "trainer, FSDP2": lambda directory, swapped: trainer(directory, swapped, sharded=True),
     "peft": lora_by_peft,
-    "lightning": sharded_by_lightning,
     "torchtitan": sharded_by_torchtitan,
 }
 
 LIBRARIES = {
-    name: name.partition(",")[0]
-    if name.startswith(("accelerate", "trainer", "peft", "lightning", "torchtitan"))
-    else "torch"
+    name: name.partition(",")[0] if name.startswith(("accelerate", "trainer", "peft", "torchtitan")) else "torch"
     for name in CASES
 }
 """By case, whose it is."""

@@ -44,11 +44,11 @@ def one_fails_half_way(ranks: Ranks) -> Any:
 
 
 def all_have_one_version(ranks: Ranks) -> Any:
-    return ranks.begin(lambda: ["a", "b"][ranks.rank]), ranks.are_together
+    return ranks.begin(lambda _: ["a", "b"][ranks.rank]), ranks.are_together
 
 
 def one_check_fails(ranks: Ranks) -> Any:
-    def check() -> None:
+    def check(_: int | None) -> None:
         if ranks.rank == 0:
             raise ValueError("no budget")
 

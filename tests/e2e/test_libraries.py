@@ -17,6 +17,7 @@ from e2e import libraries_run
 from e2e.processes import run_python
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
+LIGHTNING_RUN = Path(__file__).with_name("lightning_run.py")
 NVME = {"params": "nvme", "optimizer_state": "nvme"}
 
 
@@ -202,6 +203,63 @@ def test_lightning_trains_and_resumes_from_its_checkpoint_as_with_plain_torch(tm
     assert len(plain_resumed) == len(plain) - 4  # two steps of two batches are not taken again
 
 
+def fit_on_ranks(directory: Path, result: str, *arguments: object) -> list[list[torch.Tensor]]:
+    """Return what each rank of lightning_run.py got. Lightning starts them itself."""
+    done = run_python(LIGHTNING_RUN, directory, result, *arguments)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [torch.load(directory / f"{result}.rank-{rank}.pt") for rank in range(2)]
+
+
+def check_same(ours: list[list[torch.Tensor]], plain: list[list[torch.Tensor]]) -> None:
+    for one, other in zip(ours, plain, strict=True):
+        assert len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ours", "deferred"])
+def test_lightnings_ddp_trains_and_resumes_from_its_checkpoint_as_without_swapper(tmp_path: Path, how: str) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed: tools/setup test")
+    plain = fit_on_ranks(tmp_path, "plain", "ddp", "plain")
+    assert not torch.equal(plain[0][0], plain[1][0])  # each rank has batches of its own
+    (tmp_path / "a").mkdir()
+    check_same(fit_on_ranks(tmp_path / "a", "ours", "ddp", how), plain)
+    plain_resumed = fit_on_ranks(tmp_path, "plain resumed", "ddp", "plain", tmp_path / "plain" / "step=2.ckpt")
+    assert len(plain_resumed[0]) == len(plain[0]) - 4
+    (tmp_path / "b").mkdir()
+    check_same(
+        fit_on_ranks(tmp_path / "b", "resumed", "ddp", how, tmp_path / "a" / "ours" / "step=2.ckpt"), plain_resumed
+    )
+
+
+@pytest.mark.slow
+def test_lightnings_model_parallel_strategy_trains_shards_as_without_swapper(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed: tools/setup test")
+    check_same(
+        fit_on_ranks(tmp_path, "ours", "model_parallel", "ours"),
+        fit_on_ranks(tmp_path, "plain", "model_parallel", "plain"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("early", "make it after init_process_group (with Lightning: in configure_optimizers)"),
+        (
+            "backward",
+            "DistributedDataParallel averages gradients over processes during backward, and update='backward'",
+        ),
+    ],
+)
+def test_what_does_not_go_with_lightnings_ddp_is_refused_before_the_first_step(
+    tmp_path: Path, how: str, text: str
+) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed: tools/setup test")
+    done = run_python(LIGHTNING_RUN, tmp_path, "refused", "ddp", how)
+    assert done.returncode != 0 and text in done.stderr, done.stderr[-6000:]
+    assert not list(tmp_path.glob("*.pt"))
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["model only", "with an optimizer"])
 def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp_path: Path, given: bool) -> None:
     model = llama(lora=False)
@@ -218,10 +276,8 @@ def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["torch", "accelerate", "trainer", "peft", "lightning", "torchtitan"])
+@pytest.mark.parametrize("library", ["torch", "accelerate", "trainer", "peft", "torchtitan"])
 def test_two_ranks_go_the_way_of_plain_torch(tmp_path: Path, library: str) -> None:
-    if library == "lightning":
-        pytest.importorskip("lightning", reason="lightning is not installed: tools/setup test")
     if library == "torchtitan":
         missing = "torchtitan is not installed: pip install --no-deps torchtitan tyro docstring_parser spmd_types"
         pytest.importorskip("torchtitan.components.optimizer", reason=missing, exc_type=ImportError)

@@ -264,7 +264,7 @@ def test_distributed_that_is_initialized_too_late_is_refused(tmp_path: Path) -> 
     for orders in (["late"], ["later", "steps=1"]):
         said = launch(tmp_path, *orders, ok=False)
         assert len(said) == 2 and all("StateError" in each for each in said)
-        assert all("call init_process_group first" in each for each in said)
+        assert all("make it after init_process_group" in each for each in said)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -352,6 +352,11 @@ def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | Non
                 f"parameter {name} is offloaded already: a model can belong to only one manager, so close the other one "
                 "first"
             )
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise UnsupportedError(
+                f"parameter {name} is a part of a flat tensor of FullyShardedDataParallel, which is not paged: shard "
+                "the model with fully_shard instead (with Lightning: ModelParallelStrategy in place of FSDPStrategy)"
+            )
         if nn.parameter.is_lazy(parameter):
             raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
         if parameter.is_meta and not may_be_meta and (parameter.requires_grad or not frozen_may_be):
@@ -363,6 +368,11 @@ def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | Non
             raise UnsupportedError(
                 f"parameter {name} is on {parameter.device}, and the model is to run on {device or 'the CPU'}: pass "
                 f"manager.offload(..., device={str(parameter.device)!r}), or call model.to('cpu') before the optimizer is built"
+            )
+        if type(parameter).__name__ == "DTensor":
+            raise UnsupportedError(
+                f"parameter {name} is a DTensor, and torch's fully_shard was not called on the given {type(model).__name__}: give "
+                "manager.offload the module on which it was called, or call it on this one too"
             )
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             raise UnsupportedError(

@@ -26,6 +26,7 @@ from swapper.train.parameters.accumulation_pass import (
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import LoadHooks
 from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.parameters.preparation import check_not_averaged
 from swapper.train.parameters.train_hooks import TrainingHooks
 from swapper.train.session.session_slot import SessionGuard
 from swapper.train.updates.at_step import Updates
@@ -40,6 +41,7 @@ class PassLifecycle:
         sweep: an abandoned pass drops its leases too.
         masters: follow what `load_state_dict` changes.
         order: of the gradients of micro-batches that run together.
+        without_averaging: why DDP cannot average gradients: see `averaging_refused`; "" if it can.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class PassLifecycle:
         gradients: Gradients,
         masters: Masters,
         order: AccumulationOrder,
+        without_averaging: str,
     ) -> None:
         self._inventory = inventory
         self._groups = groups
@@ -67,6 +70,7 @@ class PassLifecycle:
         self._on_device = on_device
         self._gradients = gradients
         self._order = order
+        self._without_averaging = without_averaging
         self._hooks = fault_handler.hooks = TrainingHooks(
             inventory.units, groups, self.enter_forward, self._drop_leases, clock.enter, updates, session_guard.turns, on_device
         )  # fmt: skip
@@ -163,6 +167,8 @@ class PassLifecycle:
         if self._fault_handler.changes_itself:
             self._session_guard.check_to_write()
         self._session_guard.check()
+        if self._without_averaging:
+            check_not_averaged(self._inventory.names, self._without_averaging)
         self._inventory.check_files()
         self._gradients.entered()
         if self._on_device is not None and not self.is_open:

@@ -102,6 +102,18 @@ def check_averaging(model: nn.Module, update: str, gradients_leave: bool) -> Non
         raise UnsupportedError(refusal)
 
 
+def check_not_averaged(ids: Container[int], refusal: str) -> None:
+    """Raise UnsupportedError in a forward of a DistributedDataParallel that `offload` was not given, as Lightning's is.
+
+    Args:
+        ids: of the parameters that were offloaded.
+        refusal: why their gradients cannot be averaged. See `averaging_refused`.
+    """
+    outer = torch_ddp.DistributedDataParallel._active_ddp_module
+    if outer is not None and any(id(parameter) in ids for parameter in outer.parameters()):
+        raise UnsupportedError(refusal)
+
+
 # --- moving -------------------------------------------------------------------------------------------------------------
 
 
