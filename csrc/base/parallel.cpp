@@ -14,11 +14,14 @@ using OpenMpParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 OpenMpParallel find_openmp() {
   void* torch = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);  // never closed, as torch never is
-  // Looks in libraries that torch depends on: programs may have several libgomp, each with threads of its own.
+  // Looks in libraries that torch depends on: programs may have several libgomp, each with threads of its
+  // own.
   return torch == nullptr ? nullptr : reinterpret_cast<OpenMpParallel>(dlsym(torch, "GOMP_parallel"));
 }
 
-void call(void* work) { (*static_cast<const std::function<void()>*>(work))(); }
+void call(void* work) {
+  (*static_cast<const std::function<void()>*>(work))();
+}
 
 }  // namespace
 

@@ -1,4 +1,5 @@
-// Divides runs among threads and blocks, and calls the kernels of the processor's instruction set. Owns nothing.
+// Divides runs among threads and blocks, and calls the kernels of the processor's instruction set. Owns
+// nothing.
 #include "codecs/codecs.h"
 
 #include <algorithm>
@@ -35,8 +36,8 @@ class DefaultArithmetic {
   std::fenv_t saved_;
 };
 
-// Calls work(begin, end) for parts of [0, count), each from a multiple of kBlock and of some `least` elements or
-// more, on up to `threads` threads. Returns the sum of what the calls return.
+// Calls work(begin, end) for parts of [0, count), each from a multiple of kBlock and of some `least` elements
+// or more, on up to `threads` threads. Returns the sum of what the calls return.
 template <typename Work>
 std::uint64_t share(std::size_t count, std::size_t threads, std::size_t least, const Work& work) {
   threads = std::clamp<std::size_t>(count / least, 1, std::max<std::size_t>(threads, 1));
