@@ -147,6 +147,8 @@ def mutate_zip(data: bytes, chance: random.Random) -> bytes:
             records = [(info.filename, archive.read(info)) for info in archive.infolist()]
     except Exception:
         return mutate_bytes(data, chance)
+    if not records:  # another change left the only one out
+        return mutate_bytes(data, chance)
     kind = chance.choice(("pickle", "pickle", "pickle", "pickle", "record", "leave out", "twice", "rename", "compress"))
     at = chance.randrange(len(records))
     if kind == "pickle":
