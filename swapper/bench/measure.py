@@ -136,9 +136,7 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
 def measure_while_computing(pattern: Pattern, paths: dict[str, Path], backend: str = "auto") -> Speed:
     """Measure the bytes a second of swapper's engine while torch computes on all its threads."""
     left, right, large = torch.ones(128, 1024), torch.ones(1024, 1024), torch.ones(16 << 20)
-    parts = itertools.cycle(
-        torch.split(large, 1 << 20)
-    )  # products, and operations on more than a cache has, as in a step
+    parts = itertools.cycle(torch.split(large, 1 << 20))  # more than a cache has, as in a step
     with ThreadPoolExecutor(1) as pool:
         measured = pool.submit(measure_engine, pattern, paths, backend)
         while not measured.done():

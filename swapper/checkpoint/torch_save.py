@@ -37,7 +37,7 @@ def save(
 
     An existing file is replaced at the end, in one step, as torch.save would overwrite it: until then the old one is
     there. `torch.utils.serialization.config.save` is honored: `compute_crc32`, `storage_alignment` (if more than 4096),
-    `use_pinned_memory_for_d2h`. It takes 16 MiB of memory beside the tensors on the CPU; do not change them meanwhile.
+    `use_pinned_memory_for_d2h`. It takes 16 MiB of memory in addition to the tensors on the CPU; do not change them meanwhile.
 
     Args:
         obj: anything that can be pickled.

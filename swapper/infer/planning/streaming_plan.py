@@ -123,7 +123,7 @@ class StreamingPlan:
 
     @property
     def fixed_device_bytes(self) -> int:
-        """Device memory beside images: resident weights, and the most of conversions, parts and experts at once."""
+        """Device memory other than images: resident weights, and the most of conversions, parts and experts at once."""
         _, small_bytes = place_in_storage(part.nbytes for weight in self.small for part in weight.recipe.parts)
         return small_bytes + self.buffer_bytes + self.made_bytes + 2 * self._slot_bytes + self.min_experts_bytes
 
