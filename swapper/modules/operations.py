@@ -355,9 +355,8 @@ class ColdCaches:
     """Memory larger than a processor's cache, to empty it: in a step, where pages come and go, neither data nor Python's code are
     there. Python takes twice as long then.
 
-    The memory is read without torch. After an operation of torch's, OpenMP's other threads spin for some milliseconds (GNU's
-    GOMP_SPINCOUNT) on processors that the threads of a codec or of the engine need: an update of a slice then took twice as long
-    in a trial as in `optimizer.step()`, where torch computes nothing meanwhile.
+    The memory is read without torch: after an operation of torch's, OpenMP's other threads spin for some milliseconds (GNU's
+    GOMP_SPINCOUNT) on processors that the engine's thread needs.
     """
 
     def __init__(self) -> None:

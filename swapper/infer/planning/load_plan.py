@@ -127,18 +127,23 @@ class LoadPlan:
             ConfigError: the drive's speed is not known, or a value is not positive; a mixture needs `experts`.
         """
         tuning = find_tuning(next(iter(self.source.stamps)).parent)
-        if drive_read is None:
-            if tuning is None:
-                raise ConfigError(
-                    "the drive's speed is not known: run `swapper tune DIR`, or give predict(..., "
-                    "drive_read='7GB'), its bytes a second"
-                )
-            rate: float = tuning.read_bytes_per_s
-        else:
+        slowing_byte_s = 0.0 if tuning is None else tuning.slowing_byte_s
+        if drive_read is not None:
             rate = parse_bytes_a_second(drive_read, "drive_read")
-        drive = DriveRates(rate, rate, rate)
-        if tuning is not None:
-            drive = replace(drive, busy=tuning.busy_bytes_per_s, slowing_byte_s=tuning.slowing_byte_s)
+            drive = DriveRates(rate, rate, rate, slowing_byte_s=slowing_byte_s)
+        elif tuning is not None:
+            rates = (
+                tuning.read_bytes_per_s,
+                tuning.write_bytes_per_s,
+                tuning.both_bytes_per_s,
+                tuning.busy_bytes_per_s,
+            )
+            drive = DriveRates(*rates, slowing_byte_s=slowing_byte_s)
+        else:
+            raise ConfigError(
+                "the drive's speed is not known: run `swapper tune DIR`, or give predict(..., "
+                "drive_read='7GB'), its bytes a second"
+            )
         return self.predict_on(drive, tokens, batch=batch, example=example, experts=experts)
 
     def predict_on(

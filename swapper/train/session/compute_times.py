@@ -163,8 +163,10 @@ def _recorded_times(recording: Recording, inventory: Inventory) -> ComputeTimes:
         {group.index: times.of(phase, recording.counts.get((phase, group.index), {})) for group in inventory.groups}
         for phase in ("forward", "backward")
     )
-    peaks = recording.peak_bytes, recording.with_gradients_bytes
-    return ComputeTimes(forward, backward, 0.0, activation_bytes=peaks[0], with_gradients_bytes=peaks[1])
+    return ComputeTimes(
+        forward, backward, 0.0, activation_bytes=recording.peak_bytes,
+        with_gradients_bytes=recording.with_gradients_bytes,
+    )  # fmt: skip
 
 
 def _copying_seconds() -> float:
