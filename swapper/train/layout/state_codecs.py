@@ -88,7 +88,9 @@ class StateCodecs:
             raise ConfigError(f"{said} is not known: give a name, one of {_named(PRESETS)}, or a map")
         needs_masters = MASTER in found.of_key and (not found.is_preset or len(found.of_key) == 1)
         if needs_masters and master_weights is None:
-            raise ConfigError(f"{said} encodes fp32 masters, and there are none: pass master_weights=torch.float32")
+            raise ConfigError(
+                f"{said} encodes fp32 masters, and there are none: give a bf16 model and master_weights=torch.float32"
+            )
         return found
 
     def of(
@@ -161,11 +163,13 @@ class StateCodecs:
         known = {MASTER, *(key.name for form in forms for key in form.keys)}
         for key in self.of_key if not self.is_preset and forms else ():
             if key not in known:
-                raise UnsupportedError(f"{self.said}: {kind} keeps no {key!r}, but {_named(sorted(known - {MASTER}))}")
+                raise UnsupportedError(
+                    f"{self.said}: {kind} keeps no {key!r}; it keeps {_named(sorted(known - {MASTER}))}"
+                )
 
 
 def coded_specs(name: str, key: str, codec: StateCodec, shape: tuple[int, ...]) -> list[TensorSpec]:
-    """Return the parts of an encoded tensor: one with an element for each of its own has its shape; others its rows."""
+    """Return the parts of an encoded tensor. A part with as many elements has the parameter's shape; others have its rows."""
     rows, numel = shape[0], math.prod(shape)
     return [
         TensorSpec(name, coded_kind(key, codec.name, suffix), dtype, shape if n == numel else (rows, n // rows))
