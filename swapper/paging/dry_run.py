@@ -19,7 +19,7 @@ from swapper.io.engines import Transfer
 from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
-from swapper.paging.section import Page, Section
+from swapper.paging.section import NoWindow, Page, Section
 from swapper.paging.virtual_drive import VirtualCounters, VirtualDrive, VirtualTransfer, VirtualWindow
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.stats import StepClock, StepStats
@@ -189,7 +189,7 @@ class DryRun:
         pages = [page for section in sections for page in section.pages]
         self._transient = [page.index for page in pages if page.section.transient]
         for section in sections:
-            section.attach(torch.empty(0, dtype=torch.uint8), VirtualWindow(self._drive))
+            section.attach(torch.empty(0, dtype=torch.uint8), NoWindow() if drive is None else VirtualWindow(drive))
         for page in pages:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)

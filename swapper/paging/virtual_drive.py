@@ -96,6 +96,7 @@ class PagingCosts:
 class VirtualTransfer:
     """A transfer of a virtual drive. See `swapper.io.engines.Transfer`."""
 
+    __slots__ = ("_drive", "after", "done", "left", "nbytes")
     error = None
     crc32 = 0
     submitted_s = completed_s = 0.0
@@ -104,11 +105,8 @@ class VirtualTransfer:
         self._drive = drive
         self.nbytes = nbytes
         self.left = float(nbytes)
+        self.done = nbytes == 0
         self.after = after
-
-    @property
-    def done(self) -> bool:
-        return self.left <= 0
 
     def exception(self) -> None: ...
 
@@ -134,6 +132,7 @@ class VirtualDrive:
         self._costs = costs or PagingCosts()
         self._rates = self.rates.with_checksums(self._costs.checked_byte_s)
         self._takes_time = rates is not None
+        self._at_once = VirtualTransfer(self, 0, None)
         self._reads: list[VirtualTransfer] = []
         self._writes: list[VirtualTransfer] = []
         self.now_s = 0.0
@@ -148,11 +147,11 @@ class VirtualDrive:
         return self._submit(self._writes, nbytes, None)
 
     def _submit(self, queue: list[VirtualTransfer], nbytes: int, after: Transfer | None) -> VirtualTransfer:
-        transfer = VirtualTransfer(self, nbytes if self._takes_time else 0, after)
-        if self._takes_time:
-            queue.append(transfer)
-        else:
+        if not self._takes_time:
             self.finished += 1
+            return self._at_once
+        transfer = VirtualTransfer(self, nbytes, after)
+        queue.append(transfer)
         return transfer
 
     def compute(self, seconds: float) -> None:
@@ -198,7 +197,7 @@ class VirtualDrive:
             self._passed(seconds * rate, queue is self._writes)
             self._added_s += seconds * rate * self.rates.slowing_byte_s * self._is_computing
             if one.left <= 1e-3:  # of a byte: rounding
-                one.left = 0.0
+                one.left, one.done = 0.0, True
                 self.finished += 1
                 if self._is_computing and self._costs.takes_turns:
                     self._added_s += one.nbytes * self._costs.checked_byte_s

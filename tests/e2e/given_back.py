@@ -33,23 +33,28 @@ def arena_bytes() -> int:
 def arena_addresses() -> list[tuple[int, int]]:
     """Return the addresses at which those arenas are mapped now: by themselves, and by windows."""
     found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if _NAME in line and int(line.split()[4]) not in _of_others:
-            begin, end = line.split(" ", 1)[0].split("-")
-            found.append((int(begin, 16), int(end, 16)))
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            if _NAME in line and int(line.split()[4]) not in _of_others:
+                begin, end = line.split(" ", 1)[0].split("-")
+                found.append((int(begin, 16), int(end, 16)))
     return found
 
 
 def bytes_at(addresses: list[tuple[int, int]]) -> int:
-    """Return how much memory is at these addresses, whosever it is."""
+    """Return how much memory is at these addresses, whosever it is.
+
+    It is read line by line: memory for the whole text may come just where other memory was given back.
+    """
     total, is_inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        heading = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if heading:
-            begin, end = int(heading[1], 16), int(heading[2], 16)
-            is_inside = any(begin < last and end > first for first, last in addresses)
-        elif is_inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            heading = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+            if heading:
+                begin, end = int(heading[1], 16), int(heading[2], 16)
+                is_inside = any(begin < last and end > first for first, last in addresses)
+            elif is_inside and line.startswith("Rss:"):
+                total += int(line.split()[1]) * 1024
     return total
 
 
