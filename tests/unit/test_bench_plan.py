@@ -53,15 +53,18 @@ def test_the_drive_is_measured_as_a_session_uses_it(
     assert min(rates.read, rates.write, rates.both, rates.busy) > 0
 
 
-@pytest.mark.parametrize(("changes", "runs"), [([0.01], 1), ([0.2, -0.2, 0.03], 3), ([0.2] * 9, 4)])
-def test_a_row_is_run_again_while_the_processors_change_their_speed(
-    tool: dict[str, Any], changes: list[float], runs: int
+@pytest.mark.parametrize(("cap", "runs"), [(None, 3), (500, 1)])
+def test_of_a_row_without_a_cap_the_run_with_the_median_error_counts(
+    tool: dict[str, Any], cap: int | None, runs: int
 ) -> None:
-    answers = iter(changes)
-    tool["measure_row"].__globals__["in_process"] = lambda *_: {"processor_change": next(answers)}
+    answers = iter([1.3, 0.9, 1.1])
+    run = lambda *_: {"predicted_s": next(answers), "measured_s": 1.0}  # noqa: E731
+    tool["measure_row"].__globals__["in_process"] = run
     options = tool["parse_arguments"]([])
-    found = tool["measure_row"](next(row for row in tool["ROWS"] if row.cap is None), options)
-    assert (found["runs"], found["processor_change"]) == (runs, changes[runs - 1])
+    options.own = "{}"
+    found = tool["measure_row"](next(row for row in tool["ROWS"] if row.cap == cap), options)
+    assert len(found["errors"]) == runs
+    assert found["predicted_s"] == (1.1 if runs == 3 else 1.3)
 
 
 @pytest.mark.slow
