@@ -25,7 +25,7 @@ from swapper.device.device_storage import DeviceStorage, Span, place_in_storage
 from swapper.errors import DeviceError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
-from swapper.paging.residency import Residency
+from swapper.paging.residency import CLEAN, DIRTY, READING, WRITING
 from swapper.paging.section import Page
 from swapper.runtime.counters import Counters
 
@@ -86,9 +86,9 @@ class PageCopy:
     def is_read(self) -> bool:
         """Return whether a lease would be given without waiting."""
         page, ticket = self.page, self.page.ticket
-        if page.residency is Residency.READING:
+        if page.residency is READING:
             return ticket is not None and page.previous_owner is None and ticket.done and ticket.error is None
-        return page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
+        return page.residency in (CLEAN, DIRTY, WRITING)
 
 
 class Uploads:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from swapper.paging.host_memory import Pool
 from swapper.paging.planning.schedule import Access
-from swapper.paging.residency import Residency
+from swapper.paging.residency import CLEAN, DIRTY, Residency
 from swapper.paging.section import Page
 
 MAX_LINES = 12
@@ -49,7 +49,7 @@ def _of(pages: Sequence[Page], access: Access) -> str:
     key = "outside of a step" if access.key is None else str(access.key)
     if not access.pages:
         return f"{key}, no pages"
-    there = sum(pages[index].residency in (Residency.CLEAN, Residency.DIRTY) for index in access.pages)
+    there = sum(pages[index].residency in (CLEAN, DIRTY) for index in access.pages)
     return f"{key}, {pages[access.pages[0]].section.plan.where}: {there} of {len(access.pages)} pages in memory"
 
 

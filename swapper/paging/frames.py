@@ -41,7 +41,7 @@ from swapper.errors import InvariantError, IoError
 from swapper.paging.dump import describe
 from swapper.paging.host_memory import Pool
 from swapper.paging.planning.schedule import Access
-from swapper.paging.residency import Residency
+from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING
 from swapper.paging.section import Page
 from swapper.paging.store.page_store import PageStore
 from swapper.runtime.counters import Counters
@@ -110,7 +110,7 @@ class Frames:
 
     @property
     def writes_under_way(self) -> int:
-        return sum(page.residency is Residency.WRITING for page in self.in_flight.values())
+        return sum(page.residency is WRITING for page in self.in_flight.values())
 
     # --- in and out -----------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Frames:
         fresh = fresh and page.index not in self.deferred_writes and self.written_at(page) < 0
         if victim is not None:
             victim.kept = keep and self._keep(victim)
-            if victim.residency is Residency.CLEAN:
+            if victim.residency is CLEAN:
                 self.evict(victim)
                 victim = None
         page.kept = page.kept and not fresh
@@ -139,7 +139,7 @@ class Frames:
             self._counters.read_bytes[page.section.plan.family] += page.nbytes
         page.fresh = fresh
         page.error = None
-        page.move(Residency.READING)
+        page.move(READING)
         if page.ticket is not None:
             self.in_flight[page.index] = page
         elif page.kept:
@@ -156,7 +156,7 @@ class Frames:
 
     def _claim_promise(self, page: Page, victim: Page, needs_read: bool) -> None:
         """[Note: promised frames]"""
-        if victim.residency is Residency.DIRTY:
+        if victim.residency is DIRTY:
             self.write(victim)
         after = victim.ticket
         try:
@@ -175,10 +175,10 @@ class Frames:
         self.victim_cache.load(page, self._pool.address(page.frame))
         page.kept = False
         self._end_transfer(page)
-        page.move(Residency.CLEAN)
+        page.move(CLEAN)
         self._came(page)
         if self.deferred_writes.pop(page.index, None) is not None:
-            page.move(Residency.DIRTY)
+            page.move(DIRTY)
             self.write(page)
         self.enqueue_for_eviction(page)
 
@@ -197,13 +197,13 @@ class Frames:
 
     def drop_cached(self, page: Page) -> None:
         """Forget that the victim cache has the content of `page`."""
-        if page.kept and page.residency is Residency.READING:
+        if page.kept and page.residency is READING:
             self.give_up_claim(page)
         page.kept = False
 
     def give_up_claim(self, page: Page) -> None:
         """Take the frame, or the promise of one, from a READING page whose read failed or is not needed."""
-        page.move(Residency.COLD)
+        page.move(COLD)
         page.fresh = False
         page.ticket = None
         self.in_flight.pop(page.index, None)
@@ -224,7 +224,7 @@ class Frames:
             in_frames: it is overwritten in its frame.
         """
         self._end_transfer(page)
-        page.move(Residency.DIRTY)
+        page.move(DIRTY)
         if in_frames:
             self._hide(page)
             self._pool.zero(page.frame, page.nbytes)
@@ -244,13 +244,13 @@ class Frames:
         """Submit the write of a DIRTY page; its frame may be promised then."""
         page.ticket = self._store.write(page, self._pool.address(page.frame))
         self._counters.written_bytes[page.section.plan.family] += page.nbytes
-        page.move(Residency.WRITING)
+        page.move(WRITING)
         self.in_flight[page.index] = page
         self.enqueue_for_eviction(page)
 
     def evict(self, page: Page) -> None:
         """Evict a CLEAN page, or discard a DIRTY one."""
-        page.move(Residency.COLD)
+        page.move(COLD)
         page.eviction_rank = None
         self._unmap(page)
         self._pool.give(page.frame)
@@ -262,7 +262,7 @@ class Frames:
         self.unsaved.pop(page.index, None)
         page.location = None
         page.kept = False
-        if page.residency in (Residency.CLEAN, Residency.DIRTY):
+        if page.residency in (CLEAN, DIRTY):
             self.evict(page)
 
     # --- who writes -----------------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ class Frames:
         elif page.guarded:
             was_written = self.written_at(page) >= 0
             self._map_to_write(page)
-            if was_written and page.residency is Residency.CLEAN:
-                page.move(Residency.DIRTY)
+            if was_written and page.residency is CLEAN:
+                page.move(DIRTY)
 
     def written_at(self, page: Page) -> int:
         """Return where, in bytes from the start of its section, the page was written since `guard`; -1 if nowhere."""
@@ -298,7 +298,7 @@ class Frames:
     def forget_written(self, page: Page) -> None:
         """Forget what an unleased page has in memory, and unannounced writes to it."""
         page.section.window.unmap(page.offset, page.nbytes)  # without a file behind it nothing stays
-        if page.residency is Residency.CLEAN:
+        if page.residency is CLEAN:
             self.evict(page)
         else:
             self._unmap(page)
@@ -310,7 +310,7 @@ class Frames:
     def back_cold_pages(self) -> None:
         """Let COLD pages be read past the guard, as after an eviction: those of a resumed run were never in memory."""
         for page in self._pages:
-            if page.residency is Residency.COLD:
+            if page.residency is COLD:
                 self._unmap(page)
 
     # --- eviction -------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class Frames:
         """Find all next uses again, and enqueue by them."""
         self._victims.clear()
         for page in self._pages:
-            if page.residency is not Residency.COLD:
+            if page.residency is not COLD:
                 page.eviction_rank = None
                 page.next_use = next_use(page.index)
                 self.enqueue_for_eviction(page)
@@ -359,10 +359,10 @@ class Frames:
         if page.leases:
             return False
         residency = page.residency
-        if residency is Residency.DIRTY:
+        if residency is DIRTY:
             is_late = self._lazy or page.section.transient
             return is_late and page.index not in self.unsaved and not page.fresh
-        return residency is Residency.CLEAN or (residency is Residency.WRITING and page.next_owner is None)
+        return residency is CLEAN or (residency is WRITING and page.next_owner is None)
 
     # --- finished transfers ---------------------------------------------------------------------------------------
 
@@ -376,10 +376,10 @@ class Frames:
         finished = [p for p in self.in_flight.values() if p.ticket.done]  # type: ignore[union-attr]  # all have one
         if not finished:
             return
-        for page in [page for page in finished if page.residency is Residency.WRITING]:
+        for page in [page for page in finished if page.residency is WRITING]:
             self._settle_write(page)  # which may begin with the write of another
         for page in finished:
-            if page.residency is Residency.READING and page.previous_owner is None and not page.fresh:
+            if page.residency is READING and page.previous_owner is None and not page.fresh:
                 self._settle_read(page)
 
     def raise_failure(self) -> None:
@@ -397,19 +397,19 @@ class Frames:
         if ticket.error is not None:
             self._failure = self._failure or ticket.error
             self.unsaved[page.index] = ticket.error
-            page.move(Residency.DIRTY)
+            page.move(DIRTY)
             if page.next_owner is not None:
                 self.give_up_claim(page.next_owner)
             return
         self._store.written(page, ticket)
         page.torn = self.written_at(page) >= 0
         self.unsaved.pop(page.index, None)
-        page.move(Residency.CLEAN)
+        page.move(CLEAN)
         if page.next_owner is None:
             self.enqueue_for_eviction(page)
             return
         next_owner, page.next_owner = page.next_owner, None
-        page.move(Residency.COLD)
+        page.move(COLD)
         page.eviction_rank = None
         next_owner.frame, page.frame = page.frame, None
         next_owner.previous_owner = None
@@ -431,7 +431,7 @@ class Frames:
             return
         del self.in_flight[page.index]
         page.ticket = None
-        page.move(Residency.CLEAN)
+        page.move(CLEAN)
         self._came(page)
         self.enqueue_for_eviction(page)
 
@@ -504,7 +504,7 @@ class Frames:
             raise InvariantError(f"frames were lost: {self.describe()}")
         for page in self._pages:
             promised = page.previous_owner is not None
-            if (page.frame is None) != (page.residency is Residency.COLD or promised):
+            if (page.frame is None) != (page.residency is COLD or promised):
                 raise InvariantError(f"{page} has a frame that its state does not allow, or lacks one")
 
 

@@ -25,7 +25,7 @@ from swapper.paging.frames import Frames, VictimCache
 from swapper.paging.host_memory import Pool
 from swapper.paging.planning.schedule import NEVER, Access, Schedule
 from swapper.paging.prefetcher import Prefetcher
-from swapper.paging.residency import Residency
+from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING
 from swapper.paging.section import Page
 from swapper.paging.store.page_store import PageStore
 from swapper.paging.writeback import WriteBack
@@ -156,12 +156,12 @@ class Pager:
             pages = self._pages
             for index in access.pages:
                 page = pages[index]
-                if index in changed and page.residency is not Residency.WRITING:
+                if index in changed and page.residency is not WRITING:
                     page.fresh = False  # it was filled
                     if page.guarded or not page.shown:
                         self._frames.allow_writes(page)  # what was noted of it is announced now
-                    if page.residency is Residency.CLEAN:
-                        page.move(Residency.DIRTY)
+                    if page.residency is CLEAN:
+                        page.move(DIRTY)
                 self._end_lease(page, index in access.writes)
             if access.key is not None:
                 self._prefetcher.read_ahead()
@@ -368,9 +368,9 @@ class Pager:
                 self._frames.unsaved.pop(page.index, None)
                 page.leases = 0
                 page.kept = False
-                if page.residency in (Residency.CLEAN, Residency.DIRTY):
+                if page.residency in (CLEAN, DIRTY):
                     self._frames.evict(page)
-                elif page.residency is Residency.READING:
+                elif page.residency is READING:
                     self._frames.give_up_claim(page)
 
     def bytes_by_family(self) -> dict[str, int]:
@@ -398,11 +398,11 @@ class Pager:
 
     def _count_leases(self, access: Access) -> int:
         """Lease the pages. Returns how many of them must be read and were not prefetched."""
-        missed, cold, pages = 0, Residency.COLD, self._pages
+        missed, pages = 0, self._pages
         for index in access.pages:
             page = pages[index]
             page.leases += 1
-            if page.residency is cold and index not in access.fresh:
+            if page.residency is COLD and index not in access.fresh:
                 missed += 1
         return missed
 
@@ -432,10 +432,10 @@ class Pager:
             for index in access.pages:
                 page = pages[index]
                 residency = page.residency
-                if residency is Residency.WRITING:
+                if residency is WRITING:
                     if index in access.writes or self._frames.is_outside(page):
                         return False
-                elif residency is not Residency.CLEAN and residency is not Residency.DIRTY:
+                elif residency is not CLEAN and residency is not DIRTY:
                     if not _is_to_be_overwritten(page, access):
                         return False
                     self._frames.fill_fresh(page, index in access.in_frames)
@@ -453,10 +453,10 @@ class Pager:
         while True:
             with self._lock:
                 self._frames.settle()
-                if page.residency is Residency.COLD:  # its read failed, or its frame was promised to another page
+                if page.residency is COLD:  # its read failed, or its frame was promised to another page
                     _raise_error_of(page)
                     ticket = None
-                elif page.residency is not Residency.READING:
+                elif page.residency is not READING:
                     break
                 elif page.fresh and page.previous_owner is None:
                     if page.index in access.fresh:
@@ -506,10 +506,10 @@ class Pager:
                 self._frames.guard(page)  # those that are left only read
             return
         page.next_use = self._schedule.next_use(page.index)
-        if page.residency is Residency.CLEAN and not self._write_back.is_read_again(page):
+        if page.residency is CLEAN and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # it is overwritten next: evict it first
         self._frames.guard(page)  # before its write is submitted
-        if page.residency is Residency.DIRTY:
+        if page.residency is DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content
             elif not page.section.transient:
@@ -517,7 +517,7 @@ class Pager:
         self._frames.enqueue_for_eviction(page)
 
     def _is_being_saved(self, page: Page) -> bool:
-        return page.residency is Residency.WRITING and not page.section.transient
+        return page.residency is WRITING and not page.section.transient
 
     def _fault_in_deferred(self, deferred_writes: Iterable[int]) -> None:
         """Fault in pages whose write was deferred, which writes them."""
@@ -530,7 +530,7 @@ class Pager:
         while True:
             with self._lock:
                 self._frames.settle()
-                if page.residency is not Residency.WRITING:
+                if page.residency is not WRITING:
                     self._frames.raise_failure()
                     return
                 ticket = page.ticket
@@ -547,7 +547,7 @@ class Pager:
 
 def _is_to_be_overwritten(page: Page, access: Access) -> bool:
     """Return whether `page` has a frame, free of its previous owner, that `access` overwrites."""
-    has_its_frame = page.residency is Residency.READING and page.previous_owner is None
+    has_its_frame = page.residency is READING and page.previous_owner is None
     return has_its_frame and page.fresh and page.index in access.fresh
 
 

@@ -15,7 +15,7 @@ from swapper.paging.frames import Frames
 from swapper.paging.host_memory import Pool
 from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
 from swapper.paging.planning.schedule import Access, PrefetchDistance, Schedule, choose_resident_set
-from swapper.paging.residency import Residency
+from swapper.paging.residency import COLD, DIRTY, READING, WRITING
 from swapper.paging.section import Page
 from swapper.paging.writeback import WriteBack
 from swapper.runtime.sizes import format_bytes
@@ -86,7 +86,7 @@ class Prefetcher:
         self.start_again()
         self._frames.ahead.clear()
         for page in self._pages:
-            if page.residency is Residency.READING and page.ticket is None and page.leases == 0:
+            if page.residency is READING and page.ticket is None and page.leases == 0:
                 self._frames.give_up_claim(page)  # to be overwritten, but perhaps not soon
         self._frames.enqueue_all_for_eviction(self._schedule.next_use)
 
@@ -106,9 +106,9 @@ class Prefetcher:
         """
         while missing:
             page = missing[-1]
-            if page.residency is Residency.WRITING and page.next_owner is not None:
+            if page.residency is WRITING and page.next_owner is not None:
                 return page  # its frame is promised: it must be evicted before it can be read again
-            if page.residency is not Residency.COLD or self._claim(page, page.index in fresh, -1):
+            if page.residency is not COLD or self._claim(page, page.index in fresh, -1):
                 missing.pop()
             elif self._pool.is_growing:
                 return None
@@ -122,14 +122,14 @@ class Prefetcher:
 
     def read_ahead(self) -> None:
         """Claim frames along the schedule, as long as other pages are needed later than those wanted."""
-        pages, cold, ahead = self._pages, Residency.COLD, self._frames.ahead
+        pages, ahead = self._pages, self._frames.ahead
         self._next = max(self._next, self._schedule.position)
         end = self._schedule.position + self._distance.accesses(len(self._schedule.cycle))
         while self._next < end:
             access = self._schedule.at(self._next)
             for index in () if self._schedule.is_over(self._next) else access.pages:
                 page = pages[index]
-                if page.residency is cold and page.leases == 0:
+                if page.residency is COLD and page.leases == 0:
                     fresh = index in access.fresh
                     if not fresh and page.location is None:
                         if page.section.transient:
@@ -163,8 +163,8 @@ class Prefetcher:
         """
         self._frames.raise_failure()
         idle = [page for page in self._pages if page.leases == 0]
-        dirty = [page for page in idle if page.residency is Residency.DIRTY]
-        claimed = [page for page in idle if page.residency is Residency.READING]
+        dirty = [page for page in idle if page.residency is DIRTY]
+        claimed = [page for page in idle if page.residency is READING]
         for page in dirty:
             self._frames.write(page)
         for page in claimed:

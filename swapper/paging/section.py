@@ -17,7 +17,7 @@ from swapper._C import File, View
 from swapper.errors import InvariantError, IoError
 from swapper.io.engines import Transfer
 from swapper.paging.planning.layout import SectionPlan, Slot
-from swapper.paging.residency import Residency, Resident
+from swapper.paging.residency import COLD, Resident
 
 EXTERNAL = -2
 """In place of the number of a swap file: the content is in the user's file that the section's plan names."""
@@ -80,7 +80,7 @@ class Page(Resident):
     torn: bool = False  # its last write met an unannounced one: `location` may have a mix, see frames.py
 
     def __post_init__(self) -> None:
-        Resident.__init__(self, Residency.COLD)
+        Resident.__init__(self, COLD)
         self.file_offset = self.section.file_offset + self.offset
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from swapper.paging.frames import Frames
 from swapper.paging.planning.schedule import NEVER, Schedule
-from swapper.paging.residency import Residency
+from swapper.paging.residency import DIRTY
 from swapper.paging.section import Page
 
 SOON_ACCESSES = 8
@@ -56,7 +56,7 @@ class WriteBack:
     @property
     def has_leased(self) -> bool:
         """Whether changed pages are leased, transient ones excepted: they are written after that."""
-        return any(p.leases and p.residency is Residency.DIRTY and not p.section.transient for p in self._pages)
+        return any(p.leases and p.residency is DIRTY and not p.section.transient for p in self._pages)
 
     def add(self, page: Page, made: bool) -> None:
         """Note that `page` is DIRTY and not leased any more; its next use is known. `made`: the last lease was one for writing."""
@@ -91,7 +91,7 @@ class WriteBack:
     def write_all(self) -> bool:
         """Write whatever is DIRTY and not leased, transient pages excepted. Return whether some are leased."""
         for page in self._pages:
-            if page.residency is Residency.DIRTY and page.leases == 0 and not page.section.transient:
+            if page.residency is DIRTY and page.leases == 0 and not page.section.transient:
                 self._frames.write(page)
         self._deferred.clear()
         self._just_made.clear()
@@ -101,7 +101,7 @@ class WriteBack:
         """Try failed writes once more."""
         for index in self._frames.unsaved:
             page = self._pages[index]
-            if page.leases == 0 and page.residency is Residency.DIRTY:
+            if page.leases == 0 and page.residency is DIRTY:
                 self._frames.write(page)
 
     def is_read_again(self, page: Page) -> bool:
@@ -126,6 +126,6 @@ class WriteBack:
 
     def _write_and_clear(self, waiting: dict[int, Page]) -> None:
         for page in waiting.values():
-            if page.leases == 0 and page.residency is Residency.DIRTY:
+            if page.leases == 0 and page.residency is DIRTY:
                 self._frames.write(page)
         waiting.clear()

@@ -20,7 +20,7 @@ from swapper.errors import StateError
 from swapper.modules.groups import Group, changes_itself
 from swapper.modules.own_hook import outside_transforms
 from swapper.paging.pager import Pager
-from swapper.paging.residency import Residency
+from swapper.paging.residency import DIRTY, WRITING
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.counters import Counters
 from swapper.train.device.device_sweep import DeviceSweep
@@ -247,7 +247,7 @@ class OffloadedModel:
 
     def _is_changed(self, page: Page) -> bool:
         """Return True if an external page was written to."""
-        if page.location != EXTERNAL or page.residency in (Residency.DIRTY, Residency.WRITING):
+        if page.location != EXTERNAL or page.residency in (DIRTY, WRITING):
             return True
         memory = page.section.memory if page.section.resident else None
         return memory is not None and _C.crc32_address(memory.data_ptr(), page.stored_bytes) != page.crc32

@@ -26,7 +26,7 @@ from swapper.errors import IoError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
 from swapper.io.extents import SpillFile
-from swapper.paging.residency import Residency, Resident
+from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING, Resident
 from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import SteadyLock
 
@@ -62,7 +62,7 @@ class Stored(Resident):
     """
 
     def __init__(self, cache: SavedTensorCache, number: int, memory: torch.Tensor) -> None:
-        super().__init__(Residency.DIRTY)
+        super().__init__(DIRTY)
         self._cache = cache
         self.number = number
         self.nbytes = memory.nbytes
@@ -194,7 +194,7 @@ class SavedTensorCache:
     def _write(self, stored: Stored) -> None:
         assert stored.memory is not None
         stored.offset, stored.ticket = self._file.write(self._find_engine(), stored.memory)
-        stored.move(Residency.WRITING)
+        stored.move(WRITING)
         self._moving[stored.number] = weakref.ref(stored)
         self.counters.written_bytes += stored.nbytes
 
@@ -236,7 +236,7 @@ class SavedTensorCache:
             if stored.error is not None:
                 self._failure = None if self._failure is stored.error else self._failure
                 raise _again(stored.error)
-            if stored.residency is Residency.COLD:
+            if stored.residency is COLD:
                 while self._lacks_room(stored) and self._drop_restored(stored):
                     pass
                 self._read(stored)
@@ -244,7 +244,7 @@ class SavedTensorCache:
             if stored.offset is not None:
                 self._restored[stored.number] = weakref.ref(stored)
             self._read_ahead(stored.number)
-            if stored.residency is Residency.READING:
+            if stored.residency is READING:
                 assert stored.ticket is not None
                 self.counters.waits += not stored.ticket.done
                 stored.ticket.exception()
@@ -258,16 +258,16 @@ class SavedTensorCache:
         """Return True if `fetch` would not wait. Otherwise prefetch it from the drive, if there is memory."""
         with self._lock:
             self._settle()
-            if stored.residency is Residency.COLD:
+            if stored.residency is COLD:
                 self._read_ahead(stored.number + 1)
-            return stored.error is None and stored.residency not in (Residency.COLD, Residency.READING)
+            return stored.error is None and stored.residency not in (COLD, READING)
 
     def _read(self, stored: Stored) -> None:
         assert stored.offset is not None
         memory = stored.allocate(stored.nbytes)
         stored.ticket = self._file.read(self._find_engine(), stored.offset, memory)
         stored.memory = memory
-        stored.move(Residency.READING)
+        stored.move(READING)
         self._moving[stored.number] = self._restored[stored.number] = weakref.ref(stored)
         self.counters.read_bytes += stored.nbytes
         self._add(stored.nbytes)
@@ -277,7 +277,7 @@ class SavedTensorCache:
         wanted = self._alive(current)
         for number in reversed(self._live):
             stored = self._alive(number)
-            if stored is None or number >= current or stored.residency is not Residency.COLD:
+            if stored is None or number >= current or stored.residency is not COLD:
                 continue
             while self._lacks_room(stored):
                 if not self._drop_restored(wanted, only_used=True):
@@ -294,7 +294,7 @@ class SavedTensorCache:
         """
         for reference in list(self._restored.values()):
             stored = reference()
-            if stored is None or stored is wanted or stored.residency is not Residency.CLEAN:
+            if stored is None or stored is wanted or stored.residency is not CLEAN:
                 continue
             if not (only_used and stored.uses_left):
                 del self._restored[stored.number]
@@ -327,15 +327,15 @@ class SavedTensorCache:
         ticket, stored.ticket = stored.ticket, None
         assert ticket is not None
         error = ticket.error
-        if stored.residency is Residency.WRITING and error is not None:
-            stored.move(Residency.DIRTY)
+        if stored.residency is WRITING and error is not None:
+            stored.move(DIRTY)
             stored.error = error
             if stored.number >= self._first:  # errors of an earlier forward are raised in its backward
                 self._failure = self._failure or error
             return error
-        is_read = stored.residency is Residency.READING
+        is_read = stored.residency is READING
         if error is None:
-            stored.move(Residency.CLEAN)
+            stored.move(CLEAN)
         if error is not None or not is_read:
             self._release(stored)
         return error
@@ -343,7 +343,7 @@ class SavedTensorCache:
     def _release(self, stored: Stored) -> None:
         note_freed(stored.nbytes)
         stored.memory = None
-        stored.move(Residency.COLD)
+        stored.move(COLD)
         self.counters.held_bytes -= stored.nbytes
 
     def _free(self, remains: _Remains) -> None:
