@@ -33,7 +33,7 @@ def arena_bytes() -> int:
 def arena_addresses() -> list[tuple[int, int]]:
     """Return the addresses at which those arenas are mapped now: by themselves, and by windows."""
     found = []
-    with open("/proc/self/maps") as lines:
+    with Path("/proc/self/maps").open() as lines:
         for line in lines:
             if _NAME in line and int(line.split()[4]) not in _of_others:
                 begin, end = line.split(" ", 1)[0].split("-")
@@ -47,7 +47,7 @@ def bytes_at(addresses: list[tuple[int, int]]) -> int:
     It is read line by line: memory for the whole text may come just where other memory was given back.
     """
     total, is_inside = 0, False
-    with open("/proc/self/smaps") as lines:
+    with Path("/proc/self/smaps").open() as lines:
         for line in lines:
             heading = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
             if heading:
