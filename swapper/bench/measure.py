@@ -31,17 +31,20 @@ from swapper.modules.operations import has_spare_processor
 KINDS = ("read", "write", "both")
 OPERATIONS_AHEAD = 4
 START_S = 0.2  # not counted: programs and caps start
+POOL_BYTES = 128 << 20
+"""Host memory as a run's pool has it: larger than a processor's cache, into which a drive, or what stands for one, is faster."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The transfers of a measurement."""
+    """The transfers of a measurement. `memory_bytes` is the least host memory that they pass through in turn."""
 
     kind: str
     piece_bytes: int
     depth: int
     file_bytes: int
     duration_s: float
+    memory_bytes: int = 0
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -90,7 +93,7 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
     pieces = max(2 * pattern.depth // lanes // OPERATIONS_AHEAD, 1)
     span_bytes = min(pieces * pattern.piece_bytes, pattern.file_bytes // OPERATIONS_AHEAD)
     span_bytes = max(span_bytes // pattern.piece_bytes, 1) * pattern.piece_bytes
-    slots = OPERATIONS_AHEAD // 2
+    slots = max(OPERATIONS_AHEAD // 2, pattern.memory_bytes // lanes // span_bytes)
     nbytes = span_bytes * slots * lanes
     memory = torch.ones(nbytes + SECTOR_BYTES if ordinary else 0, dtype=torch.uint8)
     arena = None if ordinary else _C.Arena(nbytes)

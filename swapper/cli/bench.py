@@ -22,6 +22,7 @@ from swapper import _C
 from swapper.bench.drive import check_directory
 from swapper.bench.measure import (
     KINDS,
+    POOL_BYTES,
     Pattern,
     Speed,
     files_for,
@@ -272,14 +273,12 @@ def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuni
     with files_for(directory, file_bytes) as paths:
 
         def speeds(piece_bytes: int, depth: int) -> tuple[float, float]:
-            read, write = (
-                measure_engine(Pattern(kind, piece_bytes, depth, file_bytes, seconds), paths, name).bytes_per_s
-                for kind in ("read", "write")
-            )
-            return read, write
+            pattern = Pattern("read", piece_bytes, depth, file_bytes, seconds, POOL_BYTES)
+            read, write = (measure_engine(of, paths, name) for of in (pattern, replace(pattern, kind="write")))
+            return read.bytes_per_s, write.bytes_per_s
 
         found = search(speeds, name)
-        pattern = Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds)
+        pattern = Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds, POOL_BYTES)
         both, busy = measure_engine(pattern, paths, name), measure_while_computing(pattern, paths, name)
         return replace(
             found, both_bytes_per_s=both.bytes_per_s, busy_bytes_per_s=busy.bytes_per_s,
