@@ -25,8 +25,10 @@ from swapper.paging.section import Page, Section
 from swapper.paging.virtual_drive import PagingCosts
 from swapper.runtime.counters import Counters
 
-PAGES, FRAMES, ROUNDS = 12, 6, 4
-"""Of a trial: each page is read, and written, each time. The first round counts for nothing."""
+ACCESSES, ROUNDS = 8, 4
+"""Of a trial: the pages of each access are read, and written, each time. The first round counts for nothing."""
+PAGES = 6
+"""Of an access, where what one costs is to be told from what its pages cost."""
 MAX_PAGE_BYTES = 8 << 20
 """Larger pages count by their bytes."""
 CHECKED_BYTES = 64 << 20
@@ -43,32 +45,32 @@ def measure_paging_costs(page_bytes: int, has_checksums: bool, writes: bool = Tr
         writes: pages are changed.
     """
     page_bytes = min(page_bytes, MAX_PAGE_BYTES)
-    page_s = _page_seconds(SECTOR_BYTES, writes)
-    mapped_s = max(_page_seconds(page_bytes, writes) - page_s, 0.0)
+    one_s, several_s = (_access_seconds(SECTOR_BYTES, pages, writes) for pages in (1, PAGES))
+    page_s = max(several_s - one_s, 0.0) / (PAGES - 1)
+    mapped_s = max(_access_seconds(page_bytes, 1, writes) - one_s, 0.0)
     checked_s = 0.0
     if has_checksums:
         with closing(_C.Arena(CHECKED_BYTES)) as arena:
             checked_s = median_seconds(lambda: _C.crc32_address(arena.address, CHECKED_BYTES), TRIALS) / CHECKED_BYTES
-    return PagingCosts(page_s, mapped_s / page_bytes, checked_s, not has_spare_processor())
+    return PagingCosts(max(one_s - page_s, 0.0), page_s, mapped_s / page_bytes, checked_s, not has_spare_processor())
 
 
-def _page_seconds(page_bytes: int, writes: bool) -> float:
-    """Return what a page of this size takes of the thread that leases it, with the faults of its first touch."""
-    section = Section(SectionPlan(0, "state", torch.uint8, (), PAGES * page_bytes), 0, page_bytes)
-    accesses = [
-        Access(("slice", 0, page.index), (page.index,), writes=frozenset((page.index,) if writes else ()))
-        for page in section.pages
-    ]
+def _access_seconds(page_bytes: int, pages: int, writes: bool) -> float:
+    """Return what an access to so many pages takes of the thread that leases them, with the faults of their first touch."""
+    section = Section(SectionPlan(0, "state", torch.uint8, (), ACCESSES * pages * page_bytes), 0, page_bytes)
+    indices = [tuple(page.index for page in section.pages[n * pages : (n + 1) * pages]) for n in range(ACCESSES)]
+    accesses = [Access(("slice", 0, n), of, writes=frozenset(of if writes else ())) for n, of in enumerate(indices)]
     resources: Resources[_MemoryStore] = Resources(Counters())
-    size, directory = PoolSize(page_bytes, FRAMES), Path(tempfile.gettempdir())
+    size, directory = PoolSize(page_bytes, ACCESSES // 2 * pages), Path(tempfile.gettempdir())
     with closing(resources):
         resources.open(
             [section], size, [directory], "auto", lambda engine: _MemoryStore(engine, page_bytes), Schedule(accesses)
         )
 
-        def touch(page: int) -> None:
-            bytes_of_it = section.memory[page * page_bytes : (page + 1) * page_bytes : mmap.PAGESIZE]
-            bytes_of_it.add_(1) if writes else bytes_of_it.sum()
+        def touch(access: Access) -> None:
+            first = access.pages[0] * page_bytes
+            touched = section.memory[first : first + pages * page_bytes : mmap.PAGESIZE]
+            touched.add_(1) if writes else touched.sum()
 
         found, caches = [], ColdCaches()
         for _ in range(ROUNDS):
@@ -76,17 +78,17 @@ def _page_seconds(page_bytes: int, writes: bool) -> float:
                 caches.make()
                 began_s = time.thread_time()
                 resources.pager.acquire(access)
-                touch(access.pages[0])
+                touch(access)
                 taken_s = time.thread_time() - began_s
                 caches.make()
                 began_s = time.thread_time()
-                touch(access.pages[0])  # mapped now: what is left are the misses that its computing has too
+                touch(access)  # mapped now: what is left are the misses that its computing has too
                 taken_s -= time.thread_time() - began_s
                 began_s = time.thread_time()
                 resources.pager.release(access, access.writes)
                 found.append(taken_s + time.thread_time() - began_s)
             resources.pager.end_step()
-    return mean(found[PAGES:])
+    return mean(found[ACCESSES:])
 
 
 class _MemoryStore:

@@ -251,6 +251,7 @@ class DryRun:
         if not task.accesses:
             self._drive.compute(total_s)
         for access in task.accesses:
+            self._drive.lease()
             self._pager.lease(access)
             self._release_held()
             self._pager.wait(access)

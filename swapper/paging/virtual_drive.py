@@ -74,12 +74,14 @@ class PagingCosts:
     """Seconds that paging takes of the processors. See `swapper.modules.paging_costs`, which measures them.
 
     Attributes:
+        access_s: of an access, whatever its pages.
         page_s: of a page, whatever its size; the next use of the page waits for it.
         mapped_byte_s: the same for a byte of it, which is mapped into its window.
         checked_byte_s: of the engine's checksum of a byte that moves: its thread submits nothing meanwhile.
         takes_turns: the computing needs each processor, and waits for the engine's checksums.
     """
 
+    access_s: float = 0.0
     page_s: float = 0.0
     mapped_byte_s: float = 0.0
     checked_byte_s: float = 0.0
@@ -88,8 +90,8 @@ class PagingCosts:
     def faster(self, times: float) -> PagingCosts:
         """Return the costs with processors that are `times` as fast."""
         return replace(
-            self, page_s=self.page_s / times, mapped_byte_s=self.mapped_byte_s / times,
-            checked_byte_s=self.checked_byte_s / times,
+            self, access_s=self.access_s / times, page_s=self.page_s / times,
+            mapped_byte_s=self.mapped_byte_s / times, checked_byte_s=self.checked_byte_s / times,
         )  # fmt: skip
 
 
@@ -164,6 +166,10 @@ class VirtualDrive:
                 pass
             self.now_s = end_s
         self._is_computing = False
+
+    def lease(self) -> None:
+        """Note that an access is leased: the next computing takes longer."""
+        self._added_s += self._costs.access_s
 
     def map(self, nbytes: int) -> None:
         """Note that a page of this size is shown in its window: the next computing takes longer."""

@@ -119,7 +119,7 @@ def test_caches_are_emptied_without_threads_of_torch() -> None:
 
 
 def test_of_several_rounds_the_median_of_each_number_counts() -> None:
-    costs = PagingCosts(1e-4, takes_turns=False)
+    costs = PagingCosts(page_s=1e-4, takes_turns=False)
     rounds = [
         ComputeTimes({0: seconds, 1: 2.0}, {0: 9.0 - seconds}, 0.0, paging=replace(costs, page_s=seconds))
         for seconds in (1.0, 7.0, 3.0)
