@@ -56,7 +56,7 @@ def measure_paging_costs(page_bytes: int, has_checksums: bool, writes: bool = Tr
 
 
 def _access_seconds(page_bytes: int, pages: int, writes: bool) -> float:
-    """Return what an access to so many pages takes of the thread that leases them, with the faults of their first touch."""
+    """Return what an access to this many pages takes of the thread that leases them, with the page faults of their first use."""
     section = Section(SectionPlan(0, "state", torch.uint8, (), ACCESSES * pages * page_bytes), 0, page_bytes)
     indices = [tuple(page.index for page in section.pages[n * pages : (n + 1) * pages]) for n in range(ACCESSES)]
     accesses = [Access(("slice", 0, n), of, writes=frozenset(of if writes else ())) for n, of in enumerate(indices)]
