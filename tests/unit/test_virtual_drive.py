@@ -81,17 +81,18 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
 
 
 @pytest.mark.parametrize("takes_turns", [True, False])
-def test_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet(takes_turns: bool) -> None:
-    costs = PagingCosts(page_s=0.05, mapped_byte_s=1.5e-10, checked_byte_s=1e-10, takes_turns=takes_turns)
+def test_accesses_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet(takes_turns: bool) -> None:
+    costs = PagingCosts(0.1, page_s=0.05, mapped_byte_s=1.5e-10, checked_byte_s=1e-10, takes_turns=takes_turns)
     drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9), costs)
     drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes, and submits the next read later
     assert drive.now_s == pytest.approx(2.0)
+    drive.lease()
     drive.map(10**9)
     drive.write(10 * 10**9)
     drive.compute(2.0)
-    assert drive.now_s == pytest.approx(2.0 + 2.0 + 0.2 + takes_turns)
+    assert drive.now_s == pytest.approx(2.0 + 2.0 + 0.1 + 0.2 + takes_turns)
     drive.compute(1.0)
-    assert drive.now_s == pytest.approx(5.2 + takes_turns)
+    assert drive.now_s == pytest.approx(5.3 + takes_turns)
 
 
 def test_a_cap_lets_the_bytes_of_a_slice_pass_at_once_and_no_more_on_average() -> None:
@@ -179,3 +180,15 @@ def test_parts_of_a_matrix_are_read_while_those_before_them_are_multiplied() -> 
     dry.step()
     again = dry.clock.stats()  # two parts came while the other task computed
     assert again.wall_s == pytest.approx(5.0) and again.phases["forward"].read_wait_s == pytest.approx(1.0)
+
+
+def test_a_simulated_step_counts_each_access_and_each_page_that_it_maps() -> None:
+    plans = plan_group(0, "param", [TensorSpec("weight", "param", torch.float32, (1 << 16,))])
+    sections = make_sections(plans, [0] * len(plans), lambda plan: False, 1 << 16)
+    pages = tuple(page.index for section in sections for page in section.pages)
+    task = Task("forward", 0, [Access(("param", 0), pages), Access(("param", 0), pages)])
+    drive = VirtualDrive(DriveRates(), PagingCosts(0.5, page_s=0.125))
+    dry = DryRun(sections, len(pages), [task], None, False, 0, {}, drive, lambda task: 2.0)
+    for mapped in (len(pages), 0):  # then they stay
+        dry.step()
+        assert dry.clock.stats().wall_s == pytest.approx(2.0 + 2 * 0.5 + mapped * 0.125)
