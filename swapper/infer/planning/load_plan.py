@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from swapper.infer.runtime.weights import MadeMemory
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.tuning import find_tuning
 from swapper.modules.groups import by_module
-from swapper.modules.operations import ROUNDS, OperationTimes, median_seconds, middle, record
+from swapper.modules.operations import ROUNDS, ColdCaches, OperationTimes, middle, min_seconds, record
 from swapper.modules.paging_costs import measure_paging_costs
 from swapper.options import parse_host_memory
 from swapper.paging.capped_drive import open_drive
@@ -364,7 +365,7 @@ def _made_seconds(weight: Weight) -> float:
     made = MadeMemory(weight.made_bytes)
     with torch.no_grad():
         numel = max(rows.from_parts(parts, made.empty).numel(), 1)
-        return median_seconds(lambda: rows.from_parts(parts, made.empty), TRIALS) / numel * weight.parameter.numel()
+        return _cold_seconds(lambda: rows.from_parts(parts, made.empty)) / numel * weight.parameter.numel()
 
 
 def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float:
@@ -378,5 +379,14 @@ def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float
     trial, x = replace(linear, module=module), torch.zeros(1, inputs, dtype=dtype)
     with torch.no_grad():
         parts.multiply(trial, x)
-        seconds = median_seconds(lambda: parts.multiply(trial, x), TRIALS)
+        seconds = _cold_seconds(lambda: parts.multiply(trial, x))
     return max(seconds - times.product(1, outputs, inputs, dtype), 0.0)
+
+
+def _cold_seconds(act: Callable[[], object]) -> float:
+    """Return the median of the seconds of several calls, each with cold caches: what the drive has read is in none."""
+    caches, found = ColdCaches(), []
+    for _ in range(TRIALS):
+        caches.make()
+        found.append(min_seconds(act, times=1))
+    return median(found)
