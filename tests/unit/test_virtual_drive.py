@@ -81,7 +81,9 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
 
 
 @pytest.mark.parametrize("takes_turns", [True, False])
-def test_accesses_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet(takes_turns: bool) -> None:
+def test_accesses_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet(
+    takes_turns: bool,
+) -> None:
     costs = PagingCosts(0.1, page_s=0.05, mapped_byte_s=1.5e-10, checked_byte_s=1e-10, takes_turns=takes_turns)
     drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9), costs)
     drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes, and submits the next read later
@@ -187,7 +189,7 @@ def test_a_simulated_step_counts_each_access_and_each_page_that_it_maps() -> Non
     sections = make_sections(plans, [0] * len(plans), lambda plan: False, 1 << 16)
     pages = tuple(page.index for section in sections for page in section.pages)
     task = Task("forward", 0, [Access(("param", 0), pages), Access(("param", 0), pages)])
-    drive = VirtualDrive(DriveRates(), PagingCosts(0.5, page_s=0.125))
+    drive = VirtualDrive(DriveRates(1e15, 1e15, 2e15), PagingCosts(0.5, page_s=0.125))
     dry = DryRun(sections, len(pages), [task], None, False, 0, {}, drive, lambda task: 2.0)
     for mapped in (len(pages), 0):  # then they stay
         dry.step()
