@@ -376,6 +376,15 @@ def median_seconds(act: Callable[[], object], times: int) -> float:
     return median(_seconds_of(act) for _ in range(times))
 
 
+def cold_seconds(act: Callable[[], object], times: int) -> float:
+    """Return the median of the seconds of several calls, each with cold caches."""
+    caches, found = ColdCaches(), []
+    for _ in range(times):
+        caches.make()
+        found.append(_seconds_of(act))
+    return median(found)
+
+
 def min_seconds(act: Callable[[], object], times: int = 2) -> float:
     """Return the seconds of the fastest of several calls."""
     return min(_seconds_of(act) for _ in range(times))

@@ -28,7 +28,7 @@ from swapper.runtime.counters import Counters
 ACCESSES, ROUNDS = 8, 4
 """Of a trial: the pages of each access are read, and written, each time. The first round counts for nothing."""
 PAGES = 6
-"""Of an access, where what one costs is to be told from what its pages cost."""
+"""Of an access, in the trial that separates what an access costs from what each of its pages does."""
 MAX_PAGE_BYTES = 8 << 20
 """Larger pages count by their bytes."""
 CHECKED_BYTES = 64 << 20

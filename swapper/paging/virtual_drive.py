@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from swapper.errors import InvariantError
 from swapper.io.engines import Transfer
+from swapper.io.tuning import Tuning
 from swapper.paging.section import NoWindow
 from swapper.runtime.counters import Counters
 
@@ -36,6 +37,14 @@ class DriveRates:
     busy: float = math.inf
     cap: float = math.inf
     slowing_byte_s: float = 0.0
+
+    @classmethod
+    def measured(cls, tuning: Tuning) -> DriveRates:
+        """Return the rates that `swapper tune` has measured."""
+        return cls(
+            tuning.read_bytes_per_s, tuning.write_bytes_per_s, tuning.both_bytes_per_s, tuning.busy_bytes_per_s,
+            slowing_byte_s=tuning.slowing_byte_s,
+        )  # fmt: skip
 
     @property
     def allowed_read(self) -> float:
@@ -134,6 +143,8 @@ class VirtualDrive:
         self._costs = costs or PagingCosts()
         self._rates = self.rates.with_checksums(self._costs.checked_byte_s)
         self._takes_time = rates is not None
+        if self._takes_time and math.inf in (self.rates.read, self.rates.write):
+            raise InvariantError("a virtual drive that takes no time is one without rates")
         self._at_once = VirtualTransfer(self, 0, None)
         self._reads: list[VirtualTransfer] = []
         self._writes: list[VirtualTransfer] = []

@@ -39,17 +39,17 @@ def test_the_rows_cover_sizes_caps_placements_updates_codecs_and_inference(tool:
 def test_the_drive_is_measured_as_a_session_uses_it(
     tool: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    depths: list[tuple[str, int]] = []
+    used: list[tuple[str, int, int]] = []
     measured = measure.measure_engine
 
     def noting(pattern: measure.Pattern, *others: Any) -> measure.Speed:
-        depths.append((pattern.kind, pattern.depth))
+        used.append((pattern.kind, pattern.depth, pattern.memory_bytes))
         return measured(replace(pattern, duration_s=0.01), *others)
 
     monkeypatch.setattr(measure, "measure_engine", noting)
     tool["own_rates"].__globals__.update(FILE_BYTES=16 << 20, BUSY_S=0.05)
     rates = tool["own_rates"](tmp_path)
-    assert depths == [(kind, PAGES_DEPTH) for kind in ("read", "write", "both", "both")]
+    assert used == [(kind, PAGES_DEPTH, measure.POOL_BYTES) for kind in ("read", "write", "both", "both")]
     assert min(rates.read, rates.write, rates.both, rates.busy) > 0
 
 
@@ -58,7 +58,10 @@ def test_of_a_row_without_a_cap_the_run_with_the_median_error_counts(
     tool: dict[str, Any], cap: int | None, runs: int
 ) -> None:
     answers = iter([1.3, 0.9, 1.1])
-    run = lambda *_: {"predicted_s": next(answers), "measured_s": 1.0}  # noqa: E731
+
+    def run(*_: Any) -> dict[str, float]:
+        return {"predicted_s": next(answers), "measured_s": 1.0}
+
     tool["measure_row"].__globals__["in_process"] = run
     options = tool["parse_arguments"]([])
     options.own = "{}"

@@ -97,6 +97,12 @@ def test_accesses_pages_and_checksums_lengthen_the_computing_and_checksums_only_
     assert drive.now_s == pytest.approx(5.3 + takes_turns)
 
 
+def test_infinite_rates_are_refused() -> None:
+    """No time would pass while bytes move: a simulation would not end."""
+    with pytest.raises(InvariantError, match="one without rates"):
+        VirtualDrive(DriveRates())
+
+
 def test_a_cap_lets_the_bytes_of_a_slice_pass_at_once_and_no_more_on_average() -> None:
     drive = open_drive(DriveRates(read=10e9, write=10e9, both=20e9, cap=100e6))
     assert drive.rates.seconds_for(200 * 10**6, 0) == 2.0

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from swapper.infer.runtime.weights import MadeMemory
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.tuning import find_tuning
 from swapper.modules.groups import by_module
-from swapper.modules.operations import ROUNDS, ColdCaches, OperationTimes, middle, min_seconds, record
+from swapper.modules.operations import ROUNDS, OperationTimes, cold_seconds, middle, record
 from swapper.modules.paging_costs import measure_paging_costs
 from swapper.options import parse_host_memory
 from swapper.paging.capped_drive import open_drive
@@ -133,13 +132,7 @@ class LoadPlan:
             rate = parse_bytes_a_second(drive_read, "drive_read")
             drive = DriveRates(rate, rate, rate, slowing_byte_s=slowing_byte_s)
         elif tuning is not None:
-            rates = (
-                tuning.read_bytes_per_s,
-                tuning.write_bytes_per_s,
-                tuning.both_bytes_per_s,
-                tuning.busy_bytes_per_s,
-            )
-            drive = DriveRates(*rates, slowing_byte_s=slowing_byte_s)
+            drive = DriveRates.measured(tuning)
         else:
             raise ConfigError(
                 "the drive's speed is not known: run `swapper tune DIR`, or give predict(..., "
@@ -365,7 +358,7 @@ def _made_seconds(weight: Weight) -> float:
     made = MadeMemory(weight.made_bytes)
     with torch.no_grad():
         numel = max(rows.from_parts(parts, made.empty).numel(), 1)
-        return _cold_seconds(lambda: rows.from_parts(parts, made.empty)) / numel * weight.parameter.numel()
+        return cold_seconds(lambda: rows.from_parts(parts, made.empty), TRIALS) / numel * weight.parameter.numel()
 
 
 def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float:
@@ -379,14 +372,5 @@ def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float
     trial, x = replace(linear, module=module), torch.zeros(1, inputs, dtype=dtype)
     with torch.no_grad():
         parts.multiply(trial, x)
-        seconds = _cold_seconds(lambda: parts.multiply(trial, x))
+        seconds = cold_seconds(lambda: parts.multiply(trial, x), TRIALS)
     return max(seconds - times.product(1, outputs, inputs, dtype), 0.0)
-
-
-def _cold_seconds(act: Callable[[], object]) -> float:
-    """Return the median of the seconds of several calls, each with cold caches: what the drive has read is in none."""
-    caches, found = ColdCaches(), []
-    for _ in range(TRIALS):
-        caches.make()
-        found.append(min_seconds(act, times=1))
-    return median(found)

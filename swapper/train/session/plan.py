@@ -294,12 +294,11 @@ class Plan:
 
     def drive_rates(self, drive_read: int | str | None = None, drive_write: int | str | None = None) -> DriveRates:
         """Return the rates of the drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
+        if self.tuning is not None and drive_read is None and drive_write is None:
+            return DriveRates.measured(self.tuning)
         rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
         slowing_byte_s = 0.0 if self.tuning is None else self.tuning.slowing_byte_s
-        if self.tuning is None or drive_read is not None or drive_write is not None:
-            return DriveRates(*rates, sum(rates), slowing_byte_s=slowing_byte_s)
-        both, busy = self.tuning.both_bytes_per_s, self.tuning.busy_bytes_per_s
-        return DriveRates(*rates, both, busy, slowing_byte_s=slowing_byte_s)
+        return DriveRates(*rates, sum(rates), slowing_byte_s=slowing_byte_s)
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:
         if given is not None:
