@@ -41,6 +41,8 @@ TRIALS, TRIAL_S = 5, 0.02
 MIN_TRIALS = 3
 ROUNDS = 3
 """Of all measurements: the median of each counts, as another program that runs for a moment makes some many times as long."""
+SHARED_ELEMENTS = 1 << 17
+"""Torch's threads share an operation on more than 32768 elements (at::internal::GRAIN_SIZE)."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -377,10 +379,11 @@ def median_seconds(act: Callable[[], object], times: int) -> float:
 
 
 def cold_seconds(act: Callable[[], object], times: int) -> float:
-    """Return the median of the seconds of several calls, each with cold caches."""
-    caches, found = ColdCaches(), []
+    """Return the median of the seconds of several calls, each with cold caches, and while torch's threads spin as in a pass."""
+    caches, found, shared = ColdCaches(), [], torch.zeros(SHARED_ELEMENTS)
     for _ in range(times):
         caches.make()
+        shared.add_(1)
         found.append(_seconds_of(act))
     return median(found)
 

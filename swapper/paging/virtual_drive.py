@@ -86,22 +86,22 @@ class PagingCosts:
         access_s: of an access, whatever its pages.
         page_s: of a page, whatever its size; the next use of the page waits for it.
         mapped_byte_s: the same for a byte of it, which is mapped into its window.
+        transfer_s: of the engine's thread for a transfer, whatever its size.
         checked_byte_s: of the engine's checksum of a byte that moves: its thread submits nothing meanwhile.
-        takes_turns: the computing needs each processor, and waits for the engine's checksums.
+        takes_turns: the computing needs each processor, and waits for the engine's thread.
     """
 
     access_s: float = 0.0
     page_s: float = 0.0
     mapped_byte_s: float = 0.0
+    transfer_s: float = 0.0
     checked_byte_s: float = 0.0
     takes_turns: bool = True
 
     def faster(self, times: float) -> PagingCosts:
         """Return the costs with processors that are `times` as fast."""
-        return replace(
-            self, access_s=self.access_s / times, page_s=self.page_s / times,
-            mapped_byte_s=self.mapped_byte_s / times, checked_byte_s=self.checked_byte_s / times,
-        )  # fmt: skip
+        names = ("access_s", "page_s", "mapped_byte_s", "transfer_s", "checked_byte_s")
+        return replace(self, **{name: getattr(self, name) / times for name in names})
 
 
 class VirtualTransfer:
@@ -217,7 +217,7 @@ class VirtualDrive:
                 one.left, one.done = 0.0, True
                 self.finished += 1
                 if self._is_computing and self._costs.takes_turns:
-                    self._added_s += one.nbytes * self._costs.checked_byte_s
+                    self._added_s += self._costs.transfer_s + one.nbytes * self._costs.checked_byte_s
                 queue.remove(one)
         return True
 

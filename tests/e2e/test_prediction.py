@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from e2e.models import LAYER_WIDTH, layers, layers_step
 from e2e.twins import adamw
 from swapper.bench.gpt import Gpt, GptConfig
 from swapper.bench.plain import make_optimizers
+from swapper.infer.planning.lease_costs import measure_lease_costs
 from swapper.modules.groups import partition
+from swapper.modules.guarded import guarded_parameters
 from swapper.modules.operations import (
     SCRATCH_BYTES,
     ColdCaches,
@@ -32,6 +36,7 @@ from swapper.modules.operations import (
     part_of,
     record,
 )
+from swapper.modules.paging_costs import measure_paging_costs
 from swapper.paging.dry_run import Task
 from swapper.paging.virtual_drive import PagingCosts
 from swapper.train.session.compute_times import ComputeTimes
@@ -116,6 +121,21 @@ def test_caches_are_emptied_without_threads_of_torch() -> None:
         names.counts.clear()
         caches.make()
     assert not names.counts
+
+
+@pytest.mark.parametrize(
+    "measure", [partial(measure_paging_costs, has_checksums=True), partial(measure_lease_costs, makes=True)]
+)
+def test_a_trial_of_paging_finds_what_threads_take_and_leaves_nothing_behind(measure: Any) -> None:
+    def everything() -> tuple[set[int], set[str], int]:
+        threads = {(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
+        return {id(one) for one in guarded_parameters()}, threads, len(list(Path("/proc/self/fd").iterdir()))
+
+    before = everything()
+    costs = measure(64 << 10)
+    gc.collect()
+    assert costs.access_s > 0 and costs.page_s + costs.mapped_byte_s > 0 and costs.transfer_s > 0
+    assert everything() == before
 
 
 def test_of_several_rounds_the_median_of_each_number_counts() -> None:

@@ -16,6 +16,7 @@ from infer.small import TOKENS, make, on_meta, run
 from swapper.checkpoint.exporting import export
 from swapper.infer.runtime.weights import MadeMemory
 from swapper.integrations.transformers import from_pretrained
+from swapper.paging.pager import Pager
 
 
 @pytest.fixture(params=["int8", "int4"])
@@ -55,6 +56,22 @@ def test_another_dtype_is_dequantised_to_at_once(tmp_path, scheme):
     reference.to(torch.bfloat16).load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(model(TOKENS), reference(TOKENS))
+    swapper.loaded(model).unload()
+
+
+def test_a_computed_weight_whose_pages_stay_asks_the_pager_for_nothing(tmp_path, scheme, monkeypatch):
+    """Each lease of no pages would be a departure from the schedule, for which all pages' next uses are looked for."""
+    save_file(make().state_dict(), tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "quantised", "safetensors", quantize=scheme)
+    model, asked = swapper.load(on_meta(), tmp_path / "quantised", host_memory="1GiB"), []
+    lease = Pager.lease
+    monkeypatch.setattr(Pager, "lease", lambda pager, access: (asked.append(access), lease(pager, access)))
+    with torch.no_grad():
+        expected = model(TOKENS)
+        assert asked  # to keep them
+        asked.clear()
+        assert torch.equal(model(TOKENS), expected)
+    assert not asked
     swapper.loaded(model).unload()
 
 

@@ -81,10 +81,10 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
 
 
 @pytest.mark.parametrize("takes_turns", [True, False])
-def test_accesses_pages_and_checksums_lengthen_the_computing_and_checksums_only_what_they_meet(
-    takes_turns: bool,
-) -> None:
-    costs = PagingCosts(0.1, page_s=0.05, mapped_byte_s=1.5e-10, checked_byte_s=1e-10, takes_turns=takes_turns)
+def test_accesses_and_pages_lengthen_the_computing_and_the_engine_s_work_only_what_it_meets(takes_turns: bool) -> None:
+    costs = PagingCosts(
+        0.1, page_s=0.05, mapped_byte_s=1.5e-10, transfer_s=0.3, checked_byte_s=1e-10, takes_turns=takes_turns
+    )
     drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9), costs)
     drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes, and submits the next read later
     assert drive.now_s == pytest.approx(2.0)
@@ -92,9 +92,9 @@ def test_accesses_pages_and_checksums_lengthen_the_computing_and_checksums_only_
     drive.map(10**9)
     drive.write(10 * 10**9)
     drive.compute(2.0)
-    assert drive.now_s == pytest.approx(2.0 + 2.0 + 0.1 + 0.2 + takes_turns)
+    assert drive.now_s == pytest.approx(2.0 + 2.0 + 0.1 + 0.2 + 1.3 * takes_turns)
     drive.compute(1.0)
-    assert drive.now_s == pytest.approx(5.3 + takes_turns)
+    assert drive.now_s == pytest.approx(5.3 + 1.3 * takes_turns)
 
 
 def test_infinite_rates_are_refused() -> None:

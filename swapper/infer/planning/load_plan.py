@@ -21,6 +21,7 @@ from swapper.infer.mapping.matching import Match, Weight, match
 from swapper.infer.operators.experts import are_experts
 from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
 from swapper.infer.planning.infer_placement import Fit, fit
+from swapper.infer.planning.lease_costs import measure_lease_costs
 from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.streaming import paged_sections
 from swapper.infer.runtime.weights import MadeMemory
@@ -28,7 +29,6 @@ from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.tuning import find_tuning
 from swapper.modules.groups import by_module
 from swapper.modules.operations import ROUNDS, OperationTimes, cold_seconds, middle, record
-from swapper.modules.paging_costs import measure_paging_costs
 from swapper.options import parse_host_memory
 from swapper.paging.capped_drive import open_drive
 from swapper.paging.dry_run import DryRun, Task
@@ -173,7 +173,7 @@ class LoadPlan:
             times = OperationTimes()
             made = self._making_seconds(times)
             passes = [self._computing(times, args, made, experts) for args in (prompt, (_tokens(batch, 1),))]
-            paging = measure_paging_costs(self.fitting.placement.page_bytes, False, writes=False)
+            paging = measure_lease_costs(self.fitting.placement.page_bytes, bool(made))
             rounds.append({"first": passes[0][0], "token": passes[1][0], "paging": paging})
         found, streamed = middle(rounds), self.fitting.placement.streamed
         first = self._pass(drive, found["paging"], found["first"], None, self._on_demand(experts, batch * tokens))

@@ -203,13 +203,15 @@ class GroupWeights(LeasedGroup):
     def _fault_in(self) -> bool:
         if self.settled:
             return False
-        self._pager.acquire(self.access)
+        if self.access.pages:  # else all stay, and the schedule knows nothing of it
+            self._pager.acquire(self.access)
         return True
 
     def _give_back(self, changed: bool) -> None:
         if not self.settled:
             self._dematerialize()
-            self._pager.release(self.access)
+            if self.access.pages:
+                self._pager.release(self.access)
 
     def refuse_change(self, name: str | None = None) -> None:
         """Discard writes to weights that are not leased, except to those that stay materialized.

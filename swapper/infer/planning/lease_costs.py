@@ -1,0 +1,67 @@
+"""What paging costs where it is a loaded model's: its modules' hooks, and the leases of their groups, take processor time too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from torch import nn
+
+from swapper.infer.mapping.matching import Recipe
+from swapper.infer.runtime.infer_hooks import InferenceHooks
+from swapper.infer.runtime.weights import GroupWeights, PagedWeight
+from swapper.modules.groups import Unit
+from swapper.modules.guarded import FaultHandler
+from swapper.modules.paging_costs import Act, measure_paging_costs
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Section
+from swapper.paging.virtual_drive import PagingCosts
+
+
+def measure_lease_costs(page_bytes: int, makes: bool) -> PagingCosts:
+    """Measure pages as a loaded model uses them, in memory: a second or so.
+
+    Args:
+        page_bytes: of a page.
+        makes: weights are computed from what is stored at each use. What that computing takes is not in it.
+    """
+    return measure_paging_costs(page_bytes, False, writes=False, users=partial(_Trial, makes))
+
+
+class _Module(nn.Module):
+    """A module of one weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, act: Act) -> None:
+        act()
+
+
+class _NoFaults:
+    """A fault handler that is never asked: nobody uses a weight outside of its lease."""
+
+
+class _Trial:
+    """A module for each access of a trial, with the hooks of a loaded model."""
+
+    def __init__(self, makes: bool, pager: Pager, section: Section, accesses: Sequence[Access]) -> None:
+        made = torch.zeros(1)
+        recipe = Recipe((), (lambda parts, empty: made) if makes else None, made.dtype)
+        self._handler = cast(FaultHandler, _NoFaults())  # kept here: guards are weak
+        self._modules: dict[Access, _Module] = {}
+        units, groups = [], []
+        for number, access in enumerate(accesses):
+            part = section.memory[access.pages[0] * (section.page_bytes or 0) :][: made.nbytes].view(made.dtype)
+            module = self._modules[access] = _Module(nn.Parameter(torch.zeros(1), requires_grad=False))
+            weight = PagedWeight("weight", module.weight, [part], recipe)
+            groups.append(GroupWeights(number, [weight], access.pages, (), pager, self._handler))
+            units.append(Unit(str(number), module, (number,)))
+        self._hooks = InferenceHooks(units, groups, *[lambda *_: None] * 4)
+
+    def __call__(self, access: Access, act: Act) -> None:
+        self._modules[access](act)
