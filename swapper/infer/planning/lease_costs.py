@@ -1,4 +1,4 @@
-"""What paging costs where it is a loaded model's: its modules' hooks, and the leases of their groups, take processor time too."""
+"""Measures what paging takes of the processors in a loaded model: its modules' hooks, and the leases of their groups, count too."""
 
 from __future__ import annotations
 
