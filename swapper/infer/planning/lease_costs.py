@@ -28,7 +28,7 @@ def measure_lease_costs(page_bytes: int, makes: bool) -> PagingCosts:
         page_bytes: of a page.
         makes: weights are computed from what is stored at each use. What that computing takes is not in it.
     """
-    return measure_paging_costs(page_bytes, False, writes=False, users=partial(_Trial, makes))
+    return measure_paging_costs(page_bytes, False, writes=False, users=partial(_HookedModules, makes))
 
 
 class _Module(nn.Module):
@@ -46,8 +46,8 @@ class _NoFaults:
     """A fault handler that is never asked: nobody uses a weight outside of its lease."""
 
 
-class _Trial:
-    """A module for each access of a trial, with the hooks of a loaded model."""
+class _HookedModules:
+    """A module for each access of a trial, with the hooks of a loaded model. Call it to use one."""
 
     def __init__(self, makes: bool, pager: Pager, section: Section, accesses: Sequence[Access]) -> None:
         made = torch.zeros(1)
