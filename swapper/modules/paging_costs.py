@@ -44,6 +44,7 @@ CHECKED_BYTES = 64 << 20
 TRIALS = 5
 
 Act = Callable[[], None]
+"""What is done with leased pages."""
 Use = Callable[[Access, Act], None]
 """Does something while the pages of an access are leased."""
 Users = Callable[[Pager, Section, Sequence[Access]], Use]
@@ -82,9 +83,13 @@ def measure_paging_costs(
         with closing(_C.Arena(CHECKED_BYTES)) as arena:
             checked_s = median_seconds(lambda: _C.crc32_address(arena.address, CHECKED_BYTES), TRIALS) / CHECKED_BYTES
     return PagingCosts(
-        max(one_s - page_s, 0.0), page_s - mapped_s, mapped_s / page_bytes, transfer_s, checked_s,
-        not has_spare_processor(),
-    )  # fmt: skip
+        access_s=max(one_s - page_s, 0.0),
+        page_s=page_s - mapped_s,
+        mapped_byte_s=mapped_s / page_bytes,
+        transfer_s=transfer_s,
+        checked_byte_s=checked_s,
+        takes_turns=not has_spare_processor(),
+    )
 
 
 def _trial(page_bytes: int, pages: int, writes: bool, users: Users) -> tuple[float, float]:
@@ -154,7 +159,7 @@ def _engine_clocks() -> set[int]:
     """Return clocks of the processor time of all threads of engines in this process."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             if (task / "comm").read_text().strip() in ENGINE_THREADS:
                 found.add(~int(task.name) << 3 | THREAD_CLOCK)
     return found

@@ -36,11 +36,6 @@ class WeightFiles(PageStore):
         self._paths = runs
         self._files = ExternalFiles(source.stamps)
         self._known: dict[Path, int] = {}  # CRC-32 of files, once verified
-        direct, cached = self._files.direct, self._files.cached
-        self._nbytes = {section: source.nbytes_of(path) for section, path in runs.items()}
-        self._real = {
-            section: (direct[path], cached[path]) for section, path in runs.items() if path not in source.joined
-        }
         for path, stamp in source.stamps.items():
             if self._files.direct[path].nbytes != stamp.nbytes:
                 self.close()
@@ -50,11 +45,9 @@ class WeightFiles(PageStore):
 
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         """Submit a read of `page` into memory at `address`, up to the file's end; return its ticket."""
-        section = page.section
-        nbytes = min(page.nbytes, self._nbytes[section] - page.file_offset)
-        if section in self._real:
-            return self._engine.read(self._real[section][0], page.file_offset, address, nbytes, after=after)
-        return self._submit(self._paths[section], page.file_offset, address, nbytes, None, after)
+        path = self._paths[page.section]
+        nbytes = min(page.nbytes, self._source.nbytes_of(path) - page.file_offset)
+        return self._submit(path, page.file_offset, address, nbytes, None, after)
 
     def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Transfer:
         """Submit a read of any bytes of a file that fill `memory`, contiguous; return its ticket."""
@@ -77,9 +70,9 @@ class WeightFiles(PageStore):
 
     def file_of(self, page: Page) -> File | None:
         """Return the file that serves reads of a cold page's addresses; None if it ends within the page."""
-        section = page.section
-        whole = section in self._real and page.file_offset + page.nbytes <= self._nbytes[section]
-        return self._real[section][1] if whole else None
+        path = self._paths[page.section]
+        whole = path in self._files.cached and page.file_offset + page.nbytes <= self._source.nbytes_of(path)
+        return self._files.cached[path] if whole else None
 
     def write(self, page: Page, address: int) -> Transfer:
         raise InvariantError(f"{page} of a checkpoint would be written")
