@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar, cast
 
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swapper import _C
 from swapper.modules.groups import Unit
+from swapper.runtime.free_memory import peak_resident_bytes, return_free_memory
 
 log = logging.getLogger("swapper")
 
@@ -36,6 +38,8 @@ SCRATCH_BYTES = 64 << 20
 """Memory for the tensors of a trial, of each dtype: larger than most caches. An operation on more is measured on a part."""
 LARGE_BYTES = 64 << 10
 """Smaller results do not count as memory."""
+LARGE_OPERAND_BYTES = 1 << 20
+"""What an operation takes for itself is measured if it has a tensor as large as this."""
 TRIALS, TRIAL_S = 5, 0.02
 """An operation runs so often, or less often if that takes longer, in seconds: the median counts, as a step has all of them."""
 MIN_TRIALS = 3
@@ -83,13 +87,12 @@ class Recording:
 
     Attributes:
         counts: how often each operation ran, by phase ("forward" or "backward") and group.
-        peak_bytes: of results that were in memory at once: activations, gradients that pass by, temporary tensors.
-        with_gradients_bytes: the same, if the gradients of parameters stay.
+        live_bytes: of results that were in memory with that of an operation at most: activations, gradients that pass by,
+            temporary tensors.
     """
 
     counts: Mapping[tuple[str, int], Counter[RecordedOperation]]
-    peak_bytes: int
-    with_gradients_bytes: int
+    live_bytes: Mapping[RecordedOperation, int]
 
 
 class _Recorder(TorchDispatchMode):
@@ -99,8 +102,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase, self.group = "forward", 0
         self.counts: dict[tuple[str, int], Counter[RecordedOperation]] = {}
-        self.peak_bytes = self.with_gradients_bytes = 0
-        self.gradient_bytes = 0
+        self.live_bytes: Counter[RecordedOperation] = Counter()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,10 +111,10 @@ class _Recorder(TorchDispatchMode):
             leaves, tree = _pytree.tree_flatten((args, kwargs or {}))
             operation = RecordedOperation(func, tuple(map(_form_of, leaves)), tree)
             self.counts.setdefault((self.phase, self.group), Counter())[operation] += 1
-            self._note_memory(result)
+            self._note_memory(operation, result)
         return result
 
-    def _note_memory(self, result: Any) -> None:
+    def _note_memory(self, operation: RecordedOperation, result: Any) -> None:
         tensors = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         storages = [s for s in (tensor.untyped_storage() for tensor in tensors) if s.nbytes() >= LARGE_BYTES]
         if not storages:
@@ -122,13 +124,7 @@ class _Recorder(TorchDispatchMode):
             reference = StorageWeakRef(storage)
             self._live[reference.cdata] = reference, storage.nbytes()
         live_bytes = sum(nbytes for _, nbytes in self._live.values())
-        self.peak_bytes = max(self.peak_bytes, live_bytes)
-        self.with_gradients_bytes = max(self.with_gradients_bytes, live_bytes + self.gradient_bytes)
-
-    def drop_gradient(self, parameter: torch.Tensor) -> None:
-        """Note that a gradient has come, which goes elsewhere."""
-        self.gradient_bytes += parameter.nbytes
-        parameter.grad = None
+        self.live_bytes[operation] = max(self.live_bytes[operation], live_bytes)
 
 
 def _form_of(leaf: Any) -> Any:
@@ -174,7 +170,7 @@ def record(
             if train:
                 recorder.phase = "backward"
                 loss.backward()
-    return Recording(recorder.counts, recorder.peak_bytes, max(recorder.with_gradients_bytes, recorder.gradient_bytes))
+    return Recording(recorder.counts, recorder.live_bytes)
 
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,11 +208,16 @@ def _watch(model: nn.Module, group_of: Mapping[str, int], recorder: _Recorder) -
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(recorder.drop_gradient)
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
     for name, module in model.named_modules():
         if name in group_of:
             module.register_forward_pre_hook(enter(group_of[name]), prepend=True)
             module.register_forward_hook(leave(group_of[name]))
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    """A gradient that has come counts with those of the plan."""
+    parameter.grad = None
 
 
 def _loss_of(result: Any) -> torch.Tensor:
@@ -237,6 +238,7 @@ class OperationTimes:
 
     def __init__(self) -> None:
         self._known: dict[RecordedOperation, float] = {}
+        self._workspaces: dict[RecordedOperation, int] = {}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._next: Counter[torch.dtype] = Counter()
         self.call_s = {"forward": 0.0, "backward": 0.0}  # until it is measured
@@ -245,6 +247,14 @@ class OperationTimes:
     def of(self, phase: str, counts: Mapping[RecordedOperation, int]) -> float:
         """Return the seconds of all of these operations of a phase."""
         return sum(count * (self.seconds(operation) + self.call_s[phase]) for operation, count in counts.items())
+
+    def peak_bytes(self, live_bytes: Mapping[RecordedOperation, int]) -> int:
+        """Return the most that is in memory at once: of results, and what an operation takes for itself while it runs.
+
+        Args:
+            live_bytes: of results, with that of each operation.
+        """
+        return max((nbytes + self.workspace_bytes(operation) for operation, nbytes in live_bytes.items()), default=0)
 
     def product(self, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
         """Return the seconds of a product of (rows, inputs) and transposed (outputs, inputs) matrices."""
@@ -278,19 +288,48 @@ class OperationTimes:
             self._known[operation] = self._measure(operation)
         return self._known[operation]
 
+    def workspace_bytes(self, operation: RecordedOperation) -> int:
+        """Return what the operation takes in addition to its result, and gives back before it ends.
+
+        Torch sums a product of matrices in bf16 in fp32, in memory of its own, where the processor has no instructions for bf16.
+        """
+        if operation not in self._workspaces:
+            self._workspaces[operation] = self._measure_workspace(operation)
+        return self._workspaces[operation]
+
     def _measure(self, operation: RecordedOperation) -> float:
         part, share = part_of(operation)
         found: list[float] = []
         while len(found) < MIN_TRIALS or (len(found) < TRIALS and sum(found) < TRIAL_S):
-            args, kwargs = _pytree.tree_unflatten([self._make(leaf) for leaf in part.leaves], part.tree)
+            act = self._trial(part)
             began_s = time.perf_counter()
             try:
-                part.function(*args, **kwargs)
+                act()
             except Exception as error:  # it needs values of some kind: random states, sizes in tensors
                 log.warning("%s cannot be measured alone, and counts as no time: %s", part.function, error)
                 return 0.0
             found.append(time.perf_counter() - began_s)
         return median(found) / share
+
+    def _measure_workspace(self, operation: RecordedOperation) -> int:
+        part, _ = part_of(operation)
+        if max((form.nbytes for form in part.forms), default=0) < LARGE_OPERAND_BYTES or self.seconds(operation) == 0:
+            return 0
+        act = self._trial(part)
+        return_free_memory()  # what it takes is new to the process then
+        before_bytes = peak_resident_bytes(reset=True)
+        result = act()
+        storages = [leaf.untyped_storage() for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        result_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        workspace_bytes = peak_resident_bytes() - before_bytes - result_bytes
+        if workspace_bytes < LARGE_BYTES:
+            return 0
+        of_part, of_whole = (sum(form.nbytes for form in of.forms) for of in (part, operation))
+        return workspace_bytes * of_whole // of_part
+
+    def _trial(self, operation: RecordedOperation) -> Callable[[], Any]:
+        args, kwargs = _pytree.tree_unflatten([self._make(leaf) for leaf in operation.leaves], operation.tree)
+        return partial(operation.function, *args, **kwargs)
 
     def _make(self, leaf: Any) -> Any:
         if not isinstance(leaf, TensorForm):

@@ -21,6 +21,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 from swapper.runtime.process import is_off
@@ -110,22 +111,24 @@ def watch_free_memory(budget_bytes: int) -> Watch:
     _Heap.check_bytes = kept_free_bytes(budget_bytes)
     _Heap.min_headroom_bytes = UNLIMITED
     _Heap.began_bytes = _Heap.peak_bytes = _used_bytes()
-    _Heap.other_bytes = max(_anonymous_bytes() - _Heap.began_bytes, 0)
+    _Heap.other_bytes = max(anonymous_bytes() - _Heap.began_bytes, 0)
     _Heap.temporary_bytes = 0
     return watch
 
 
 def note_used() -> None:
-    """Note what is in use now, at a likely peak: a forward has left all to its backward."""
+    """Note what is in use now, at a likely peak, and return what is free beyond: a forward has left all to its backward."""
     _Heap.peak_bytes = max(_Heap.peak_bytes, _used_bytes())
+    if _Heap.watches:
+        _return_holes()
 
 
 @contextmanager
 def note_temporaries() -> Iterator[None]:
     """Note what is taken in the context, which leaves it free and will take it again. [Note: temporaries of an update]"""
-    before_bytes = _anonymous_bytes()
+    before_bytes = anonymous_bytes()
     yield
-    _Heap.temporary_bytes = max(_Heap.temporary_bytes, _anonymous_bytes() - before_bytes)
+    _Heap.temporary_bytes = max(_Heap.temporary_bytes, anonymous_bytes() - before_bytes)
 
 
 def note_freed(nbytes: int) -> None:
@@ -136,9 +139,13 @@ def note_freed(nbytes: int) -> None:
     if _Heap.freed_bytes < _Heap.check_bytes // (SHORTAGE_RATE if is_short else 1):
         return
     _Heap.freed_bytes = 0
-    note_used()
     _Heap.min_headroom_bytes = min(_Heap.min_headroom_bytes, headroom_bytes())
-    holes_bytes = _anonymous_bytes() - _Heap.other_bytes - _Heap.peak_bytes
+    note_used()
+
+
+def _return_holes() -> None:
+    """Return free memory, if memory is short or there is more of it than HOLES_SHARE allows."""
+    holes_bytes = anonymous_bytes() - _Heap.other_bytes - _Heap.peak_bytes
     max_holes_bytes = max(_Heap.check_bytes, _Heap.peak_bytes - _Heap.began_bytes) // HOLES_SHARE
     max_holes_bytes += _Heap.temporary_bytes
     if holes_bytes > max_holes_bytes or _Heap.min_headroom_bytes < SHORTAGE_CHECKS * _Heap.check_bytes:
@@ -170,10 +177,21 @@ def _used_bytes() -> int:
     return int(found.uordblks + found.hblkhd)
 
 
-def _anonymous_bytes() -> int:
+def anonymous_bytes() -> int:
     """Return how much memory of the process is neither shared nor of a file."""
     resident, shared = read_kernel("/proc/self/statm").split()[1:3]
     return (int(resident) - int(shared)) * _PAGE_BYTES
+
+
+def peak_resident_bytes(reset: bool = False) -> int:
+    """Return the most memory that was resident since a call with `reset`, proc_pid_status(5); 0 if the system does not say."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        _, found, rest = read_kernel("/proc/self/status").partition(b"VmHWM:")
+    except OSError:
+        return 0
+    return int(rest.split(None, 1)[0]) << 10 if found else 0  # it says kB
 
 
 # --- what the system grants ---------------------------------------------------------------------------------------------

@@ -75,14 +75,14 @@ def sigsegv(directory: Path) -> None:
 
 
 def mallopt(directory: Path) -> None:
-    from swapper.runtime.free_memory import _anonymous_bytes, watch_free_memory
+    from swapper.runtime.free_memory import anonymous_bytes, watch_free_memory
 
     watch = watch_free_memory(1 << 30)
-    before = _anonymous_bytes()
+    before = anonymous_bytes()
     tensors = [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(16)]
     while tensors:
         tensors.pop()  # the last one first: what is free is always at the end
-    say(stays=(_anonymous_bytes() - before) / (128 << 20))
+    say(stays=(anonymous_bytes() - before) / (128 << 20))
     watch.end()
 
 

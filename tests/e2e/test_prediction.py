@@ -91,9 +91,35 @@ def test_a_recording_knows_the_most_that_is_in_memory_at_once() -> None:
 
     x = torch.zeros(1 << 20, requires_grad=True)
     nbytes = x.nbytes
-    forward = record(Chain(), (), (x,), {}, False).peak_bytes
-    both = record(Chain(), (), (x,), {}, True).peak_bytes
+    forward, both = (max(record(Chain(), (), (x,), {}, train).live_bytes.values()) for train in (False, True))
     assert forward == 2 * nbytes and 3 * nbytes <= both <= 5 * nbytes
+
+
+def test_what_an_operation_takes_while_it_runs_counts_too() -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x] * 8)[: len(x)] * 2.0
+
+    x = TensorForm((4 << 20,), (1,), torch.float32)
+    _, tree = _pytree.tree_flatten(((x,), {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
+    times = OperationTimes()
+    takes, takes_nothing = (RecordedOperation(function, (x,), tree) for function in (doubled, torch.ops.aten.exp.default))
+    assert times.workspace_bytes(takes) == pytest.approx(8 * x.nbytes, rel=0.1)
+    assert times.workspace_bytes(takes_nothing) < x.nbytes // 8
+    assert times.peak_bytes({takes: 10, takes_nothing: 2 * x.nbytes}) == times.workspace_bytes(takes) + 10
+
+
+def test_memory_counts_gradients_that_stay_beside_all_activations_and_holes_where_they_are_copied(tmp_path: Path) -> None:
+    model = Gpt(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        for params in ("host", "nvme"):
+            plan = manager.plan(model, optimizer, params=params, optimizer_state="nvme", gradients="host")
+            assert plan.memory["gradients"] >= gradient_bytes and "activations" not in plan.memory
+            compute = plan.with_gradients(plan.measure_compute(16, (TOKENS, TOKENS)))
+            plan.predict_on(plan.drive_rates(**RATES), replace(compute, activation_bytes=24 << 20))
+            assert plan.memory["activations"] == 24 << 20
+            assert plan.memory.get("allocator", 0) == (0 if params == "host" else 12 << 20)
 
 
 def test_an_operation_that_is_too_large_is_measured_on_a_part_of_it() -> None:

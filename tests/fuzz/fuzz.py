@@ -36,6 +36,7 @@ import torch
 from fuzz.mutating import mutate_bytes, ways_for
 from fuzz.originals import MAKERS
 from fuzz.readers import AGREES, ALLOWED, OUTPUT, READERS
+from swapper.runtime.free_memory import peak_resident_bytes
 
 MAX_CASE_S = 60.0
 """For a machine that is busy with other work. A case takes a few milliseconds."""
@@ -116,7 +117,7 @@ def run_case(
         (place / name).write_bytes(data)
     (place / OUTPUT).mkdir()
     inputs = {path: path.stat() for path in place.rglob("*") if path.is_file()}
-    before = _peak_bytes(reset=True)
+    before = peak_resident_bytes(reset=True)
     guard.seen[:] = []
     problem, there = None, Path.cwd()
     os.chdir(place)  # events do not tell the directory of names that are found beneath a descriptor
@@ -132,7 +133,7 @@ def run_case(
         )
     guard.allowed = None
     os.chdir(there)
-    growth = _peak_bytes() - before
+    growth = peak_resident_bytes() - before
     if problem is None and growth > MAX_GROWTH_BYTES:
         problem = f"it took {growth >> 20} MiB"
     if problem is None and guard.seen:
@@ -154,14 +155,6 @@ def _is_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _peak_bytes(reset: bool = False) -> int:
-    """The most memory that was resident, since it was last asked to `reset`."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return int(status[status.index("VmHWM:") + 6 :].split()[0]) << 10
 
 
 class Fuzzer:

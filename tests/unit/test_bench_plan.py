@@ -8,6 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from swapper.bench import measure
-from swapper.bench.memory import pss_bytes
+from swapper.bench.memory import own_bytes, pss_bytes
 from swapper.io.engines import PAGES_DEPTH
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_plan"
@@ -86,17 +87,18 @@ def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any],
     )  # the pool keeps what it can: which, depends on the time
 
 
-def test_memory_counts_what_a_memory_file_takes_in_no_map_too() -> None:
+@pytest.mark.parametrize("measure", [pss_bytes, own_bytes])
+def test_memory_counts_what_a_memory_file_takes_in_no_map_too(measure: Callable[[], int]) -> None:
     nbytes = 64 << 20
-    before = pss_bytes(files=False)
+    before = measure()
     file = os.memfd_create("trial")
     try:
         os.posix_fallocate(file, 0, nbytes)
-        assert pss_bytes(files=False) - before == pytest.approx(nbytes, rel=0.1)
+        assert measure() - before == pytest.approx(nbytes, rel=0.1)
         with mmap.mmap(file, nbytes) as memory:
             for at in range(0, nbytes // 2, mmap.PAGESIZE):  # in a map now: once all the same
                 memory[at] = 1
-            assert pss_bytes(files=False) - before == pytest.approx(nbytes, rel=0.1)
+            assert measure() - before == pytest.approx(nbytes, rel=0.1)
     finally:
         os.close(file)
 

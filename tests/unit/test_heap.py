@@ -19,10 +19,10 @@ if not hasattr(heap._libc, "mallopt"):
     print("no mallopt")
     raise SystemExit
 
-before = heap._anonymous_bytes()
+before = heap.anonymous_bytes()
 
 def share_left():
-    return (heap._anonymous_bytes() - before) / (COUNT * NBYTES)
+    return (heap.anonymous_bytes() - before) / (COUNT * NBYTES)
 
 def come_and_go():
     tensors = [torch.ones(NBYTES, dtype=torch.uint8) for _ in range(COUNT)]

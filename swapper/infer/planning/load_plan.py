@@ -216,7 +216,7 @@ class LoadPlan:
             return found, 0
         for (phase, group), operations in recording.counts.items():
             found[group] += times.of(phase, operations)
-        return found, recording.peak_bytes
+        return found, times.peak_bytes(recording.live_bytes)
 
     def _products(self, times: OperationTimes, rows: int, experts: ExpertUse | None) -> Iterator[tuple[int, float]]:
         """Yield the seconds of the products of matrices with this many rows, with their groups."""

@@ -47,7 +47,6 @@ class ComputeTimes:
         touched_byte_s: of a byte of a gradient that stays autograd's own, if its memory is new in each step.
         paging: what windows and checksums add.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
-        with_gradients_bytes: the same with all gradients, which stay autograd's own.
     """
 
     forward_s: Mapping[int, float]
@@ -60,7 +59,6 @@ class ComputeTimes:
     touched_byte_s: float = 0.0
     paging: PagingCosts = field(default_factory=PagingCosts)
     activation_bytes: int | None = None
-    with_gradients_bytes: int | None = None
 
     def of(self, task: Task) -> float:
         """Return the seconds of one task of a step."""
@@ -163,10 +161,7 @@ def _recorded_times(recording: Recording, inventory: Inventory) -> ComputeTimes:
         {group.index: times.of(phase, recording.counts.get((phase, group.index), {})) for group in inventory.groups}
         for phase in ("forward", "backward")
     )
-    return ComputeTimes(
-        forward, backward, 0.0, activation_bytes=recording.peak_bytes,
-        with_gradients_bytes=recording.with_gradients_bytes,
-    )  # fmt: skip
+    return ComputeTimes(forward, backward, 0.0, activation_bytes=times.peak_bytes(recording.live_bytes))
 
 
 def _copying_seconds() -> float:

@@ -367,27 +367,23 @@ class Plan:
     def memory(self) -> dict[str, int]:
         """The peak of host memory by part, in bytes, beyond the imported libraries.
 
-        Activations are what `predict` has recorded: the model's results, temporary tensors and gradients on their way. If all
-        gradients stay autograd's own, they are with them: when they have come, activations have gone; but not those that wait for
-        a deferred update. The allocator's part is what swapper lets the heap keep free, and at least the holes that activations
-        leave between such gradients, of which checks allow HOLES_SHARE (runtime/free_memory.py).
+        Activations are what `predict` has recorded: the model's results, temporary tensors, gradients on their way, and what an
+        operation takes while it runs. Gradients that stay autograd's own come on top of these: they hardly fit where activations
+        have been freed. The allocator's part is what swapper lets the heap keep free: holes, of which checks allow one part in
+        HOLES_SHARE of what is in use (runtime/free_memory.py), where gradients that were copied are freed.
         """
         budget, compute = self.budget, self.found.compute
         gradients = sum(plan.nbytes for plan in self.grad_plans if is_resident(plan, self.places))
-        activations = None if compute is None else compute.activation_bytes
-        is_deferred = self.request.options.update == "deferred"
-        holes_bytes = 0
-        is_apart = compute is None or activations is None or is_deferred or bool(self._placed_grad_plans)
-        if compute is not None and not is_apart:
-            with_gradients = compute.with_gradients_bytes or 0
-            holes_bytes, activations = min(activations or 0, with_gradients // HOLES_SHARE), with_gradients
+        activations = (compute.activation_bytes or 0) if compute is not None else 0
+        are_own = activations > 0 and not self._placed_grad_plans
+        kept_bytes = 0 if are_own else max(kept_free_bytes(self.request.manager.host_bytes), activations // HOLES_SHARE)
         parts = {
             "what stays": budget.resident_bytes - gradients,
-            "gradients": gradients if is_apart else 0,
+            "gradients": gradients,
             "pool": budget.pool_bytes,
-            "activations": activations or 0,
+            "activations": activations,
             self.request.model.buffers[0]: self.buffer_bytes or 0,
-            "allocator": max(kept_free_bytes(self.request.manager.host_bytes), holes_bytes),
+            "allocator": kept_bytes,
         }
         return {name: nbytes for name, nbytes in parts.items() if nbytes}
 

@@ -33,7 +33,7 @@ from swapper.paging.planning.schedule import Schedule
 from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
-from swapper.runtime.free_memory import Watch, watch_free_memory
+from swapper.runtime.free_memory import Watch, return_free_memory, watch_free_memory
 from swapper.runtime.interrupts import close_all, defer_sigint
 from swapper.runtime.process import is_off
 from swapper.runtime.watchdog import Watchdog, describe_waits
@@ -296,6 +296,7 @@ class TrainingSession:
         self.model.start()
         if values is not None:
             self.model.initialize(values)
+            return_free_memory()  # what it made is not needed again
         self.model.move_buffers()
 
     def snapshot(
