@@ -5,6 +5,8 @@ below something that lives on: gradients and temporaries that come and go leave 
 back at once, and taking it again, costs up to a tenth of a step with long computing: most of it is where activations were, and
 the next forward needs it. So it is given back only where the process has more memory than was in use at the peak (as when a
 backward begins) and a share of that: what is beyond are holes; or where the system or a control group is close to its limit.
+That is checked where a backward begins, as activations are all there and the first gradients and temporaries, often the largest,
+fit few holes; and each time that gradients of some megabytes have been freed.
 
 [Note: who gives back] glibc also gives back by itself, with each free that leaves enough of the heap's end free: gradients that
 were freed one after the other in a forward went back so, and the next backward took them again, 80,000 pages in a step of 2.6 s.

@@ -102,13 +102,17 @@ def test_what_an_operation_takes_while_it_runs_counts_too() -> None:
     x = TensorForm((4 << 20,), (1,), torch.float32)
     _, tree = _pytree.tree_flatten(((x,), {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
     times = OperationTimes()
-    takes, takes_nothing = (RecordedOperation(function, (x,), tree) for function in (doubled, torch.ops.aten.exp.default))
+    takes, takes_nothing = (
+        RecordedOperation(function, (x,), tree) for function in (doubled, torch.ops.aten.exp.default)
+    )
     assert times.workspace_bytes(takes) == pytest.approx(8 * x.nbytes, rel=0.1)
     assert times.workspace_bytes(takes_nothing) < x.nbytes // 8
     assert times.peak_bytes({takes: 10, takes_nothing: 2 * x.nbytes}) == times.workspace_bytes(takes) + 10
 
 
-def test_memory_counts_gradients_that_stay_beside_all_activations_and_holes_where_they_are_copied(tmp_path: Path) -> None:
+def test_memory_counts_gradients_that_stay_beside_all_activations_and_holes_where_they_are_copied(
+    tmp_path: Path,
+) -> None:
     model = Gpt(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters())
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())

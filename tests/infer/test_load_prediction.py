@@ -10,6 +10,8 @@ import swapper
 from infer.small import BUDGET, TOKENS, make, on_meta, total_bytes
 from infer.test_experts import EXPERTS, Model
 from swapper.checkpoint.exporting import export
+from swapper.infer.planning import load_plan
+from swapper.infer.planning.lease_costs import measure_resident_lease
 
 RATE = 10**6  # bytes a second: slow enough that computing does not count
 
@@ -54,6 +56,18 @@ def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
     )
     assert coded.first.read_bytes < 0.5 * plain.first.read_bytes
     assert coded.token.total.computing_s > 0
+
+
+def test_weights_that_stay_take_a_lease_at_each_use(path, tmp_path, monkeypatch):
+    assert measure_resident_lease(makes=True) > 0 and measure_resident_lease(makes=False) > 0
+    export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
+    monkeypatch.setattr(load_plan, "measure_resident_lease", lambda makes: 10.0)
+    plan = swapper.plan_load(on_meta(), tmp_path / "int8.safetensors", host_memory="64MiB")
+    predicted = plan.predict(4, drive_read=RATE)
+    streams = [group for group in plan.fitting.plan.groups if group.runs]
+    assert predicted.token.read_bytes == 0
+    assert predicted.token.wall_s == pytest.approx(10 * len(streams), rel=0.1)
+    assert predicted.first.wall_s < 10  # all of them are read
 
 
 def test_what_is_read_by_parts_takes_the_drives_time_and_the_pool_is_all_there(path, tmp_path):

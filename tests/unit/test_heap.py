@@ -115,3 +115,33 @@ def test_what_an_update_takes_each_time_stays_once_it_is_noted(how: str, least: 
     if "no mallopt" in printed:
         pytest.skip("this C library has no mallopt")
     assert least <= float(printed) <= most, "page faults of an update, by the pages that it takes"
+
+
+BEGINS = """
+import sys
+import torch
+from swapper.runtime import free_memory as heap
+
+if not hasattr(heap._libc, "mallopt"):
+    print("no mallopt")
+    raise SystemExit
+
+watch = heap.watch_free_memory(256 << 20)
+before = heap.anonymous_bytes()
+tensors = [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(16)]
+if sys.argv[1] == "in use":
+    heap.note_used()
+tensors.clear()
+heap.note_used()
+print((heap.anonymous_bytes() - before) / (128 << 20))
+"""
+
+
+@pytest.mark.parametrize("before, least, most", [("in use", 0.9, 1.2), ("in passing", -0.1, 0.1)])
+def test_when_a_backward_begins_only_what_was_in_use_when_one_began_stays(
+    before: str, least: float, most: float
+) -> None:
+    printed = run(BEGINS, before)
+    if "no mallopt" in printed:
+        pytest.skip("this C library has no mallopt")
+    assert least <= float(printed) <= most

@@ -14,11 +14,14 @@ from swapper.infer.runtime.infer_hooks import InferenceHooks
 from swapper.infer.runtime.weights import GroupWeights, PagedWeight
 from swapper.modules.groups import Unit
 from swapper.modules.guarded import FaultHandler
+from swapper.modules.operations import cold_seconds
 from swapper.modules.paging_costs import Act, measure_paging_costs
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
-from swapper.paging.section import Section
+from swapper.paging.section import Page, Section
 from swapper.paging.virtual_drive import PagingCosts
+
+RESIDENT_TRIALS = 8
 
 
 def measure_lease_costs(page_bytes: int, makes: bool) -> PagingCosts:
@@ -29,6 +32,19 @@ def measure_lease_costs(page_bytes: int, makes: bool) -> PagingCosts:
         makes: weights are computed from what is stored at each use. What that computing takes is not in it.
     """
     return measure_paging_costs(page_bytes, False, writes=False, users=partial(_HookedModules, makes))
+
+
+def measure_resident_lease(makes: bool) -> float:
+    """Return the seconds that each use of a module takes whose weights all stay in memory: of its hooks, and of a lease if weights
+    are computed at each use. What that computing takes is not in it."""
+    access = Access(None, ())
+    modules = _HookedModules(makes, cast(Pager, _NoPages()), None, [access])
+
+    def use() -> None:
+        modules(access, lambda: None)
+
+    use()  # weights that are not computed are there from now on
+    return cold_seconds(use, RESIDENT_TRIALS)
 
 
 class _Module(nn.Module):
@@ -46,17 +62,26 @@ class _NoFaults:
     """A fault handler that is never asked: nobody uses a weight outside of its lease."""
 
 
+class _NoPages:
+    """A pager of weights whose pages have all been leased for good."""
+
+    def written_at(self, access: Access) -> list[tuple[Page, int]]:
+        return []
+
+
 class _HookedModules:
     """A module for each access of a trial, with the hooks of a loaded model. Call it to use one."""
 
-    def __init__(self, makes: bool, pager: Pager, section: Section, accesses: Sequence[Access]) -> None:
+    def __init__(self, makes: bool, pager: Pager, section: Section | None, accesses: Sequence[Access]) -> None:
         made = torch.zeros(1)
         recipe = Recipe((), (lambda parts, empty: made) if makes else None, made.dtype)
         self._handler = cast(FaultHandler, _NoFaults())  # kept here: guards are weak
         self._modules: dict[Access, _Module] = {}
         units, groups = [], []
         for number, access in enumerate(accesses):
-            part = section.memory[access.pages[0] * (section.page_bytes or 0) :][: made.nbytes].view(made.dtype)
+            part = torch.zeros(1)
+            if section is not None:
+                part = section.memory[access.pages[0] * (section.page_bytes or 0) :][: made.nbytes].view(made.dtype)
             module = self._modules[access] = _Module(nn.Parameter(torch.zeros(1), requires_grad=False))
             weight = PagedWeight("weight", module.weight, [part], recipe)
             groups.append(GroupWeights(number, [weight], access.pages, (), pager, self._handler))

@@ -21,7 +21,7 @@ from swapper.infer.mapping.matching import Match, Weight, match
 from swapper.infer.operators.experts import are_experts
 from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
 from swapper.infer.planning.infer_placement import Fit, fit
-from swapper.infer.planning.lease_costs import measure_lease_costs
+from swapper.infer.planning.lease_costs import measure_lease_costs, measure_resident_lease
 from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.streaming import paged_sections
 from swapper.infer.runtime.weights import MadeMemory
@@ -174,10 +174,12 @@ class LoadPlan:
             made = self._making_seconds(times)
             passes = [self._computing(times, args, made, experts) for args in (prompt, (_tokens(batch, 1),))]
             paging = measure_lease_costs(self.fitting.placement.page_bytes, bool(made))
-            rounds.append({"first": passes[0][0], "token": passes[1][0], "paging": paging})
+            resident_s = measure_resident_lease(bool(made))
+            rounds.append({"first": passes[0][0], "token": passes[1][0], "paging": paging, "resident_s": resident_s})
         found, streamed = middle(rounds), self.fitting.placement.streamed
-        first = self._pass(drive, found["paging"], found["first"], None, self._on_demand(experts, batch * tokens))
-        token = self._pass(drive, found["paging"], found["token"], streamed, self._on_demand(experts, batch))
+        costs = found["paging"], found["resident_s"]
+        first = self._pass(drive, *costs, found["first"], None, self._on_demand(experts, batch * tokens))
+        token = self._pass(drive, *costs, found["token"], streamed, self._on_demand(experts, batch))
         return LoadPrediction(first, token, passes[0][1])
 
     @property
@@ -274,11 +276,15 @@ class LoadPlan:
         self,
         drive: DriveRates,
         paging: PagingCosts,
+        resident_s: float,
         computing: dict[int, float],
         streamed: int | None,
         demanded_bytes: float,
     ) -> StepStats:
-        """Predict a pass that reads `streamed` pages of each group at most; None: all, as the first one does."""
+        """Predict a pass that reads `streamed` pages of each group at most; None: all, as the first one does.
+
+        The use of a group whose pages all stay takes `resident_s`.
+        """
         plan, placement = self.fitting.plan, self.fitting.placement
         sections = paged_sections(plan, placement.page_bytes)
         cuts = {id(linear.module.weight): linear for linear in plan.cuts}
@@ -297,9 +303,10 @@ class LoadPlan:
             accesses = [Access(("param", group), tuple(pages[stays:]))] if pages[stays:] else []
             tasks.append(Task("forward", group, accesses, parts=parts[group]))
         flat: list[Section] = [section for of_group in sections for section in of_group]
+        stay = {task.group for task in tasks if not task.accesses and sections[task.group]} & plan.used_groups
         dry = DryRun(
             flat, placement.frame_count - kept, tasks, None, True, 0, {}, open_drive(drive, paging),
-            lambda task: computing[task.group], parts_ahead=PARTS_IN_MEMORY,
+            lambda task: computing[task.group] + resident_s * (task.group in stay), parts_ahead=PARTS_IN_MEMORY,
         )  # fmt: skip
         if streamed is None:
             dry.step()
