@@ -36,7 +36,6 @@ from swapper.paging.planning.budget import resident_bytes
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
-from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.sizes import format_bytes, parse_bytes_a_second
 from swapper.runtime.stats import StepStats
 
@@ -184,10 +183,7 @@ class LoadPlan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """The peak of host memory by part, in bytes, beyond the imported libraries and activations.
-
-        The allocator's part is what swapper lets the heap of a run keep free.
-        """
+        """The peak of host memory by part, in bytes, beyond the imported libraries and activations."""
         plan, placement = self.fitting.plan, self.fitting.placement
         small_bytes = sum(round_up(run.nbytes, SECTOR_BYTES) for run in plan.small_runs)
         parts = {
@@ -195,7 +191,6 @@ class LoadPlan:
             "experts": plan.cache_bytes(self.host_bytes),
             "pool": placement.pool_bytes,
             "staging": plan.staging_bytes,
-            "allocator": kept_free_bytes(self.host_bytes),
         }
         return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
