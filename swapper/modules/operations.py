@@ -319,9 +319,14 @@ class OperationTimes:
         return_free_memory()  # what it takes is new to the process then
         before_bytes = peak_resident_bytes(reset=True)
         result = act()
-        storages = [leaf.untyped_storage() for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        result_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        workspace_bytes = peak_resident_bytes() - before_bytes - result_bytes
+        peak_bytes = peak_resident_bytes()
+        if before_bytes is None or peak_bytes is None:
+            return 0
+        tensors = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        results = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+        for scratch in self._scratch.values():  # the result of an operation in place
+            results.pop(scratch.data_ptr(), None)
+        workspace_bytes = peak_bytes - before_bytes - sum(results.values())
         if workspace_bytes < LARGE_BYTES:
             return 0
         of_part, of_whole = (sum(form.nbytes for form in of.forms) for of in (part, operation))

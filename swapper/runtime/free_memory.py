@@ -121,8 +121,7 @@ def watch_free_memory(budget_bytes: int) -> Watch:
 def note_used() -> None:
     """Note what is in use now, at a likely peak, and return what is free beyond: a forward has left all to its backward."""
     _Heap.peak_bytes = max(_Heap.peak_bytes, _used_bytes())
-    if _Heap.watches:
-        _return_holes()
+    _return_holes()
 
 
 @contextmanager
@@ -185,15 +184,18 @@ def anonymous_bytes() -> int:
     return (int(resident) - int(shared)) * _PAGE_BYTES
 
 
-def peak_resident_bytes(reset: bool = False) -> int:
-    """Return the most memory that was resident since a call with `reset`, proc_pid_status(5); 0 if the system does not say."""
+def peak_resident_bytes(reset: bool = False) -> int | None:
+    """Return the most memory that was resident since a call with `reset`, proc_pid_status(5).
+
+    None if the system does not say, or does not let a process reset it.
+    """
     try:
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
         _, found, rest = read_kernel("/proc/self/status").partition(b"VmHWM:")
     except OSError:
-        return 0
-    return int(rest.split(None, 1)[0]) << 10 if found else 0  # it says kB
+        return None
+    return int(rest.split(None, 1)[0]) << 10 if found else None  # it says kB
 
 
 # --- what the system grants ---------------------------------------------------------------------------------------------

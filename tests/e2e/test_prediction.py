@@ -96,16 +96,20 @@ def test_a_recording_knows_the_most_that_is_in_memory_at_once() -> None:
 
 
 def test_what_an_operation_takes_while_it_runs_counts_too() -> None:
-    def doubled(x: torch.Tensor) -> torch.Tensor:
+    def apart(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x] * 8)[: len(x)] * 2.0
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.cat([x] * 8)[: len(x)])
 
     x = TensorForm((4 << 20,), (1,), torch.float32)
     _, tree = _pytree.tree_flatten(((x,), {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
     times = OperationTimes()
-    takes, takes_nothing = (
-        RecordedOperation(function, (x,), tree) for function in (doubled, torch.ops.aten.exp.default)
+    takes, takes_too, takes_nothing = (
+        RecordedOperation(function, (x,), tree) for function in (apart, in_place, torch.ops.aten.exp.default)
     )
     assert times.workspace_bytes(takes) == pytest.approx(8 * x.nbytes, rel=0.1)
+    assert times.workspace_bytes(takes_too) == pytest.approx(8 * x.nbytes, rel=0.1)
     assert times.workspace_bytes(takes_nothing) < x.nbytes // 8
     assert times.peak_bytes({takes: 10, takes_nothing: 2 * x.nbytes}) == times.workspace_bytes(takes) + 10
 

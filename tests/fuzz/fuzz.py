@@ -118,6 +118,7 @@ def run_case(
     (place / OUTPUT).mkdir()
     inputs = {path: path.stat() for path in place.rglob("*") if path.is_file()}
     before = peak_resident_bytes(reset=True)
+    assert before is not None, "this system does not let a process reset its peak of resident memory"
     guard.seen[:] = []
     problem, there = None, Path.cwd()
     os.chdir(place)  # events do not tell the directory of names that are found beneath a descriptor
@@ -133,7 +134,7 @@ def run_case(
         )
     guard.allowed = None
     os.chdir(there)
-    growth = peak_resident_bytes() - before
+    growth = (peak_resident_bytes() or 0) - before
     if problem is None and growth > MAX_GROWTH_BYTES:
         problem = f"it took {growth >> 20} MiB"
     if problem is None and guard.seen:

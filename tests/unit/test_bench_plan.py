@@ -76,10 +76,11 @@ def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any],
     figures = tmp_path / "rows.json"
     name = next(row.name for row in tool["ROWS"] if row.size == "20M" and row.cap is None)
     command = [sys.executable, TOOL, "--rows", name, "--runs", "1", "--directory", tmp_path, "--json", figures]
-    for _ in range(2):
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    for more in ([], ["--markdown"]):
+        ran = subprocess.run([*command, *more], capture_output=True, text=True, timeout=400, check=False)
         assert ran.returncode == 0, ran.stderr
         assert name in ran.stdout and "bytes: median error" in ran.stdout
+    assert f"| {name} | " in ran.stdout
     (row,) = json.loads(figures.read_text())
     assert "1 of 1" not in ran.stderr and row["row"] == name
     assert tool["error"](row, "bytes") == pytest.approx(
@@ -87,18 +88,20 @@ def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any],
     )  # the pool keeps what it can: which, depends on the time
 
 
-@pytest.mark.parametrize("measure", [pss_bytes, own_bytes])
-def test_memory_counts_what_a_memory_file_takes_in_no_map_too(measure: Callable[[], int]) -> None:
+@pytest.mark.parametrize(
+    "measure, tolerance", [(own_bytes, 0.1), (pss_bytes, 0.5)]
+)  # shares of libraries change meanwhile
+def test_memory_counts_what_a_memory_file_takes_in_no_map_too(measure: Callable[[], int], tolerance: float) -> None:
     nbytes = 64 << 20
     before = measure()
     file = os.memfd_create("trial")
     try:
         os.posix_fallocate(file, 0, nbytes)
-        assert measure() - before == pytest.approx(nbytes, rel=0.1)
+        assert measure() - before == pytest.approx(nbytes, rel=tolerance)
         with mmap.mmap(file, nbytes) as memory:
             for at in range(0, nbytes // 2, mmap.PAGESIZE):  # in a map now: once all the same
                 memory[at] = 1
-            assert measure() - before == pytest.approx(nbytes, rel=0.1)
+            assert measure() - before == pytest.approx(nbytes, rel=tolerance)
     finally:
         os.close(file)
 

@@ -22,6 +22,7 @@ from swapper.paging.section import Page, Section
 from swapper.paging.virtual_drive import PagingCosts
 
 RESIDENT_TRIALS = 8
+"""Of a use of weights that stay: the median counts."""
 
 
 def measure_lease_costs(page_bytes: int, makes: bool) -> PagingCosts:
