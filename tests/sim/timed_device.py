@@ -56,7 +56,8 @@ class TimedStream(Stream):
         self.time = 0.0
 
     def wait_event(self, event: Any) -> None:
-        super().wait_event(event)
+        for stream, tick in event.clock.items():
+            self.clock[stream] = max(self.clock[stream], tick)
         self.time = max(self.time, event.time)
 
 

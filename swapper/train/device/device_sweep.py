@@ -54,12 +54,12 @@ class _Slot:
 
     Attributes:
         storage: its memory, allocated at the first use.
-        is_free: no copy to or from it is in flight.
+        in_flight: slices whose copies to or from it are in flight.
         last_use: the event of the copies down; None before the first.
     """
 
     storage: DeviceStorage | None = None
-    is_free: bool = True
+    in_flight: int = 0
     last_use: torch.Event | None = None
 
 
@@ -108,7 +108,9 @@ class DeviceSweep(Sweep):
             self._has_updated = True
             self.kept.ready([update.trainable.group])
             for part in update.trainable.slices(update.active, self._page_bytes):
-                self._update_on_device(update, part, self._next_slot(slice_bytes(update.trainable, part)))
+                access = self._access(update.trainable, part)
+                slot = self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
+                self._update_on_device(update, part, access, slot)
 
     def give_back(self, then: Access | None = None) -> None:
         if then is not None:
@@ -149,7 +151,7 @@ class DeviceSweep(Sweep):
     def abandon(self) -> None:
         super().abandon()
         with contextlib.suppress(DeviceError):  # a failed device keeps the memory until the process ends
-            if not all(slot.is_free for slot in self._slots):
+            if any(slot.in_flight for slot in self._slots):
                 self.on_device.downloads.finish()
             self._over.clear()
             self._free_slots()
@@ -169,11 +171,12 @@ class DeviceSweep(Sweep):
             for slot in self._slots:
                 slot.storage = self.on_device.new_storage(self._usual_bytes)
 
-    def _next_slot(self, nbytes: int) -> _Slot:
-        """Return the ring's next slot, once it is free, with at least this memory."""
+    def _next_slot(self, nbytes: int, has_pages: bool) -> _Slot:
+        """Return the ring's next slot, with at least this memory. [Note: who waits for a slot]"""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % RING
-        while not slot.is_free:
+        is_short = slot.storage is None or slot.storage.nbytes < nbytes
+        while slot.in_flight and (has_pages or is_short):
             self.on_device.downloads.wait_for_oldest()
         if slot.storage is None or slot.storage.nbytes < nbytes:
             if slot.storage is not None:
@@ -184,7 +187,7 @@ class DeviceSweep(Sweep):
 
     def _free_slots(self) -> None:
         for slot in self._slots:
-            storage, slot.storage, slot.last_use, slot.is_free = slot.storage, None, None, True
+            storage, slot.storage, slot.last_use, slot.in_flight = slot.storage, None, None, 0
             if storage is not None:
                 with self._apart():
                     storage.free()
@@ -192,11 +195,10 @@ class DeviceSweep(Sweep):
             self._coded_there.free()
         self._has_updated = False
 
-    def _update_on_device(self, update: GroupUpdate, part: Slice, slot: _Slot) -> None:
+    def _update_on_device(self, update: GroupUpdate, part: Slice, access: Access, slot: _Slot) -> None:
         storage = slot.storage
         if storage is None:
             raise InvariantError("a slice was to be updated in a slot without memory")
-        access = self._access(update.trainable, part)
         self._pager.lease(access)
         self._release_arrived()
         self._pager.wait(access)
@@ -223,7 +225,8 @@ class DeviceSweep(Sweep):
             self._pager.release(access)
             raise
         self._views.clear()
-        slot.is_free, group = False, update.trainable.group
+        slot.in_flight += 1
+        group = update.trainable.group
         self._in_flight[group] += 1
         slot.last_use = self.on_device.downloads.send(
             down + counts,
@@ -245,14 +248,14 @@ class DeviceSweep(Sweep):
 
     def _arrived(self, group: int, access: Access, slot: _Slot, error: StateError | None) -> None:
         self._in_flight[group] -= 1
-        slot.is_free = True
+        slot.in_flight -= 1
         self._over.append(access)
         if error is not None:
             self._unheld.setdefault(group, error)
 
     def _lost(self, group: int, access: Access, slot: _Slot) -> None:
         self._in_flight[group] -= 1
-        slot.is_free = True
+        slot.in_flight -= 1
         self._pager.release(access)
 
     def _release_arrived(self) -> None:
