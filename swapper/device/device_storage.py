@@ -170,6 +170,13 @@ class DeviceStorage:
         for user in {*self._users, self._stream} - {current}:
             self._device.let_wait(current, self._device.record(user))
 
+    def note_update(self) -> None:
+        """Note that kernels on the current stream, which has waited for all users, have changed the content."""
+        current = self._device.current_stream()
+        self.filled_at = self._device.record(current)
+        self._users = {current}
+        self._ready = {current}
+
     def invalidate(self, last_use: torch.Event | None = None) -> None:
         """Declare the content outdated: it can be filled again where it is. No copy may be in flight.
 

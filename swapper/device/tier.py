@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from swapper.device.copies import PageCopy, Uploads
@@ -48,10 +49,11 @@ class DeviceCopy:
         sent: how many of `copies` are queued.
         leases: how many uses it has now.
         waits: its content does not exist yet: it is not copied ahead, and memory is reserved for it.
+        is_dirty: it was changed on the device, and host memory has an earlier content.
         before_eviction: called before the content of a resident image is given up.
     """
 
-    __slots__ = ("before_eviction", "copies", "leases", "name", "sent", "stays", "storage", "waits")
+    __slots__ = ("before_eviction", "copies", "is_dirty", "leases", "name", "sent", "stays", "storage", "waits")
 
     def __init__(self, name: str, storage: DeviceStorage, copies: Sequence[PageCopy], stays: bool) -> None:
         self.name = name
@@ -61,6 +63,7 @@ class DeviceCopy:
         self.sent = 0
         self.leases = 0
         self.waits = False
+        self.is_dirty = False
         self.before_eviction: Callable[[], None] = lambda: None
 
     @property
@@ -112,6 +115,7 @@ class DeviceTier:
         """
         if image.leases:
             raise InvariantError(f"{image.name} is changed while kernels may use it")
+        image.is_dirty = False
         image.storage.wait_for_copies()
         self._uploads.give_back()
         if image.storage.is_allocated and image.stays:
@@ -151,6 +155,19 @@ class DeviceTier:
         """End a lease: the last kernel that uses `image` is queued."""
         self._end_lease(image, is_whole=image.is_filled)
         self.prepare_next()
+
+    @contextmanager
+    def changing(self, image: DeviceCopy) -> Iterator[DeviceStorage]:
+        """Return a context that queues kernels, on the current stream, which change the content of a filled image."""
+        image.leases += 1
+        image.is_dirty = True
+        try:
+            image.storage.wait_on_current_stream()
+            image.storage.wait_for_users()
+            yield image.storage
+        finally:
+            image.leases -= 1
+            image.storage.note_update()
 
     def forget(self, image: DeviceCopy, kept: int = 0) -> None:
         """End all leases but `kept`: what held them is gone."""

@@ -287,9 +287,9 @@ class Committer:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
             if self._model.update_is_open:
                 return
-            state = self._model.optimizer_state
-            state.sync_to_host()
-            self._record = dataclasses.replace(self._record, state_entries=state.packed_entries)
+            self._model.sync_to_host()
+            entries = self._model.optimizer_state.packed_entries
+            self._record = dataclasses.replace(self._record, state_entries=entries)
             self._store.prefer(self._store.newest())
             try:
                 self._writes = [(s.piece, self._write(s)) for s in self._resident if not self._has_committed(s)]

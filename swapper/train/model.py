@@ -378,6 +378,15 @@ class OffloadedModel:
         """
         self.updates.finish(in_order)
 
+    def sync_to_host(self) -> None:
+        """Have all parameters and state at their places in host memory, also what was updated on the device.
+
+        Raises:
+            IoError: a page could not be read or written.
+            DeviceError: the device failed.
+        """
+        self.optimizer_state.sync_to_host()
+
     def _make_finish(self) -> Callable[[], None]:
         """Return a function that finishes the last step before the user looks at shards. It keeps nothing alive."""
         of = weakref.ref(self)

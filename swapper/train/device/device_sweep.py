@@ -17,7 +17,7 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
@@ -91,7 +91,8 @@ class DeviceSweep(Sweep):
             device_scratch_bytes(self.trainables, self._page_bytes), self._there, on_device.new_storage
         )
         self._unheld: dict[int, StateError] = {}  # by group: an error that came down with a slice of the step
-        self._accesses: dict[Access, Access] = {}  # of slices
+        self._accesses: dict[tuple[Access, bool], Access] = {}  # of slices, with their parameters or without
+        self._is_in_place = False  # of the group that is updated: see TrainingDevice.updates_in_place
         self._usual_bytes = 0  # of a slot
         self._has_updated = False  # in this step
 
@@ -106,11 +107,14 @@ class DeviceSweep(Sweep):
             if not self._has_updated or any(type(g) not in (ColdGradient, NoneType) for g in update.gradients):
                 self.on_device.order.follow()
             self._has_updated = True
-            self.kept.ready([update.trainable.group])
-            for part in update.trainable.slices(update.active, self._page_bytes):
-                access = self._access(update.trainable, part)
-                slot = self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
-                self._update_on_device(update, part, access, slot)
+            group = update.trainable.group
+            self.kept.ready([group])
+            self._is_in_place = self.on_device.updates_in_place(group)
+            with self.on_device.changing(group) if self._is_in_place else nullcontext():
+                for part in update.trainable.slices(update.active, self._page_bytes):
+                    access = self._access(update.trainable, part)
+                    slot = self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
+                    self._update_on_device(update, part, access, slot)
 
     def give_back(self, then: Access | None = None) -> None:
         if then is not None:
@@ -204,7 +208,7 @@ class DeviceSweep(Sweep):
         self._pager.wait(access)
         started = time.monotonic()
         try:
-            parts = parts_of(update, part, self.gradient_of)
+            parts = parts_of(update, part, self.gradient_of, self._is_in_place)
             up = list(self._pieces(p for p in parts if p.copied_up))
             self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
@@ -238,12 +242,14 @@ class DeviceSweep(Sweep):
 
     def _access(self, trainable: Trainable, part: Slice) -> Access:
         """Return the access of a slice: its pages are used in their frames, but for those with state of other shapes."""
-        access = self._accesses.get(part.access)
+        access = self._accesses.get((part.access, self._is_in_place))
         if access is None:
             others = [place for piece in part.pieces for place in trainable.places[piece.parameter].others.values()]
             addressed = {page for place in others for page in place.pages(0, place.slot.spec.numel)}
             access = replace(part.access, in_frames=frozenset(part.access.pages) - addressed)
-            self._accesses[part.access] = access
+            if self._is_in_place:
+                access = access.without(page for of in trainable.places for page in of.param.pages(0, of.numel))
+            self._accesses[part.access, self._is_in_place] = access
         return access
 
     def _arrived(self, group: int, access: Access, slot: _Slot, error: StateError | None) -> None:
@@ -337,6 +343,8 @@ class DeviceSweep(Sweep):
     def _there(self, place: TensorLocation, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of a tensor of the slice, flat: in the slot, or in the state that stays on the device."""
         view = self._views.get((place, begin))
+        if view is None and self._is_in_place and place.section.plan.family == "param":
+            return self.on_device.parameter(place.section, place.slot)[begin:end]
         return self.kept.view(place.section.plan.group, place)[begin:end] if view is None else view
 
     def _others(self, places: ParameterLocations) -> dict[str, torch.Tensor]:

@@ -146,8 +146,8 @@ class SlicePart:
         return slot.memory[self.offset : self.offset + self.nbytes].view(self.place.slot.spec.dtype)
 
 
-def parts_of(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[SlicePart]:
-    """Return the parts of a slice that are in the slot during its update: state, gradients, parameters.
+def parts_of(update: GroupUpdate, part: Slice, gradient_of: Gradient, is_in_place: bool) -> list[SlicePart]:
+    """Return the parts of a slice that are in the slot during its update: state, gradients, parameters unless `is_in_place`.
 
     Each kind is together, as in its section: neighbors there, if they are of whole DEVICE_ALIGNMENT_BYTES, are neighbors here.
     """
@@ -159,7 +159,8 @@ def parts_of(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[Sl
             state += [(*stored, True, True) for stored in places.stored(*elements)]
         if type(update.gradients[piece.parameter]) is ColdGradient:
             gradients.append((gradient_of(update.trainable.parameters[piece.parameter])[0], *elements, True, False))
-        params.append((places.param, *elements, places.has_coded_master or not places.has_master, True))
+        if not is_in_place:
+            params.append((places.param, *elements, places.has_coded_master or not places.has_master, True))
     found = [*state, *gradients, *params]
     offsets, _ = place_in_storage((end - begin) * place.slot.spec.dtype.itemsize for place, begin, end, _, _ in found)
     return [

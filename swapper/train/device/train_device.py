@@ -18,6 +18,10 @@ made to be interleaved, and every call of the device lets the other thread go on
 wait neither for them nor for the copies of their slices. It waits for what was queued when a step's first update begins
 (scalars of the optimizer's on the device), and for gradients that stay. The caller's stream waits for it when the backward
 is over. All other results go by host memory, or are waited for by who uses them (resident state).
+
+[Note: what stays is updated there] The parameters of an image that stays are updated in it: no byte of them is copied in a step.
+Host memory has an earlier content then (`DeviceCopy.is_dirty`) until something reads it: a commit, a snapshot, a change from
+outside, an eviction, closing.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,6 +123,7 @@ class TrainingDevice(ModelDevice):
         self.updating = device.new_stream()
         self._images: list[DeviceCopy] = []
         self._copy_of: dict[int, DeviceCopy] = {}  # by id of a parameter
+        self._at: dict[tuple[Section, Slot], tuple[DeviceStorage, torch.Tensor]] = {}  # parameters in their images
         self._used: list[DeviceCopy] = []  # in this step, in order
         _open.add(self)
 
@@ -125,6 +132,8 @@ class TrainingDevice(ModelDevice):
         storage, views, spans = self.lay_out(places)
         image = self.add_image(group.index, group.name, storage, spans)
         self._images.append(image)
+        image.before_eviction = partial(self.write_back, image)
+        self._at.update({place: (storage, view) for place, view in zip(places, views, strict=True)})
         self._copy_of.update((id(parameter), image) for _, parameter in group.parameters)
         return image, views
 
@@ -171,6 +180,22 @@ class TrainingDevice(ModelDevice):
         """Note that autograd has written the gradient of the parameter with this id on the current stream."""
         self._copy_of[parameter].storage.note_use()  # by the kernels that made the gradient
 
+    def write_back(self, image: DeviceCopy) -> None:
+        """Copy an image to host memory if it was updated on the device since. Raises as `copy_back`."""
+        if image.is_dirty:
+            self.copy_back(image)
+
+    def sync_to_host(self) -> None:
+        """Copy to host memory what was updated on the device since. Raises as `copy_back`."""
+        for image in self._images:
+            self.write_back(image)
+
+    def discard_changes(self, groups: Collection[int] | None = None) -> None:
+        """Have images of these groups, or all, that were updated on the device be copied anew: host memory was restored."""
+        for index, image in enumerate(self._images):
+            if image.is_dirty and (groups is None or index in groups):
+                self.tier.invalidate(image)
+
     def copy_back(self, image: DeviceCopy) -> None:
         """Copy the device's content to the locations of the image's tensors, and wait for the copies.
 
@@ -194,6 +219,7 @@ class TrainingDevice(ModelDevice):
                     only = frozenset()  # unchanged: it stays external
             finally:
                 self._pager.release(access, only)
+        image.is_dirty = False
 
     def new_storage(
         self, nbytes: int, purpose: str = "the update of a slice", remedy: str = "say update_on='cpu'"
@@ -257,8 +283,23 @@ class TrainingDevice(ModelDevice):
     # --- an update ----------------------------------------------------------------------------------------------------
 
     def before_update(self, group: int) -> None:
-        """Invalidate a group's image before its parameters are updated."""
-        self.tier.invalidate(self._images[group])
+        """Invalidate a group's image before its parameters are updated, unless they are updated there."""
+        if not self.updates_in_place(group):
+            self.tier.invalidate(self._images[group])
+
+    def updates_in_place(self, group: int) -> bool:
+        """Return True if the group's parameters are updated in their image. [Note: what stays is updated there]"""
+        image = self._images[group]
+        return self.updates and image.stays and image.is_filled
+
+    def changing(self, group: int) -> AbstractContextManager[object]:
+        """Return a context that queues the update of a group's image."""
+        return self.tier.changing(self._images[group])
+
+    def parameter(self, section: Section, slot: Slot) -> torch.Tensor:
+        """Return the memory of a parameter in its image, flat. A write there grows no version of the parameter."""
+        storage, view = self._at[section, slot]
+        return storage.read(view.storage_offset() * view.element_size(), view.nbytes).view(view.dtype)
 
     def after_update(self) -> None:
         """Upload updated parameters for the next step, which is expected to use them in the order of this one."""
@@ -273,7 +314,7 @@ class TrainingDevice(ModelDevice):
         _open.discard(self)
         self.finish()
         super().close()
-        self._images, self._used, self._copy_of = [], [], {}
+        self._images, self._used, self._copy_of, self._at = [], [], {}, {}
 
 
 def _check_others(budget: DeviceBudget) -> None:

@@ -81,6 +81,7 @@ class OptimizerState:
         self._group_of = {id(parameter): t.group for t in trainables for parameter in t.parameters}
         self.entries = StateEntries(inventory.forms)
         self._coded = CodedTensors([places_of for _, places_of in self._trained], pager, directory)
+        self._on_device = on_device
         self.kept: DeviceResidentState | None = None
         if on_device is not None and on_device.updates:
             resident_set = (trainable for trainable in trainables if trainable.group in inventory.staying_state)
@@ -105,13 +106,17 @@ class OptimizerState:
     # --- state on the device ------------------------------------------------------------------------------------------
 
     def sync_to_host(self) -> None:
-        """Copy state that stays on the device to its sections, for an access there.
+        """Copy state that stays on the device, and parameters that were updated there, to their sections, for an access there.
+
+        A master that is stored encoded is a difference from its parameter.
 
         Raises:
             IoError, DeviceError: it could not be copied.
         """
         if self.kept is not None:
             self.kept.sync_to_host()
+        if self._on_device is not None:
+            self._on_device.sync_to_host()
 
     def forget_kept(self) -> None:
         """Discard state on the device: the sections are valid."""

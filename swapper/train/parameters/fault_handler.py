@@ -153,6 +153,8 @@ class ParameterFaultHandler(FaultHandler):
         if self._gathering.is_closed or self.fault_in(parameter):
             return None
         self._update_before()
+        for group in self._groups:
+            group.write_back()
         return self.shown.show(self._names[id(parameter)])
 
     def note_change(self, group: GroupParameters, names: list[str]) -> None:

@@ -7,13 +7,14 @@ writes to its own weights, or inside `manager.gather`) are copied back before th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from swapper.device.tier import DeviceCopy
-from swapper.errors import StateError, UnsupportedError
+from swapper.errors import DeviceError, StateError, UnsupportedError
 from swapper.modules.cold import materialize, set_cold, unguard
 from swapper.modules.groups import Group
 from swapper.modules.guarded import FaultHandler, guard
@@ -216,6 +217,9 @@ class GroupParameters(LeasedGroup):
             self._pager.take_in_written()  # earlier writes are not this pin's
             self._pager.acquire(access)
 
+    def write_back(self) -> None:
+        """Copy updates to the parameters' locations in host memory; here they are made there."""
+
     def _copy_back(self) -> None:
         """Copy changes to the parameters' locations in host memory; here they are made there."""
 
@@ -342,6 +346,9 @@ class DeviceGroupParameters(GroupParameters):
         """Return none: they are not in memory, and `copy_back` compares them."""
         return {}
 
+    def write_back(self) -> None:
+        self._on_device.write_back(self.image)
+
     def _copy_back(self) -> None:
         try:
             self._on_device.copy_back(self.image)
@@ -360,11 +367,18 @@ class DeviceGroupParameters(GroupParameters):
 
     def abandon(self, keep_cold: bool = True) -> None:
         """Make parameters whose content is in host memory usable there; the others stay cold if `keep_cold`."""
-        super().abandon(keep_cold and not self._is_in_memory)
-        if keep_cold and self._is_in_memory:
+        is_usable = keep_cold and self._is_in_memory and self._is_written_back()
+        super().abandon(keep_cold and not is_usable)
+        if is_usable:
             for parameter, (section, slot) in zip(self.parameters, self.places, strict=True):
                 parameter.data = section.tensor(slot)
         self._on_device.tier.drop(self.image)
+
+    def _is_written_back(self) -> bool:
+        """Copy updates back. Return False if the device failed, which has them."""
+        with contextlib.suppress(DeviceError):
+            self.write_back()
+        return not self.image.is_dirty
 
     def _is_at_place(self, number: int, parameter: nn.Parameter) -> bool:
         is_of_image = storage_of(parameter) == self.image.storage.identity

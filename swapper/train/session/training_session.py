@@ -369,7 +369,7 @@ class TrainingSession:
         self.plan.inventory.check_files()
         self.model.passes.abandon()
         self.model.finish_update()
-        self.model.optimizer_state.sync_to_host()
+        self.model.sync_to_host()
         if self.committer.has_snapshot:
             self.committer.finish()
         codecs = self.model.optimizer_state.codecs
@@ -396,6 +396,8 @@ class TrainingSession:
                 self.pager.discard_pages(page.index for section in sections for page in section.pages)
             self.committer.roll_back(sections)
             self.pager.back_cold_pages()
+            if self.on_device is not None:
+                self.on_device.discard_changes(None if sections is None else {one.plan.group for one in sections})
             return True
         return False
 
@@ -406,6 +408,7 @@ class TrainingSession:
         try:
             self.model.finish_update()
             self.model.gathering.close()
+            self.model.sync_to_host()
             self.pager.flush()
             self.committer.finish()
         except BaseException as error:

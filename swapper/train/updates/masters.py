@@ -29,7 +29,10 @@ class Masters:
 
     def before_change(self, groups: Iterable[GroupParameters]) -> None:
         """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
-        for trainable in self._among(groups):
+        found = list(groups)
+        for group in found:
+            group.write_back()
+        for trainable in self._among(found):
             self._changes[trainable.group] += 1
             if self._changes[trainable.group] == 1:
                 coded = [places for places in trainable.places if places.has_coded_master]
