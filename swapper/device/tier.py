@@ -160,7 +160,6 @@ class DeviceTier:
     def changing(self, image: DeviceCopy) -> Iterator[DeviceStorage]:
         """Return a context that queues kernels, on the current stream, which change the content of a filled image."""
         image.leases += 1
-        image.is_dirty = True
         try:
             image.storage.wait_on_current_stream()
             image.storage.wait_for_users()

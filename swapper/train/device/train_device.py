@@ -19,9 +19,10 @@ wait neither for them nor for the copies of their slices. It waits for what was 
 (scalars of the optimizer's on the device), and for gradients that stay. The caller's stream waits for it when the backward
 is over. All other results go by host memory, or are waited for by who uses them (resident state).
 
-[Note: what stays is updated there] The parameters of an image that stays are updated in it: no byte of them is copied in a step.
-Host memory has an earlier content then (`DeviceCopy.is_dirty`) until something reads it: a commit, a snapshot, a change from
-outside, an eviction, closing.
+[Note: what stays is updated there] The parameters of an image that stays are updated in it, and not copied to the device again.
+Pages that are on NVMe are written with the slice that updates them, as each commit needs them. Of what is in host memory no byte
+is copied in a step: it has an earlier content (`DeviceCopy.is_dirty`) until something reads it: a commit, a snapshot, a change
+from outside, an eviction, closing.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class TrainingDevice(ModelDevice):
         storage, views, spans = self.lay_out(places)
         image = self.add_image(group.index, group.name, storage, spans)
         self._images.append(image)
-        image.before_eviction = partial(self.write_back, image)
+        image.before_eviction = partial(self._before_eviction, image)
         self._at.update({place: (storage, view) for place, view in zip(places, views, strict=True)})
         self._copy_of.update((id(parameter), image) for _, parameter in group.parameters)
         return image, views
@@ -185,15 +186,19 @@ class TrainingDevice(ModelDevice):
         if image.is_dirty:
             self.copy_back(image)
 
+    def _before_eviction(self, image: DeviceCopy) -> None:
+        self.downloads.finish()  # they may read it
+        self.write_back(image)
+
     def sync_to_host(self) -> None:
         """Copy to host memory what was updated on the device since. Raises as `copy_back`."""
         for image in self._images:
             self.write_back(image)
 
     def discard_changes(self, groups: Collection[int] | None = None) -> None:
-        """Have images of these groups, or all, that were updated on the device be copied anew: host memory was restored."""
+        """Have images of these groups, or all, be copied again: host memory was restored."""
         for index, image in enumerate(self._images):
-            if image.is_dirty and (groups is None or index in groups):
+            if image.is_filled and (groups is None or index in groups):
                 self.tier.invalidate(image)
 
     def copy_back(self, image: DeviceCopy) -> None:
@@ -294,7 +299,9 @@ class TrainingDevice(ModelDevice):
 
     def changing(self, group: int) -> AbstractContextManager[object]:
         """Return a context that queues the update of a group's image."""
-        return self.tier.changing(self._images[group])
+        image = self._images[group]
+        image.is_dirty = any(copy.page.section.resident for copy in image.copies)
+        return self.tier.changing(image)
 
     def parameter(self, section: Section, slot: Slot) -> torch.Tensor:
         """Return the memory of a parameter in its image, flat. A write there grows no version of the parameter."""
