@@ -48,10 +48,7 @@ def steps_between_commits(
 
 
 class State(Protocol):
-    """The optimizer's state, which may be on a device instead of in its sections."""
-
-    def sync_to_host(self) -> None:
-        """Copy state that is on a device to its sections."""
+    """The optimizer's state."""
 
     @property
     def packed_entries(self) -> dict[str, Any]:
@@ -68,6 +65,9 @@ class CommittedModel(Protocol):
     def update_is_open(self) -> bool: ...
 
     def finish_update(self) -> None: ...
+
+    def sync_to_host(self) -> None:
+        """Have the sections' content in host memory, also what is on a device."""
 
 
 class Committer:

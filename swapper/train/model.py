@@ -99,7 +99,7 @@ class OffloadedModel:
         self._membership = Membership(optimizers, self._trainables, self._names, inventory.optimizer_of)
         state_sections = [section for section in sections if section.plan.family == "state"]
         self.optimizer_state = OptimizerState(
-            self._membership, inventory, self._trainables, self._places, state_sections, pager, session_guard, self.finish_update,
+            self._membership, inventory, self._trainables, self._places, state_sections, pager, session_guard, self.settle_update,
             on_device, plan.request.manager.drives.directories[0],
         )  # fmt: skip
         self._sweep = self._make_sweep(plan.budget.page_bytes, current.clock.counters)
@@ -378,6 +378,11 @@ class OffloadedModel:
         """
         self.updates.finish(in_order)
 
+    def settle_update(self) -> None:
+        """Finish the last step, and wait until its results are in host memory. Raises as `finish_update`, or DeviceError."""
+        self.finish_update()
+        self._sweep.settle()
+
     def sync_to_host(self) -> None:
         """Have all parameters and state at their places in host memory, also what was updated on the device.
 
@@ -385,6 +390,7 @@ class OffloadedModel:
             IoError: a page could not be read or written.
             DeviceError: the device failed.
         """
+        self._sweep.settle()
         self.optimizer_state.sync_to_host()
 
     def _make_finish(self) -> Callable[[], None]:

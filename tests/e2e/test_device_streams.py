@@ -251,8 +251,11 @@ def test_memory_is_given_back_and_filled_anew_behind_the_kernels_of_every_stream
             storage.fill([(0, source)], copies)
 
 
-def test_what_a_backward_has_updated_is_waited_for_by_its_caller(on_device: MakeTwins, tmp_path: Path) -> None:
-    """Gradients go back to the allocator in the order of the caller's stream, and updates read them on others."""
+@pytest.mark.parametrize("look_at", ["gradient", "forward", "nothing"])
+def test_gradients_that_updates_still_read_are_waited_for_by_whoever_changes_them(
+    on_device: MakeTwins, tmp_path: Path, look_at: str
+) -> None:
+    """Updates read them on a stream of their own, also after the step. A dropped one is kept until its slices have arrived."""
     with twins_on_streams(on_device, tmp_path, Branches(), update="backward") as (pair, streams):
         updated: list[Any] = []
         callers: list[Any] = []
@@ -273,8 +276,15 @@ def test_what_a_backward_has_updated_is_waited_for_by_its_caller(on_device: Make
 
         pair.both(look)
         assert streams["frozen"] in callers, "no update from a stream that torch does not join"
-        assert all(map(streams.main.knows, updated))
         pair.both(lambda model, optimizer: optimizer.step())
+        if look_at == "gradient":
+            pair.both(lambda model, _: next(p for p in model.parameters() if p.grad is not None).grad.zero_())
+        elif look_at == "forward":
+            pair.both(lambda model, _: model(torch.ones(8, WIDTH).requires_grad_()).detach())
+        assert all(map(streams.main.knows, updated)) == (look_at != "nothing")
+        assert all(type(p.grad) is torch.Tensor for p in pair.swapped.parameters() if p.grad is not None) or (
+            look_at == "nothing"
+        )
         pair.assert_same_parameters()
 
 

@@ -134,7 +134,8 @@ def test_places_that_an_update_on_the_device_has_not_reached_yet_are_noticed(
     pair = on_device(update=update, update_on="device", device_memory=8 * MIB)
     pair.both(train_step)
     with monkeypatch.context() as patch, pytest.raises((AssertionError, InvariantError)):
-        patch.setattr(DeviceSweep, "settle", lambda self, group=None: None)
+        patch.setattr(DeviceSweep, "settle", lambda self: None)
+        patch.setattr(DeviceSweep, "_wait_for", lambda self, group: None)
         pair.both(train_step), pair.both(train_step)
         pair.check_pager()
     pair.manager.current.run.model.updates.remove()  # closing finishes no step

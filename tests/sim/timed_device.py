@@ -210,17 +210,28 @@ class Layer(nn.Module):
     def __init__(self, device: TimedDevice, sizes: Sizes, part: int) -> None:
         super().__init__()
         width, keys, inner = (size // part for size in (sizes.width, sizes.keys, sizes.inner))
-        shapes = [(width, width), (width, keys), (width, keys), (width, width), (width, inner), (width, inner), (inner, width)]
+        shapes = [
+            (width, width),
+            (width, keys),
+            (width, keys),
+            (width, width),
+            (width, inner),
+            (width, inner),
+            (inner, width),
+        ]
         whole = sum(a * b for a, b in shapes)
         q, k, v, o, gate, up, down = (
-            _Timed(device, a, b, (sizes.layer_s[0] * a * b / whole, sizes.layer_s[1] * a * b / whole)) for a, b in shapes
+            _Timed(device, a, b, (sizes.layer_s[0] * a * b / whole, sizes.layer_s[1] * a * b / whole))
+            for a, b in shapes
         )
         self.norm = nn.Parameter(torch.ones(width, dtype=torch.bfloat16))
         self.q, self.k, self.v, self.o, self.gate, self.up, self.down = q, k, v, o, gate, up, down
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         hidden = value * self.norm
-        mixed = self.q(hidden) + torch.cat([self.k(hidden), self.v(hidden)] * (self.q.weight.shape[0] // 2 // self.k.weight.shape[0]), -1)
+        mixed = self.q(hidden) + torch.cat(
+            [self.k(hidden), self.v(hidden)] * (self.q.weight.shape[0] // 2 // self.k.weight.shape[0]), -1
+        )
         value = value + self.o(mixed)
         return value + self.down(self.gate(value) * self.up(value))
 

@@ -4,11 +4,19 @@ A copy stream copies a slice's state, gradient and parameters to one of a ring o
 works on views of it on a stream of its own ([Note: stream of updates], train_device.py). Another stream copies the
 results down. The slice's pages are leased until they have arrived, and then its storage is free. So the copies and the
 update of three slices overlap with each other and with the drive, and Python waits for the oldest only, also across
-groups; the ring exists from a step's first update to its last. State that stays on the device is updated there.
+groups; the ring exists from a step's first update until its last results have come. State that stays on the device is
+updated there.
 
 The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
 decoded for the update there, and encoded after it (slice_parts.py).
+
+[Note: a step goes on] A step is queued when `optimizer.step()` returns, and its copies go on during the next forward, as far as
+streams order everything: state in host memory, of parameters that are updated in their images. Whoever reads that state, or a
+commit, waits for it (`settle`); so does the next update of a group for its own. Results are waited for in the step if they
+lease frames, if a forward is to copy them to the device again, or if a codec may refuse them. Kernels of updates may still read
+gradients then: an operation on one that is still a parameter's `grad` waits for them first (fixed_gradient.py), and one that was
+dropped is kept until its slice has arrived.
 """
 
 from __future__ import annotations
@@ -16,13 +24,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
 import torch
+from torch import nn
 
 from swapper.device.device_storage import DeviceStorage, Span, merge_spans
 from swapper.errors import DeviceError, InvariantError, StateError
@@ -44,6 +53,7 @@ from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
 from swapper.train.optimizer.optimizer_proxy import Work
 from swapper.train.updates.adamw_kernel import update_by_kernel
+from swapper.train.updates.fixed_gradient import fix, unfix
 from swapper.train.updates.one_pass import is_fused
 from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable, Update
 
@@ -90,6 +100,11 @@ class DeviceSweep(Sweep):
         self._coded_there = CodedSlices(
             device_scratch_bytes(self.trainables, self._page_bytes), self._there, on_device.new_storage
         )
+        self._awaited: set[int] = set()  # groups of the step whose results something waits for: [Note: a step goes on]
+        self._read: list[
+            tuple[nn.Parameter, torch.Tensor | None]
+        ] = []  # gradients that updates of the step may still read
+        self._failure: BaseException | None = None  # with which results of a step were lost
         self._unheld: dict[int, StateError] = {}  # by group: an error that came down with a slice of the step
         self._accesses: dict[Access, Access] = {}  # of slices
         self._is_in_place = False  # of the group that is updated: see TrainingDevice.updates_in_place
@@ -98,8 +113,10 @@ class DeviceSweep(Sweep):
 
     def update(self, update: GroupUpdate) -> None:
         """Update a group. Copies of its results may still be in flight, their pages leased: see `settle`."""
+        group = update.trainable.group
+        self._wait_for(group)  # of the step before
         self._make_ready(update)
-        if not self.kept.is_ready(update.trainable.group):
+        if not self.kept.is_ready(group):
             self.settle()  # its pages go through the frames that earlier slices still lease
         if not self._has_updated:
             self._begin_ring()
@@ -107,7 +124,6 @@ class DeviceSweep(Sweep):
             if not self._has_updated or any(type(g) not in (ColdGradient, NoneType) for g in update.gradients):
                 self.on_device.order.follow()
             self._has_updated = True
-            group = update.trainable.group
             self.kept.ready([group])
             self._is_in_place = self.on_device.updates_in_place(group)
             with self.on_device.changing(group) if self._is_in_place else nullcontext():
@@ -115,6 +131,7 @@ class DeviceSweep(Sweep):
                     access = self._access(update.trainable, part)
                     slot = self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
                     self._update_on_device(update, part, access, slot)
+        self._read += zip(update.trainable.parameters, update.gradients, strict=True)
 
     def give_back(self, then: Access | None = None) -> None:
         if then is not None:
@@ -125,41 +142,79 @@ class DeviceSweep(Sweep):
             self._pager.wait(then)
 
     def rejoin(self) -> None:
-        device = self.on_device.device
-        with contextlib.suppress(DeviceError):  # the next use of a failed device raises
-            if self._has_updated:
+        for _, gradient in self._read:
+            if gradient is not None:
+                unfix(gradient)
+        if self._read:
+            device = self.on_device.device
+            with contextlib.suppress(DeviceError):  # the next use of a failed device raises
                 device.let_wait(device.current_stream(), device.record(self.on_device.updating))
+        self._read.clear()
 
-    def settle(self, group: int | None = None) -> None:
-        """Wait until all results, or those of one group, are in host memory.
+    def pass_begins(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            are_there = any(parameter.grad is gradient for parameter, gradient in self._read if gradient is not None)
+        if are_there:  # this pass may add to them
+            self.rejoin()
+        self._read.clear()
+
+    def show(self, group: int) -> None:
+        if group in self._awaited:
+            self._wait_for(group)
+
+    def settle(self) -> None:
+        """Wait until all results are in host memory.
 
         Raises:
-            DeviceError: the device failed.
+            DeviceError: the device failed, now or since the last call.
             StateError: a codec cannot hold some of them.
         """
         try:
-            if group is None:
-                self.on_device.downloads.finish()
-            while group is not None and self._in_flight[group]:
+            while self._in_flight.total():
                 self.on_device.downloads.wait_for_oldest()
         finally:
             self._release_arrived()
+        self._check()
+
+    def _wait_for(self, group: int) -> None:
+        """Wait until the results of a group are in host memory. Raises as `settle`, for this group."""
+        try:
+            while self._in_flight[group]:
+                self.on_device.downloads.wait_for_oldest()
+        finally:
+            self._release_arrived()
+        self._check(group)
+
+    def _check(self, group: int | None = None) -> None:
+        if self._failure is not None:
+            raise self._failure
         for error in [error for index, error in self._unheld.items() if group in (None, index)]:
             raise error
 
     def end(self) -> None:
-        self.settle()
-        self._free_slots()
+        """Note that all groups are updated. Only results that something waits for are in memory: [Note: a step goes on]"""
+        if self._awaited:
+            self.settle()
+            self._awaited.clear()
+        if not self._in_flight.total():
+            self._free_slots()
+        self._has_updated = False
+        for _, gradient in self._read:
+            if gradient is not None:
+                fix(gradient, self.rejoin)
         super().end()
 
     def abandon(self) -> None:
         super().abandon()
+        self.rejoin()
         with contextlib.suppress(DeviceError):  # a failed device keeps the memory until the process ends
             if any(slot.in_flight for slot in self._slots):
                 self.on_device.downloads.finish()
             self._over.clear()
             self._free_slots()
+        self._awaited.clear()
         self._unheld.clear()
+        self._failure = None
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -173,7 +228,8 @@ class DeviceSweep(Sweep):
         self._usual_bytes = self._usual_bytes or slot_bytes(self.trainables, self._page_bytes)
         with self._apart():
             for slot in self._slots:
-                slot.storage = self.on_device.new_storage(self._usual_bytes)
+                if slot.storage is None:
+                    slot.storage = self.on_device.new_storage(self._usual_bytes)
 
     def _next_slot(self, nbytes: int, has_pages: bool) -> _Slot:
         """Return the ring's next slot, with at least this memory. [Note: who waits for a slot]"""
@@ -234,10 +290,13 @@ class DeviceSweep(Sweep):
         slot.in_flight += 1
         group = update.trainable.group
         self._in_flight[group] += 1
+        if access.pages or coded_in(update.trainable, part) or not self._is_in_place:
+            self._awaited.add(group)
+        gradients = update.gradients
         slot.last_use = self.on_device.downloads.send(
             down + counts,
-            lambda: self._arrived(group, access, slot, error_in()),
-            lambda error: self._lost(group, access, slot),
+            lambda: self._arrived(group, access, slot, error_in(), gradients),
+            lambda error: self._lost(group, access, slot, error),
             is_held=False,
         )
         self._counters.updated(started, access.key)
@@ -262,14 +321,23 @@ class DeviceSweep(Sweep):
             self._accesses[part.access] = access
         return access
 
-    def _arrived(self, group: int, access: Access, slot: _Slot, error: StateError | None) -> None:
+    def _arrived(
+        self,
+        group: int,
+        access: Access,
+        slot: _Slot,
+        error: StateError | None,
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Note that the results of a slice are in host memory. Until now `gradients`, which it was updated with, were kept."""
         self._in_flight[group] -= 1
         slot.in_flight -= 1
         self._over.append(access)
         if error is not None:
             self._unheld.setdefault(group, error)
 
-    def _lost(self, group: int, access: Access, slot: _Slot) -> None:
+    def _lost(self, group: int, access: Access, slot: _Slot, error: BaseException) -> None:
+        self._failure = error
         self._in_flight[group] -= 1
         slot.in_flight -= 1
         self._pager.release(access)
@@ -363,6 +431,7 @@ class DeviceSweep(Sweep):
         return self.kept.others(places.param.section.plan.group, places)
 
     def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
+        self._wait_for(trainable.group)
         if trainable.group not in self.kept:
             super().refresh_masters(trainable, before)
             return

@@ -306,7 +306,7 @@ class TrainingDevice(ModelDevice):
     def parameter(self, section: Section, slot: Slot) -> torch.Tensor:
         """Return the memory of a parameter in its image, flat. A write there grows no version of the parameter."""
         storage, view = self._at[section, slot]
-        return storage.read(view.storage_offset() * view.element_size(), view.nbytes).view(view.dtype)
+        return storage.read(int(view.storage_offset()) * view.element_size(), view.nbytes).view(view.dtype)
 
     def after_update(self) -> None:
         """Upload updated parameters for the next step, which is expected to use them in the order of this one."""

@@ -45,7 +45,7 @@ class OptimizerState:
         sections: of the state.
         pager: makes the leases.
         session_guard: called at each use by the user.
-        finish_update: finishes the last step's updates.
+        finish_update: finishes the last step's updates, and waits for their results.
         on_device: the accelerator of forwards and backwards, if any.
         directory: on a drive, for state dicts of encoded state.
 
@@ -311,6 +311,7 @@ class OptimizerState:
 
     def read(self, parameter: torch.Tensor, key: str) -> Any:
         """Return one entry: a copy of a tensor, a tuple of them in place of a list, or the value itself."""
+        self._finish_update()
         name = self._names[id(parameter)]
         if key not in self.entries[name]:
             items = nested(self.entries[name])[key]

@@ -164,6 +164,7 @@ class PassLifecycle:
             self._session_guard.check()
             return
         self._updates.pass_begins()
+        self._sweep.pass_begins()
         if self._fault_handler.changes_itself:
             self._session_guard.check_to_write()
         self._session_guard.check()

@@ -28,47 +28,18 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from swapper.errors import StateError
 from swapper.modules.own_hook import OwnHook
-from swapper.modules.torch_functions import METADATA, native, tensors_among
 from swapper.paging.planning.schedule import Access
 from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
+from swapper.train.updates.fixed_gradient import fix, unfix
 from swapper.train.updates.sweep import GroupUpdate, Sweep
-
-
-class FixedGradient(torch.Tensor):
-    """A gradient that an open step will use. Never constructed: a tensor's class is set to it and back."""
-
-    finish: Callable[[], None]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func not in METADATA:
-            for tensor in tensors_among((args, kwargs)):
-                if type(tensor) is FixedGradient:
-                    tensor.finish()
-        return native(func, args, kwargs or {})
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        self.finish()
-        return repr(self)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        self.finish()
-        return self.__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.finish()
-        return self.__reduce_ex__(protocol)
 
 
 class DeferredStep(Updates):
@@ -196,9 +167,9 @@ class DeferredStep(Updates):
         self._close(group)
 
     def _close(self, group: int) -> None:
-        """Wait for a group's update, and show its results."""
+        """Show the results of a group's update."""
         with self._rolling_back(group):
-            self._sweep.settle(group)
+            self._sweep.show(group)
             if self._sweep.ahead:
                 self._check_and_release(self._left[group])
             self._groups[group].clear_deferred()
@@ -218,9 +189,7 @@ class DeferredStep(Updates):
         for gradient in update.gradients:
             if gradient is not None:
                 self._versions[id(gradient)] = gradient._version
-            if type(gradient) is torch.Tensor:
-                gradient.__class__ = FixedGradient
-                gradient.finish = self.finish  # type: ignore[attr-defined]
+                fix(gradient, self.finish)
 
     def _check_not_written(self, group: int) -> None:
         for name in self._groups[group].written():
@@ -235,8 +204,7 @@ class DeferredStep(Updates):
         for gradient, places in zip(update.gradients, update.trainable.places, strict=True):
             if gradient is None:
                 continue
-            if type(gradient) is FixedGradient:
-                _release(gradient)
+            unfix(gradient)
             if gradient._version != self._versions[id(gradient)]:
                 raise StateError(
                     f"the gradient of {places.name} was changed after optimizer.step() by way of an alias of it, and with "
@@ -248,8 +216,8 @@ class DeferredStep(Updates):
         for index, update in self._left.items():
             self._groups[index].catch_up = None
             for gradient in update.gradients:
-                if type(gradient) is FixedGradient:
-                    _release(gradient)
+                if gradient is not None:
+                    unfix(gradient)
         self._left, self._versions = {}, {}
         self._begun.clear()
 
@@ -269,8 +237,3 @@ class DeferredStep(Updates):
                         self._hide(index)
                     self._begun.clear()
                 raise
-
-
-def _release(gradient: torch.Tensor) -> None:
-    gradient.__class__ = torch.Tensor
-    del gradient.finish  # type: ignore[attr-defined]

@@ -159,12 +159,16 @@ class StepInBackward(Updates):
         if self._done:
             self._update_rest(member)
             if is_last:
+                self._end_step()
                 self._sweep.end()
         else:
             super().take_step(member, is_last)
-        if is_last:
-            self.forget()
-            self.uses.clear()
+            if is_last:
+                self._end_step()
+
+    def _end_step(self) -> None:
+        self.forget()
+        self.uses.clear()
 
     def finish(self, in_order: bool = False) -> None:
         """Refuse: nothing can be finished before `optimizer.step()` is called. Raises StateError: the step is open."""
@@ -245,7 +249,6 @@ class StepInBackward(Updates):
     def backward_ends(self, task: int) -> None:
         if task == self._task and self._together is None:
             self._task = None
-            self._sweep.rejoin()
             for trainable in self._sweep.trainables if self._done else ():  # also those that wait for the step
                 for parameter, places, settings in zip(
                     trainable.parameters, trainable.places, trainable.settings, strict=True

@@ -173,7 +173,7 @@ class Sweep:
     def begin(self, member: int) -> None:
         """Begin a step of one optimizer, with its settings of this moment."""
         self._proxies.begin_step(member)
-        self.abandon()  # the rest of a failed step
+        self._forget_slices()  # the rest of a failed step
 
     def take_in_written(self) -> None:
         """Treat writes past the guard so far as made before the step. See Pager.take_in_written."""
@@ -233,8 +233,14 @@ class Sweep:
     def rejoin(self) -> None:
         """Order work that the caller queues from now on behind the updates, wherever those ran."""
 
-    def settle(self, group: int | None = None) -> None:
-        """Wait until updates, of one group or all, have reached memory; here they always have."""
+    def settle(self) -> None:
+        """Wait until all updates have reached host memory; here they always have."""
+
+    def show(self, group: int) -> None:
+        """Have what is queued from now on see a group's new parameters; here everything does."""
+
+    def pass_begins(self) -> None:
+        """Note that a forward or a backward begins, which may change gradients of the last step."""
 
     def end(self) -> None:
         """Note that all groups of the step are updated. Writes may still be in flight."""
@@ -242,6 +248,9 @@ class Sweep:
 
     def abandon(self) -> None:
         """Forget the step: parameters may have been updated in part, and nothing is leased any more."""
+        self._forget_slices()
+
+    def _forget_slices(self) -> None:
         self._old.clear()
         self._new.clear()
         self._last = self._changed = None
