@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,12 @@ import torch
 from infer.host_device import Event, HostDevice, Module, Stream
 from torch import nn
 
+import swapper
 from swapper.paging.planning import budget
-from swapper.train.device import device_sweep
+from swapper.train.device.device_sweep import DeviceSweep
 
 SCALE = 256
+TOKENS = torch.tensor([1, 2])
 
 
 @dataclass(frozen=True)
@@ -106,32 +109,27 @@ class TimedDevice(HostDevice):
 
     Attributes:
         now: seconds on the host's clock.
-        waited_s: how long the host waited for events.
-        waits: (begin, end) of each of those waits.
-        busy: by "up", "down" and "update": seconds that the link's directions and the optimizer's kernels took.
+        waits: how often the host waited for an event that was still to come.
+        moved: bytes that the link carried, by "up" and "down", at the real size.
     """
 
     def __init__(self, machine: Machine, capacity_bytes: int) -> None:
         super().__init__("at once", capacity_bytes)
         self.machine = machine
         self.now = 0.0
-        self.waits: list[tuple[float, float]] = []
-        self.busy = {"up": 0.0, "down": 0.0, "update": 0.0}
+        self.waits = 0
+        self.moved = {"up": 0.0, "down": 0.0}
         self._free_at = {"up": 0.0, "down": 0.0}
         self._module = TimedModule(self, capacity_bytes)
 
-    @property
-    def waited_s(self) -> float:
-        return sum(end - begin for begin, end in self.waits)
-
     def wait_until(self, time: float) -> None:
         if time > self.now:
-            self.waits.append((self.now, time))
+            self.waits += 1
             self.now = time
 
     def synchronize(self) -> None:
-        """Wait for all kernels and copies."""
-        self.wait_until(max([self._module.compute.time, self._module.current.time, *self._free_at.values()]))
+        """Wait for the kernels of the compute stream, as whoever reads a loss."""
+        self.wait_until(self._module.compute.time)
 
     def kernel(self, seconds: float, launched_s: float = 0.0) -> None:
         """Queue a kernel on the current stream."""
@@ -140,12 +138,10 @@ class TimedDevice(HostDevice):
         stream.time = max(stream.time, self.now) + seconds
 
     def updated(self, numel: int) -> None:
+        """Queue the optimizer's kernels; those of a pass that run meanwhile take as much longer."""
         seconds = numel * SCALE / self.machine.update
-        self.busy["update"] += seconds
         self.kernel(seconds, self.machine.updated_s)
-
-    def _copying(self, stream: Any) -> Any:
-        return super()._copying(stream)
+        self._module.compute.time += seconds
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         super()._copy(target, source, stream)
@@ -154,12 +150,8 @@ class TimedDevice(HostDevice):
         self.now += self.machine.copied_s
         begin = max(stream.time, self.now, self._free_at[way])
         rate = self.machine.link_both if self._free_at[other] > begin else self.machine.link
-        seconds = source.numel() * SCALE / rate
-        self.busy[way] += seconds
-        self._free_at[way] = stream.time = begin + seconds
-
-    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        super().copy_to_host(target, source, stream)
+        self.moved[way] += source.numel() * SCALE
+        self._free_at[way] = stream.time = begin + source.numel() * SCALE / rate
 
 
 class _Kernels(torch.autograd.Function):
@@ -207,37 +199,30 @@ class _Timed(nn.Module):
 
 
 class Layer(nn.Module):
+    """A decoder's layer: its linear maps have the sizes of attention and of a gated feed-forward block."""
+
     def __init__(self, device: TimedDevice, sizes: Sizes, part: int) -> None:
         super().__init__()
         width, keys, inner = (size // part for size in (sizes.width, sizes.keys, sizes.inner))
-        shapes = [
-            (width, width),
-            (width, keys),
-            (width, keys),
-            (width, width),
-            (width, inner),
-            (width, inner),
-            (inner, width),
-        ]
-        whole = sum(a * b for a, b in shapes)
-        q, k, v, o, gate, up, down = (
-            _Timed(device, a, b, (sizes.layer_s[0] * a * b / whole, sizes.layer_s[1] * a * b / whole))
-            for a, b in shapes
-        )
+        shapes = {
+            "q": (width, width), "k": (width, keys), "v": (width, keys), "o": (width, width),
+            "gate": (width, inner), "up": (width, inner), "down": (inner, width),
+        }  # fmt: skip
+        whole = sum(a * b for a, b in shapes.values())
         self.norm = nn.Parameter(torch.ones(width, dtype=torch.bfloat16))
-        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = q, k, v, o, gate, up, down
+        for name, (a, b) in shapes.items():
+            share = a * b / whole
+            setattr(self, name, _Timed(device, a, b, (sizes.layer_s[0] * share, sizes.layer_s[1] * share)))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         hidden = value * self.norm
-        mixed = self.q(hidden) + torch.cat(
-            [self.k(hidden), self.v(hidden)] * (self.q.weight.shape[0] // 2 // self.k.weight.shape[0]), -1
-        )
-        value = value + self.o(mixed)
+        keys = torch.cat([self.k(hidden), self.v(hidden)], -1)
+        value = value + self.o(self.q(hidden) + keys.repeat(1, hidden.shape[-1] // keys.shape[-1]))
         return value + self.down(self.gate(value) * self.up(value))
 
 
 class Decoder(nn.Module):
-    """A model of a SCALE-th of `sizes`, whose head is the embedding's weight, on one token."""
+    """A model of a SCALE-th of `sizes`, whose head is the embedding's weight."""
 
     def __init__(self, device: TimedDevice, sizes: Sizes) -> None:
         super().__init__()
@@ -257,15 +242,74 @@ class Decoder(nn.Module):
 
 
 @contextmanager
-def scaled(device: TimedDevice) -> Iterator[None]:
+def _scaled(device: TimedDevice) -> Iterator[None]:
     """A context in which the plan's sizes are a SCALE-th, and updates of slices take the device's time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "RESIDENT_SLICE_BYTES", budget.RESIDENT_SLICE_BYTES // SCALE)
-        update = device_sweep.DeviceSweep._update_by_kernels
+        update = DeviceSweep._update_by_kernels
 
         def timed(self: Any, run: Any) -> Any:
             device.updated(sum(one.end - one.begin for one in run))
             return update(self, run)
 
-        patch.setattr(device_sweep.DeviceSweep, "_update_by_kernels", timed)
+        patch.setattr(DeviceSweep, "_update_by_kernels", timed)
         yield
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of several steps in a row, each of which ends when its loss was read.
+
+    Attributes:
+        seconds: from the end of the step before.
+        waits: how often the host waited, but for the loss.
+        up_bytes, down_bytes: that the link carried, at the real size.
+    """
+
+    seconds: float
+    waits: int
+    up_bytes: float
+    down_bytes: float
+
+
+def run_steps(directory: Path, batches: int, steps: int = 4, sizes: Sizes = Sizes(), **options: Any) -> Step:
+    """Return the last of `steps` steps of `batches` micro-batches on an H200, bf16 with fp32 masters and AdamW.
+
+    Args:
+        options: of `offload`, beside a device with memory for everything and `optimizer_state="host"`. `plain=True`: no
+            swapper.
+    """
+    torch.manual_seed(0)
+    device = TimedDevice(machine := Machine(), capacity_bytes=1 << 30)
+    model: Any = Decoder(device, sizes)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    if options.pop("plain", False):
+        return Step(batches * _pass_s(sizes) + numel * SCALE / machine.update, 0, 0.0, 0.0)
+    given = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    defaults: dict[str, Any] = {
+        "device": device, "device_memory": numel * 24, "params": "device", "gradients": "device", "optimizer_state": "host",
+        "master_weights": torch.float32, "accelerator": swapper.Accelerator(update_on="device"),
+    }  # fmt: skip
+    with (
+        _scaled(device),
+        swapper.SwapManager(
+            directory, numel * 20, resume="discard", commits=swapper.CommitPolicy(every=None)
+        ) as manager,
+    ):
+        model, optimizer = manager.offload(model, given, **defaults | options)
+        for _ in range(steps):
+            begin, device.waits, device.moved = device.now, 0, {"up": 0.0, "down": 0.0}
+            with manager.accumulate():
+                for _ in range(batches - 1):
+                    model(TOKENS).backward()
+            model(TOKENS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            waits = device.waits
+            device.synchronize()
+        return Step(device.now - begin, waits, device.moved["up"], device.moved["down"])
+
+
+def _pass_s(sizes: Sizes) -> float:
+    """Return the seconds of the kernels of a forward and a backward."""
+    return sum(sizes.head_s) + sizes.layers * sum(sizes.layer_s)
