@@ -35,9 +35,10 @@ class Places:
                     self._places.setdefault(id(parameter), []).append((module, name))
 
     def replace(self, parameter: nn.Parameter, new: nn.Parameter) -> None:
-        for module, name in self._places[id(parameter)]:
+        places = self._places.pop(id(parameter), [])  # none, if the user has replaced it
+        for module, name in places:
             module._parameters[name] = new
-        self._places[id(new)] = self._places.pop(id(parameter))
+        self._places[id(new)] = places
 
 
 def adopt(places: Places, weight: Weight, data: torch.Tensor) -> nn.Parameter:

@@ -2,7 +2,7 @@
 
 Some models have a list of modules, each of them an expert, whose weights are read when it runs (`OnDemandGroup`).
 Current models of transformers have the experts of a layer in one parameter for each of their maps, of shape (experts,
-out, in), and index it: `self.down_proj[expert]`. Such a parameter stays cold as a whole; the guard on cold parameters
+out, in), and index it: `self.down_proj[expert]`. Such a parameter stays cold as a whole; its fault handler
 passes the index here, and the expert's own bytes are read, wherever the checkpoint has them. The last used experts
 stay, as far as the cache's share of the budget goes.
 """
@@ -173,10 +173,10 @@ class Experts:
         for weights in layer:
             self._weights[id(weights.parameter)] = weights, [other for other in layer if other is not weights]
 
-    def take(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
-        """Return `parameter[index]`, or None if that is not one expert."""
-        if id(parameter) not in self._weights or not _is_number(index):
-            return None
+    def take(self, parameter: nn.Parameter, index: Any) -> Any:
+        """Return `parameter[index]`, or NotImplemented if that is not one expert."""
+        if not _is_number(index):
+            return NotImplemented
         weights, others = self._weights[id(parameter)]
         number = int(index)
         number += len(weights.recipes) if number < 0 else 0

@@ -112,8 +112,13 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         super().abandon_pass()
 
     @property
-    def _is_inside(self) -> bool:
+    def is_inside(self) -> bool:
+        """Whether this thread is in a forward of the model."""
         return self._turns.is_mine
+
+    @property
+    def _is_inside(self) -> bool:
+        return self.is_inside
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         with outside_transforms():

@@ -10,11 +10,13 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from swapper.device.device import Device
@@ -23,15 +25,17 @@ from swapper.formats.sources import Source
 from swapper.infer.mapping.adoption import MappedSource, Places, empty
 from swapper.infer.mapping.matching import BufferPlace, Recipe
 from swapper.infer.operators.experts import Experts
-from swapper.infer.operators.weight_rows import RowPrefetcher, look_up_by_rows, multiply_by_parts, restore_forward
+from swapper.infer.operators.weight_rows import PartialProduct, RowLookup, RowPrefetcher
 from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.runtime.infer_groups import DeviceGroup, GroupMaking, InferenceDevice
 from swapper.infer.runtime.infer_hooks import InferenceHooks, PassPredictor, allow_changes, is_cyclic, refuse_changes
 from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, MadeMemory, make_room, refuse_gradient
 from swapper.modules.batched_pass import BatchedPass
+from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
+from swapper.modules.own_hook import never_trace
 from swapper.modules.torch_functions import Function
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
@@ -90,6 +94,7 @@ class LoadedModel(FaultHandler):
         self._given = MappedSource(source)  # for users, who may write to it
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
+        self._operators: dict[tuple[int, Function], Callable[..., Any]] = {}  # by parameter: of some of its rows
         self._hooks: InferenceHooks | None = None
         self._passes = PassPredictor(
             [name for name, _ in model.named_children()] if isinstance(model, Models) else [""]
@@ -209,7 +214,6 @@ class LoadedModel(FaultHandler):
             for module in model.modules():
                 module.__dict__.pop(KEY, None)
                 allow_changes(module)
-                restore_forward(module)
         self._several = None
         self._given.forget()
         if self._experts is not None:
@@ -218,6 +222,7 @@ class LoadedModel(FaultHandler):
             self._on_device.move_back()
         self._groups, self._small = [], []  # their tensors keep memory and files
         self._hooks = self._experts = None
+        self._operators.clear()
         del paged, self._made
         self._close_streaming(stay)
         self._on_device = None
@@ -262,9 +267,16 @@ class LoadedModel(FaultHandler):
         )
         return mapped.made(recipe)
 
-    def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
+    def in_part(
+        self, parameter: nn.Parameter, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         self._check_usable()
-        return None if self._experts is None else self._experts.take(parameter, index)
+        operator = self._operators.get((id(parameter), function))
+        if (
+            operator is None or self._hooks is None or not self._hooks.is_inside
+        ):  # outside, a mapping of the file is used
+            return NotImplemented
+        return operator(*args, **kwargs)
 
     def note_change(self, group: object, names: list[str]) -> None:
         raise InvariantError("a group for inference refuses changes")
@@ -297,14 +309,17 @@ class LoadedModel(FaultHandler):
         self._names, self._recipes = making.names, making.recipes
         making.make_all()
         copies = None if self._on_device is None else self._on_device.copies
-        for embedding, recipe in plan.lookups:
-            look_up_by_rows(embedding, recipe, self._streaming.read_part, self._where, copies)
+        read, operators = self._streaming.read_part, self._operators
+        for table in map(making.adopted, plan.lookups):
+            operators[id(table.parameter), F.embedding] = RowLookup(table, read, self._where, copies)
         if plan.cuts:
-            parts = RowPrefetcher(
-                self._streaming.take(plan.parts_bytes), self._streaming.read_part, copies, self._made.empty
-            )
+            parts = RowPrefetcher(self._streaming.take(plan.parts_bytes), read, copies, self._made.empty)
             for linear in plan.cuts:
-                multiply_by_parts(linear, parts, self._where)
+                bias = None if linear.bias is None else making.adopted(linear.bias)
+                linear = replace(linear, weight=making.adopted(linear.weight), bias=bias)
+                operators[id(linear.weight.parameter), F.linear] = PartialProduct(linear, parts, self._where)
+        for weights in (weights for layer in plan.experts for weights in layer):
+            operators[id(making.adopted(weights).parameter), torch.Tensor.__getitem__] = experts.take
         for name, module in model.named_modules():
             refuse_changes(module, name or type(model).__name__)
 
@@ -330,6 +345,7 @@ class LoadedModel(FaultHandler):
     def _begin_pass(self) -> None:
         self._check_usable()
         self._source.check_unchanged()
+        never_trace(ColdParameter)
         for group in self._groups:
             group.refuse_change()
         if self._on_device is not None:
