@@ -201,7 +201,7 @@ def _with_taken(groups: Sequence[Group], units: Sequence[Unit]) -> list[Unit]:
     group_of = {id(parameter): group.index for group in groups for _, parameter in group.parameters}
     for unit in units:
         if isinstance(unit.module, nn.Embedding):
-            group_of.pop(id(unit.module._parameters["weight"]), None)
+            group_of.pop(id(unit.module._parameters.get("weight")), None)
     found = []
     for unit in units:
         taken = [group_of[id(p)] for p in taken_parameters(unit.module) if id(p) in group_of]

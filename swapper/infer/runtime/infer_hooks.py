@@ -279,8 +279,15 @@ def is_cyclic(cycle: list[Access], other: list[Access]) -> bool:
 # --- what modules refuse ----------------------------------------------------------------------------------------------
 
 
+REFUSALS = {"apply": "_apply", "train": "train", "_refuse_to_copy": "__reduce_ex__"}
+"""By name of a function here, the method that it stands for."""
+
+
 def refuse_changes(module: nn.Module, name: str) -> None:
-    """Replace methods of `module`, which users know as `name`, by refusals, until `allow_changes`."""
+    """Put refusals in place of methods of `module`, which users know as `name`, until `allow_changes`.
+
+    A method that the user has put into the instance (a `train` that does nothing) stays.
+    """
     of = weakref.ref(module)
 
     def apply(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
@@ -306,12 +313,14 @@ def refuse_changes(module: nn.Module, name: str) -> None:
         return type(module).train(module, False)
 
     # pickle and copy look up __reduce_ex__ on the instance
-    module.__dict__.update(_apply=apply, train=train, __reduce_ex__=_refuse_to_copy)
+    for method in (apply, train, _refuse_to_copy):
+        module.__dict__.setdefault(REFUSALS[method.__name__], method)
 
 
 def allow_changes(module: nn.Module) -> None:
-    for method in ("_apply", "train", "__reduce_ex__"):
-        module.__dict__.pop(method, None)
+    for name in REFUSALS.values():
+        if getattr(module.__dict__.get(name), "__module__", "") == __name__:
+            del module.__dict__[name]
 
 
 def _refuse_to_copy(protocol: Any) -> Any:
