@@ -267,7 +267,7 @@ def _by_suffix(path: Path) -> Source:
 
 
 def _sharded(index: Path) -> Source:
-    """Return the shards that `index` names. Only the index maps tensors to files."""
+    """Return the shards that `index` names, in the order of their names."""
     weight_map = _read_index(index)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
@@ -288,18 +288,20 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _joined(path: Path, shards: list[Source], weight_map: dict[str, str] | None) -> Source:
-    """Join all `shards` into one source. With a map, each tensor comes from the shard that the map names."""
+    """Join all `shards`, in order, into one source. Of a name in several the last counts, as transformers and others take it.
+
+    With a map, each tensor must be in the shard that the map names.
+    """
     tensors: dict[str, StoredTensor] = {}
     stamps: dict[Path, FileStamp] = {}
     metadata: dict[str, str] = {}
     for shard in shards:
-        for name, tensor in shard.tensors.items():
-            if weight_map is None or weight_map.get(name) == shard.path.name:
-                tensors[name] = tensor
+        tensors.update(shard.tensors)
         stamps.update(shard.stamps)
         metadata.update(shard.metadata)
+    by_name = {shard.path.name: shard.tensors for shard in shards}
     for name, shard_name in (weight_map or {}).items():
-        if name not in tensors:
+        if name not in by_name[shard_name]:
             raise CheckpointError(f"{path}: the index says that {name!r} is in {shard_name}, but it is not there")
     return Source(path, "huggingface", tensors, stamps, metadata)
 

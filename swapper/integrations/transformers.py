@@ -318,10 +318,12 @@ def _take_out(model: nn.Module) -> Match:
             )
             places.replace(parameter, plain)
             weights.append(Weight(name, plain, recipe_of(parameter)))
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if isinstance(buffer, Traced):
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-                buffers.append(BufferPlace(module, name, recipe_of(buffer)))
+    empty: dict[int, torch.Tensor] = {}  # by id: a shared one stays shared
+    found = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if isinstance(b, Traced)]
+    for module, name, buffer in found:
+        module._buffers[name] = empty.setdefault(
+            id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+        )
+        buffers.append(BufferPlace(module, name, recipe_of(buffer)))
     check_values(model, {id(weight.parameter) for weight in weights}, buffers)
     return Match(weights, buffers)

@@ -22,7 +22,7 @@ from torch import nn
 from swapper.device.device import Device
 from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
 from swapper.formats.sources import Source
-from swapper.infer.mapping.adoption import MappedSource, Places, empty
+from swapper.infer.mapping.adoption import MappedSource, Places, empty, fill
 from swapper.infer.mapping.matching import BufferPlace, Recipe
 from swapper.infer.operators.experts import Experts
 from swapper.infer.operators.weight_rows import PartialProduct, RowLookup, RowPrefetcher
@@ -294,8 +294,7 @@ class LoadedModel(FaultHandler):
                 experts.there = self._on_device.experts(self._cache_bytes, fitting.plan.min_experts_bytes)
         buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
         self._adopt(model, fitting, experts)
-        for place, tensor in zip(buffers, buffer_tensors, strict=True):
-            place.module._buffers[place.name] = tensor
+        fill(buffers, buffer_tensors)
         if self._on_device is not None:
             ours = self._recipes.keys() | {id(parameter) for parameter in self._small}
             self._on_device.move(model, [parameter for parameter in model.parameters() if id(parameter) not in ours])
