@@ -153,7 +153,7 @@ def test_whatever_holds_a_buffer_has_its_values(tmp_path: Path, budget: str, sav
     state["row"] = torch.ones(WIDTH)  # torch does not write to it
     del plain.row
     plain.load_state_dict({name: value for name, value in state.items() if name != "row"})
-    plain.row = state["row"]
+    plain.row = state["row"].to(saved)
     in_file = {name: value.to(saved) if name == "row" else value for name, value in state.items()}
     swapper.load(model, torchs(in_file, tmp_path), host_memory=budget)
     assert same(outputs(model), outputs(plain))
