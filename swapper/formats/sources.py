@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -164,12 +164,13 @@ class Source:
                 )
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
+def open_source(path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES) -> Source:
     """Detect the format of `path` and return its tensors' locations.
 
     Args:
         path: a safetensors file, a torch checkpoint (a zip, as torch.save and swapper's snapshots are), a Hugging Face
-            directory (safetensors or .bin, sharded or not), or a directory of torch.distributed.checkpoint.
+            directory (safetensors or .bin, sharded or not) or an index of one, or a directory of torch.distributed.checkpoint.
+        suffixes: of the files that are taken from a Hugging Face directory, the preferred one first.
 
     Raises:
         CheckpointError: it is none of these, or not what it claims to be.
@@ -182,7 +183,9 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if target.is_dir():
         if (target / ".metadata").exists():
             return _read_by("dcp_directory", target)
-        return _read_huggingface(target)
+        return _read_huggingface(target, suffixes)
+    if target.name.endswith(INDEX_SUFFIX):
+        return _sharded(target)
     return open_file(target)
 
 
@@ -232,23 +235,23 @@ def parse_object(what: str, text: bytes) -> dict[str, Any]:
 # --- a Hugging Face directory
 
 
-def _read_huggingface(path: Path) -> Source:
+def _read_huggingface(path: Path, suffixes: Sequence[str]) -> Source:
     """Read a directory with one file, or shards listed by an index. Prefers safetensors to .bin files."""
-    for name in SINGLE:
+    for name in (name for name in SINGLE if name.endswith(tuple(suffixes))):
         if (path / name).is_file():
             return _joined(path, [open_file(path / name)], None)
         if (path / (name + INDEX_SUFFIX)).is_file():
             return _sharded(path / (name + INDEX_SUFFIX))
-    return _by_suffix(path)
+    return _by_suffix(path, suffixes)
 
 
-def _by_suffix(path: Path) -> Source:
+def _by_suffix(path: Path, suffixes: Sequence[str]) -> Source:
     """Accept other names, such as `diffusion_pytorch_model.safetensors`, if only one file qualifies."""
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise IoError("open", str(path), 0, 0, error.errno or 0) from error
-    for suffix in SUFFIXES:
+    for suffix in suffixes:
         indices = [name for name in names if name.endswith(suffix + INDEX_SUFFIX)]
         files = [name for name in names if name.endswith(suffix)]
         if len(indices) == 1:
@@ -262,7 +265,7 @@ def _by_suffix(path: Path) -> Source:
             )
     raise CheckpointError(
         f"{path} has no weights: expected {', '.join(SINGLE)}, an index of shards ({SINGLE[0]}{INDEX_SUFFIX}), or one "
-        "file whose name ends like these"
+        f"file whose name ends like these (in {' or '.join(suffixes)})"
     )
 
 

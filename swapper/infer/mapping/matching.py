@@ -209,9 +209,10 @@ def refuse_aliases(model: nn.Module, parameters: Collection[nn.Parameter]) -> No
         attributes = {**module.__dict__, "_buffers": None, **module._buffers}
         for name, tensor in ((name, tensor) for name, value in attributes.items() for tensor in _tensors_in(value)):
             if id(tensor) not in own and storage_of(tensor) in storages:
+                qualified = f"{prefix}.{name}" if prefix else name
                 raise UnsupportedError(
-                    f"{f'{prefix}.{name}' if prefix else name} shares the memory of a parameter, and would keep the parameter's first values: a loaded "
-                    "model's weights are read into other memory. Make it from the parameter in the forward that uses it"
+                    f"{qualified} shares the memory of a parameter, and would keep the parameter's first values: a loaded model's "
+                    "weights are read into other memory. Make it from the parameter in the forward that uses it"
                 )
 
 
