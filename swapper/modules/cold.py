@@ -240,8 +240,11 @@ def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0] is args[1]:  # Module.to, where nothing changes
         return None
-    cold = next(tensor for tensor in args if isinstance(tensor, Cold))
-    refuse(owner_of(cold), "setting .data")
+    parameter, data = args
+    fault_handler = handler_of(parameter) if is_cold(parameter) and not isinstance(data, Cold) else None
+    if fault_handler is None or not fault_handler.let_go(parameter):
+        refuse(owner_of(parameter if isinstance(parameter, Cold) else data), "setting .data")
+    return func(parameter, data)
 
 
 def _without_data_of_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

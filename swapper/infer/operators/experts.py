@@ -335,6 +335,11 @@ class OnDemandGroup(GroupWeights):
             set_cold(weight.parameter)
         self._experts.release([key for key, _ in self._recipes])
 
+    def let_go(self, parameter: nn.Parameter) -> None:
+        pairs = zip(self.weights, self._recipes, strict=True)
+        self._recipes = [recipe for weight, recipe in pairs if weight.parameter is not parameter]
+        super().let_go(parameter)
+
     def forget_leases(self) -> None:
         if self._leases:
             self._leases, self._versions = 0, []

@@ -30,7 +30,15 @@ from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.runtime.infer_groups import DeviceGroup, GroupMaking, InferenceDevice
 from swapper.infer.runtime.infer_hooks import InferenceHooks, PassPredictor, allow_changes, is_cyclic, refuse_changes
 from swapper.infer.runtime.streaming import Streaming
-from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, MadeMemory, make_room, refuse_gradient
+from swapper.infer.runtime.weights import (
+    CPU,
+    FOR_INFERENCE,
+    OTHER_MEMORY,
+    GroupWeights,
+    MadeMemory,
+    make_room,
+    refuse_gradient,
+)
 from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
@@ -46,6 +54,10 @@ log = logging.getLogger("swapper")
 
 KEY = "_swapper_loaded"
 """Key of a model's `__dict__` for its LoadedModel, which is freed with the model."""
+
+
+def _has_bits_of(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def loaded(model: nn.Module) -> LoadedModel:
@@ -69,7 +81,8 @@ class LoadedModel(FaultHandler):
 
     advice = (
         "Its model was loaded for inference: run the model, or look at a weight in model.state_dict(), which maps the files and "
-        "reads nothing. .to(), .half() and the like cannot be applied: say dtype= when loading."
+        "reads nothing. .to(), .half() and the like cannot be applied: say dtype= when loading. To change a "
+        f"weight, {OTHER_MEMORY}."
     )
 
     answers = True
@@ -244,8 +257,24 @@ class LoadedModel(FaultHandler):
         return run({id(parameter): self.whole(parameter) for parameter in parameters})
 
     def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
-        name = getattr(function, "__name__", function)
-        raise StateError(f"{name} would change parameter {self._names[id(parameters[0])]}, but {FOR_INFERENCE}")
+        """Run the operation on copies, and refuse it if it changes one: a checkpoint's own values may be written again."""
+        copies = {id(parameter): self.whole(parameter) for parameter in parameters}
+        result = run(copies)
+        for parameter in parameters:
+            if not _has_bits_of(copies[id(parameter)], self.whole(parameter)):
+                name = getattr(function, "__name__", function)
+                raise StateError(
+                    f"{name} would change parameter {self._names[id(parameter)]}, but {FOR_INFERENCE}. To change it, {OTHER_MEMORY}"
+                )
+        return result
+
+    def let_go(self, parameter: nn.Parameter) -> bool:
+        """Make `parameter` an ordinary one, which the user gives other data: it is read no more."""
+        for group in self._groups:
+            group.let_go(parameter)
+        for key in [key for key in self._operators if key[0] == id(parameter)]:
+            del self._operators[key]
+        return True
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the weight as a mapping of the file, on its device. For the CPU nothing is read before an access."""
@@ -319,8 +348,9 @@ class LoadedModel(FaultHandler):
                 operators[id(linear.weight.parameter), F.linear] = PartialProduct(linear, parts, self._where)
         for weights in (weights for layer in plan.experts for weights in layer):
             operators[id(making.adopted(weights).parameter), torch.Tensor.__getitem__] = experts.take
+        wholes = {id(model), *map(id, model.children() if isinstance(model, Models) else ())}
         for name, module in model.named_modules():
-            refuse_changes(module, name or type(model).__name__)
+            refuse_changes(module, name or type(model).__name__, id(module) in wholes)
 
     @property
     def _where(self) -> torch.device:

@@ -24,7 +24,7 @@ from swapper.errors import BudgetError, StateError
 from swapper.formats.stored import Empty
 from swapper.infer.mapping.matching import Recipe
 from swapper.io.alignment import TENSOR_ALIGNMENT_BYTES, round_up
-from swapper.modules.cold import materialize, set_cold
+from swapper.modules.cold import materialize, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.pager import Pager
@@ -34,6 +34,9 @@ from swapper.paging.section import Page
 from swapper.runtime.sizes import format_bytes
 
 CPU = torch.device("cpu")
+OTHER_MEMORY = (
+    "give it other memory, which stays in host memory (`weight.data = ...`; peft: merge_adapter(safe_merge=True))"
+)
 FOR_INFERENCE = "this model was loaded for inference, its weights are read from the checkpoint and never written"
 
 
@@ -191,6 +194,15 @@ class GroupWeights(LeasedGroup):
         super().release()
         if not self._leases:
             self.refuse_change()
+
+    def let_go(self, parameter: nn.Parameter) -> None:
+        """Make `parameter` an ordinary one for good, if it is this group's. Its bytes are read with the others' all the same."""
+        if any(own is parameter for own in self.parameters):
+            unguard(parameter)
+            self.weights = [weight for weight in self.weights if weight.parameter is not parameter]
+            self.names = [weight.name for weight in self.weights]
+            self.parameters = [weight.parameter for weight in self.weights]
+            self.paged = self.paged and bool(self.weights or self._leases)
 
     def abandon(self, keep_cold: bool = True) -> None:
         super().abandon(keep_cold)
