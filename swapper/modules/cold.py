@@ -213,6 +213,10 @@ def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return _in_part(args[1] if len(args) > 1 else kwargs.get("weight"), func, args, kwargs)
 
 
+def _copy_into(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented if _only_first_is_cold(args, kwargs) is None else _in_part(args[0], func, args, kwargs)
+
+
 def _in_part(parameter: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fault_handler = handler_of(parameter) if type(parameter) is ColdParameter else None
     return NotImplemented if fault_handler is None else fault_handler.in_part(parameter, func, args, kwargs)
@@ -296,6 +300,7 @@ _ACTIONS: dict[Function, _Action] = {
     torch.Tensor.__getitem__: _index,
     torch.Tensor.as_strided: _stride,
     torch.as_strided: _stride,
+    torch.Tensor.copy_: _copy_into,
     F.embedding: _by_rows,
     F.linear: _by_rows,
 }

@@ -55,7 +55,8 @@ class FaultHandler(Protocol):
     def in_part(
         self, parameter: nn.Parameter, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Do an operation on the cold `parameter` that reads only some of it: a row, those of an embedding, or a product by parts.
+        """Do an operation on the cold `parameter` that reads only some of it (a row, those of an embedding, a product by parts), or
+        that writes what it has.
 
         Returns:
             Its result. NotImplemented: do it as other operations.

@@ -61,6 +61,19 @@ def new_bias(model: nn.Module, name: str) -> None:
     model.get_submodule(name).bias = values(MODULES[name][0])
 
 
+def new_data(model: nn.Module, name: str) -> None:
+    model.get_submodule(name).weight.data = values(*MODULES[name]).data
+
+
+def new_data_in_a_forward(model: nn.Module, name: str) -> None:
+    def give(module: nn.Module, args: Any) -> None:
+        module.weight.data = values(*MODULES[name]).data
+
+    hook = model.get_submodule(name).register_forward_pre_hook(give)
+    model(IDS)
+    hook.remove()
+
+
 def no_bias(model: nn.Module, name: str) -> None:
     model.get_submodule(name).bias = None
 
@@ -105,7 +118,8 @@ def hand_made(model: nn.Module, name: str) -> None:
 
 
 CHANGES: list[Callable[[nn.Module, str], None]] = [
-    new_weight, new_bias, no_bias, assigned, of_instance, of_class, hooked, parametrized, another_module, hand_made,
+    new_weight, new_data, new_data_in_a_forward, new_bias, no_bias, assigned, of_instance, of_class, hooked, parametrized,
+    another_module, hand_made,
 ]  # fmt: skip
 WHOLE = {"after": [parametrized], "before": [parametrized, of_class]}
 """Changes after which a weight is used as a whole: not in every budget."""
@@ -145,6 +159,8 @@ def test_a_change_after_the_load_counts(tmp_path: Any, change: Any, name: str, b
     change(plain, name)
     change(model, name)
     assert same(model, plain)
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
     of_model.unload()
 
 

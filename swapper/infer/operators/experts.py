@@ -325,15 +325,18 @@ class OnDemandGroup(GroupWeights):
             with torch.inference_mode(False):
                 parameter.data = value
         self._versions = [parameter._version for parameter in self.parameters]
+        self._note_memory()
         return False  # the pager was not used
 
     def _give_back(self, changed: bool) -> None:
+        keys = [key for key, _ in self._recipes]
+        self._let_go_moved()
         for weight in self.weights:
             with torch.inference_mode(False):
                 materialize(weight.parameter)
                 weight.parameter.data = weight.stand_in()
             set_cold(weight.parameter)
-        self._experts.release([key for key, _ in self._recipes])
+        self._experts.release(keys)
 
     def let_go(self, parameter: nn.Parameter) -> None:
         pairs = zip(self.weights, self._recipes, strict=True)

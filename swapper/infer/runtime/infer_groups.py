@@ -119,7 +119,7 @@ class LargerThanDevice(GroupWeights):
     """A group that is read by rows or parts and is too large for the device as a whole; or one without weights."""
 
     def _fault_in(self) -> bool:
-        if self.paged:
+        if self.weights:
             raise BudgetError(
                 f"parameter {self.names[0]} is used as a whole, and is larger than what device_memory leaves for weights; "
                 "only its rows or parts can be used. Raise device_memory"

@@ -57,7 +57,10 @@ KEY = "_swapper_loaded"
 
 
 def _has_bits_of(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    """Return whether a tensor has the elements of `other`, in the same dtype, bit for bit."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device or not one.dim():
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
 
 
 def loaded(model: nn.Module) -> LoadedModel:
@@ -257,23 +260,15 @@ class LoadedModel(FaultHandler):
         return run({id(parameter): self.whole(parameter) for parameter in parameters})
 
     def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
-        """Run the operation on copies, and refuse it if it changes one: a checkpoint's own values may be written again."""
-        copies = {id(parameter): self.whole(parameter) for parameter in parameters}
-        result = run(copies)
-        for parameter in parameters:
-            if not _has_bits_of(copies[id(parameter)], self.whole(parameter)):
-                name = getattr(function, "__name__", function)
-                raise StateError(
-                    f"{name} would change parameter {self._names[id(parameter)]}, but {FOR_INFERENCE}. To change it, {OTHER_MEMORY}"
-                )
-        return result
+        name = getattr(function, "__name__", function)
+        raise StateError(
+            f"{name} would change parameter {self._names[id(parameters[0])]}, but {FOR_INFERENCE}. To change it, {OTHER_MEMORY}"
+        )
 
     def let_go(self, parameter: nn.Parameter) -> bool:
         """Make `parameter` an ordinary one, which the user gives other data: it is read no more."""
         for group in self._groups:
             group.let_go(parameter)
-        for key in [key for key in self._operators if key[0] == id(parameter)]:
-            del self._operators[key]
         return True
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -300,6 +295,8 @@ class LoadedModel(FaultHandler):
         self, parameter: nn.Parameter, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         self._check_usable()
+        if function is torch.Tensor.copy_:  # load_state_dict, of the values that it has
+            return parameter if _has_bits_of(self.whole(parameter), args[1]) else NotImplemented
         operator = self._operators.get((id(parameter), function))
         if (
             operator is None or self._hooks is None or not self._hooks.is_inside
