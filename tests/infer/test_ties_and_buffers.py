@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import swapper
+from swapper.formats.sources import open_source
+from swapper.train.layout.frozen import FrozenFiles
 
 WIDTH = 512  # a matrix of 1 MiB streams
 BUDGETS = ["2400KiB", "64MiB"]
@@ -86,6 +88,13 @@ def test_the_last_of_a_tied_tensors_names_counts(
         assert all(torch.equal(model(x), plain(x)) for _ in range(2))
     assert model.first.weight is model.other.weight and model.first.bias is model.last.bias
     swapper.loaded(model).unload()
+
+
+def test_frozen_parameters_that_are_read_in_place_follow_that_order(tmp_path: Path) -> None:
+    model = Tied()
+    source = open_source(torchs(values(model.state_dict()), tmp_path))
+    found = FrozenFiles(source, None).find(model, dict(model.named_parameters()))
+    assert found["first.weight"].name == "again.weight" and found["first.bias"].name == "last.bias"
 
 
 def test_each_of_the_names_must_fit(tmp_path: Path) -> None:
