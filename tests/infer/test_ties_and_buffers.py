@@ -97,6 +97,27 @@ def test_frozen_parameters_that_are_read_in_place_follow_that_order(tmp_path: Pa
     assert found["first.weight"].name == "again.weight" and found["first.bias"].name == "last.bias"
 
 
+def test_training_begins_with_the_last_and_buffers_stay_shared(tmp_path: Path) -> None:
+    class Both(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(WIDTH))
+            self.first.register_buffer("same", self.scale)
+
+    plain = Both()
+    state = values(plain.state_dict())
+    state["first.same"] = state["scale"]
+    plain.load_state_dict(state)
+    with torch.device("meta"):
+        model = Both()
+    with swapper.SwapManager(tmp_path / "run", host_memory="64MiB") as manager:
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, _ = manager.offload(model, optimizer, init=torchs(state, tmp_path))
+        ours = model.state_dict()
+        assert all(torch.equal(ours[name], value) for name, value in plain.state_dict().items())
+        assert model.scale is model.first.same
+
+
 def test_each_of_the_names_must_fit(tmp_path: Path) -> None:
     state = {**Tied().state_dict(), "first.weight": torch.zeros(3, 3)}
     with pytest.raises(swapper.CheckpointError, match=r"first\.weight has the shape"):
