@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -164,12 +164,13 @@ class Source:
                 )
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
+def open_source(path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES) -> Source:
     """Detect the format of `path` and return its tensors' locations.
 
     Args:
         path: a safetensors file, a torch checkpoint (a zip, as torch.save and swapper's snapshots are), a Hugging Face
-            directory (safetensors or .bin, sharded or not), or a directory of torch.distributed.checkpoint.
+            directory (safetensors or .bin, sharded or not) or an index of one, or a directory of torch.distributed.checkpoint.
+        suffixes: of the files that are taken from a Hugging Face directory, the preferred one first.
 
     Raises:
         CheckpointError: it is none of these, or not what it claims to be.
@@ -182,7 +183,9 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if target.is_dir():
         if (target / ".metadata").exists():
             return _read_by("dcp_directory", target)
-        return _read_huggingface(target)
+        return _read_huggingface(target, suffixes)
+    if target.name.endswith(INDEX_SUFFIX):
+        return _sharded(target)
     return open_file(target)
 
 
@@ -232,23 +235,23 @@ def parse_object(what: str, text: bytes) -> dict[str, Any]:
 # --- a Hugging Face directory
 
 
-def _read_huggingface(path: Path) -> Source:
+def _read_huggingface(path: Path, suffixes: Sequence[str]) -> Source:
     """Read a directory with one file, or shards listed by an index. Prefers safetensors to .bin files."""
-    for name in SINGLE:
+    for name in (name for name in SINGLE if name.endswith(tuple(suffixes))):
         if (path / name).is_file():
             return _joined(path, [open_file(path / name)], None)
         if (path / (name + INDEX_SUFFIX)).is_file():
             return _sharded(path / (name + INDEX_SUFFIX))
-    return _by_suffix(path)
+    return _by_suffix(path, suffixes)
 
 
-def _by_suffix(path: Path) -> Source:
+def _by_suffix(path: Path, suffixes: Sequence[str]) -> Source:
     """Accept other names, such as `diffusion_pytorch_model.safetensors`, if only one file qualifies."""
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise IoError("open", str(path), 0, 0, error.errno or 0) from error
-    for suffix in SUFFIXES:
+    for suffix in suffixes:
         indices = [name for name in names if name.endswith(suffix + INDEX_SUFFIX)]
         files = [name for name in names if name.endswith(suffix)]
         if len(indices) == 1:
@@ -262,12 +265,12 @@ def _by_suffix(path: Path) -> Source:
             )
     raise CheckpointError(
         f"{path} has no weights: expected {', '.join(SINGLE)}, an index of shards ({SINGLE[0]}{INDEX_SUFFIX}), or one "
-        "file whose name ends like these"
+        f"file whose name ends like these (in {' or '.join(suffixes)})"
     )
 
 
 def _sharded(index: Path) -> Source:
-    """Return the shards that `index` names. Only the index maps tensors to files."""
+    """Return the shards that `index` names, in the order of their names."""
     weight_map = _read_index(index)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
@@ -288,18 +291,20 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _joined(path: Path, shards: list[Source], weight_map: dict[str, str] | None) -> Source:
-    """Join all `shards` into one source. With a map, each tensor comes from the shard that the map names."""
+    """Join all `shards`, in order, into one source. Of a name in several the last counts, as transformers and others take it.
+
+    With a map, each tensor must be in the shard that the map names.
+    """
     tensors: dict[str, StoredTensor] = {}
     stamps: dict[Path, FileStamp] = {}
     metadata: dict[str, str] = {}
     for shard in shards:
-        for name, tensor in shard.tensors.items():
-            if weight_map is None or weight_map.get(name) == shard.path.name:
-                tensors[name] = tensor
+        tensors.update(shard.tensors)
         stamps.update(shard.stamps)
         metadata.update(shard.metadata)
+    by_name = {shard.path.name: shard.tensors for shard in shards}
     for name, shard_name in (weight_map or {}).items():
-        if name not in tensors:
+        if name not in by_name[shard_name]:
             raise CheckpointError(f"{path}: the index says that {name!r} is in {shard_name}, but it is not there")
     return Source(path, "huggingface", tensors, stamps, metadata)
 

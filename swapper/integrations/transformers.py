@@ -23,42 +23,26 @@ from torch import nn
 
 from swapper.checkpoint.quantization import layouts_of
 from swapper.device.device import Device
-from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
-from swapper.formats.sources import Source, open_source
+from swapper.errors import ConfigError, StateError, UnsupportedError
+from swapper.formats.sources import Source
 from swapper.infer.mapping.adoption import MappedSource, Places
 from swapper.infer.mapping.matching import BufferPlace, Match, Weight, check_values
 from swapper.infer.mapping.tracing import Traced, recipe_of
 from swapper.infer.runtime.load_model import Budgets, load_matched
+from swapper.integrations.pretrained_options import (
+    FOR_LOADING,
+    OF_THE_HUB,
+    WITHOUT_EFFECT,
+    check_config,
+    check_directory,
+    open_weights,
+    read_config,
+    take_dtype,
+)
 from swapper.integrations.trainer import OffloadTrainerMixin, offloaded
 
 __all__ = ["FirstValues", "OffloadTrainerMixin", "for_training", "from_pretrained", "offloaded", "streamed"]
 
-_BUDGETS = "weights are read as they are needed: say host_memory=, device= and device_memory="
-_QUANTIZED = "`swapper export --quantize int8` (or int4) makes weights that run quantized"
-_PATH = "give the path of the directory or file itself, in the form that is to be read"
-NOT_TAKEN = {
-    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict", "offload_buffers"), _BUDGETS),
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "quantization_config"), _QUANTIZED),
-    **dict.fromkeys(("subfolder", "variant", "gguf_file"), _PATH),
-    **dict.fromkeys(("tp_plan", "tp_size", "device_mesh"), "the model runs in one process, on one device"),
-    "output_loading_info": "what is missing and unexpected is in transformers' own report",
-    "state_dict": "weights are read from `path`; models with other weights are loaded by swapper.load",
-}
-"""Options of transformers' from_pretrained that make no sense here, and the alternatives."""
-FOR_LOADING = (
-    "attn_implementation",
-    "experts_implementation",
-    "ignore_mismatched_sizes",
-    "key_mapping",
-    "use_safetensors",
-    "weights_only",
-)
-"""Options that are not passed to the configuration, though it may have the name."""
-OF_THE_HUB = (
-    "_commit_hash", "adapter_kwargs", "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
-    "token", "trust_remote_code",
-)  # fmt: skip
-"""Options that say where a model of the hub comes from; here it is a directory."""
 STREAMED = "_swapper_streamed"
 
 
@@ -93,8 +77,7 @@ def from_pretrained(
         ConfigError: an option places weights, which `host_memory` and the others here do.
     """
     budgets = Budgets.of(host_memory, device, device_memory)  # before anything slow
-    source = _open(path)
-    model = _traced_model(cls, path, source, config, dtype, options)
+    model, source = _traced_model(cls, path, config, dtype, options)
     if "experts_implementation" not in options:
         _take_experts_one_by_one(model)
     return load_matched(model, source, _take_out(model), budgets, backend)
@@ -140,6 +123,8 @@ def streamed(
                 f"{path} would be a second model with host_memory={host_memory!r}, after {loaded[0]}: load each in a streamed of "
                 "its own, or all inside of swapper.shared_memory"
             )
+        if adapter := (options.get("adapter_kwargs") or {}).get("_adapter_model_path"):  # `path` is its base then
+            check_directory(adapter)
         options = {name: value for name, value in options.items() if name not in OF_THE_HUB}
         if not options.get("subfolder"):
             options.pop("subfolder", None)
@@ -184,8 +169,7 @@ def for_training(
         UnsupportedError: values would be missing.
         Errors of transformers.
     """
-    source = _open(path)
-    model = _traced_model(cls, path, source, config, dtype, options)
+    model, source = _traced_model(cls, path, config, dtype, options)
     match = _take_out(model)
     for weight in match.weights:
         weight.parameter.requires_grad_(weight.parameter.dtype.is_floating_point)
@@ -232,51 +216,25 @@ class FirstValues:
 
 
 def _traced_model(
-    cls: Any, path: str | os.PathLike[str], source: Source, config: Any, dtype: Any, options: dict[str, Any]
-) -> nn.Module:
-    """Return the model that transformers makes of traced tensors."""
-    dtype = _taken(options, dtype)
-    if config is None:
-        config, options = _read_config(cls, path, options)
+    cls: Any, path: str | os.PathLike[str], config: Any, dtype: Any, options: dict[str, Any]
+) -> tuple[nn.Module, Source]:
+    """Return the model that transformers makes of traced tensors, and their source."""
+    dtype = take_dtype(options, dtype)
+    check_directory(path)
+    given = dict(options)
+    if config is None or isinstance(config, str | os.PathLike):
+        config, options = read_config(cls, config or path, options)
+    else:
+        options = {name: value for name, value in options.items() if name not in OF_THE_HUB}
+    check_config(cls, config, path, given)
+    source = open_weights(path, config, options.get("use_safetensors"))
     layouts = layouts_of(source.metadata, source.path)
     traced = {name: Traced.of(stored, layouts.get(name)) for name, stored in source.everything.items()}
     made = _model_class(cls, config).from_pretrained(None, config=config, state_dict=traced, dtype=dtype, **options)
     made.config.name_or_path = str(path)
-    _read_generation_config(made, path)
-    model: nn.Module = made
-    return model
-
-
-def _taken(options: dict[str, Any], dtype: torch.dtype | str | None) -> torch.dtype | str:
-    """Refuse unsupported options; remove `torch_dtype`, the old name of `dtype`, and return the given dtype."""
-    for name, advice in NOT_TAKEN.items():
-        if options.pop(name, None) not in (None, False):
-            raise ConfigError(f"{name}= is not taken by swapper's from_pretrained: {advice}")
-    old = options.pop("torch_dtype", None)
-    if old is not None and dtype is not None and old != dtype:
-        raise ConfigError(f"dtype={dtype!r} and torch_dtype={old!r} are both given: pass dtype only")
-    return dtype or old or "auto"
-
-
-def _read_config(cls: Any, path: str | os.PathLike[str], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the configuration, changed by those of `options` that are its own, and the others."""
-    from transformers import AutoConfig
-
-    reader = getattr(cls, "config_class", None) or AutoConfig
-    own = {name: value for name, value in options.items() if name not in FOR_LOADING}
-    own["local_files_only"] = True
-    config, others = reader.from_pretrained(path, return_unused_kwargs=True, **own)
-    others.pop("local_files_only", None)
-    return config, {**{name: value for name, value in options.items() if name in FOR_LOADING}, **others}
-
-
-def _open(path: str | os.PathLike[str]) -> Source:
-    if not Path(path).exists():
-        raise CheckpointError(
-            f"{path} does not exist: a model is read in place, from a directory on this machine. huggingface_hub.snapshot_download "
-            "gets one from the hub, and returns its path"
-        )
-    return open_source(path)
+    is_auto = hasattr(cls, "_model_mapping")
+    _read_generation_config(made, path, options if is_auto else given, is_auto)
+    return made, source
 
 
 def _model_class(cls: Any, config: Any) -> Any:
@@ -292,11 +250,16 @@ def _model_class(cls: Any, config: Any) -> Any:
     return (named or found)[0]
 
 
-def _read_generation_config(model: Any, path: str | os.PathLike[str]) -> None:
-    if model.can_generate() and Path(path, "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+def _read_generation_config(model: Any, path: str | os.PathLike[str], options: dict[str, Any], is_auto: bool) -> None:
+    """Have transformers read what `path` says of generation, with those of the user's options that are its own."""
+    if not Path(path).is_dir() or not model.can_generate():
+        return
+    own = {name: value for name, value in options.items() if name not in (*FOR_LOADING, *OF_THE_HUB, *WITHOUT_EFFECT)}
+    hub = dict.fromkeys(("cache_dir", "proxies", "token", "revision")) | {"force_download": False, "subfolder": ""}
+    model.adjust_generation_fn(
+        options.get("generation_config"), is_auto, None, str(path), local_files_only=True,
+        trust_remote_code=options.get("trust_remote_code"), **hub, **own,
+    )  # fmt: skip
 
 
 def _take_experts_one_by_one(model: nn.Module) -> None:
@@ -318,10 +281,12 @@ def _take_out(model: nn.Module) -> Match:
             )
             places.replace(parameter, plain)
             weights.append(Weight(name, plain, recipe_of(parameter)))
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if isinstance(buffer, Traced):
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-                buffers.append(BufferPlace(module, name, recipe_of(buffer)))
+    empty: dict[int, torch.Tensor] = {}  # by id: a shared one stays shared
+    found = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if isinstance(b, Traced)]
+    for module, name, buffer in found:
+        module._buffers[name] = empty.setdefault(
+            id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+        )
+        buffers.append(BufferPlace(module, name, recipe_of(buffer)))
     check_values(model, {id(weight.parameter) for weight in weights}, buffers)
     return Match(weights, buffers)

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from swapper.errors import StateError
 from swapper.modules.guarded import RunWith, answering_handler, forget, guarded_parameters, handler_of, name_of, refuse
+from swapper.modules.own_hook import not_traced
 from swapper.modules.torch_functions import (
     AFTER_ANOTHER,
     CHANGES_OF_FORM,
@@ -99,6 +101,7 @@ class ColdParameter(nn.Parameter):
     """The class of a cold parameter. It is never instantiated: a parameter's class is set to it and back."""
 
     @classmethod
+    @not_traced
     def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return _answer(func, args, kwargs or {})
 
@@ -137,6 +140,7 @@ class ColdView(torch.Tensor):
     swapper_apart: bool
 
     @classmethod
+    @not_traced
     def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return _answer(func, args, kwargs or {})
 
@@ -196,14 +200,26 @@ def _detach(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _index(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = args[0]
-    fault_handler = handler_of(first) if type(first) is ColdParameter else None
-    row = None if fault_handler is None else fault_handler.indexed(first, args[1])
-    if row is not None:
+    row = _in_part(args[0], func, args, kwargs)
+    if row is not NotImplemented:
         return row
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     is_view = all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index)
     return _view(func, args, kwargs) if is_view else NotImplemented
+
+
+def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """F.embedding and F.linear, whose weight is their second argument."""
+    return _in_part(args[1] if len(args) > 1 else kwargs.get("weight"), func, args, kwargs)
+
+
+def _copy_into(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented if _only_first_is_cold(args, kwargs) is None else _in_part(args[0], func, args, kwargs)
+
+
+def _in_part(parameter: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fault_handler = handler_of(parameter) if type(parameter) is ColdParameter else None
+    return NotImplemented if fault_handler is None else fault_handler.in_part(parameter, func, args, kwargs)
 
 
 def _stride(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,8 +244,11 @@ def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0] is args[1]:  # Module.to, where nothing changes
         return None
-    cold = next(tensor for tensor in args if isinstance(tensor, Cold))
-    refuse(owner_of(cold), "setting .data")
+    parameter, data = args
+    fault_handler = handler_of(parameter) if is_cold(parameter) and not isinstance(data, Cold) else None
+    if fault_handler is None or not fault_handler.let_go(parameter):
+        refuse(owner_of(parameter if isinstance(parameter, Cold) else data), "setting .data")
+    return func(parameter, data)
 
 
 def _without_data_of_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,6 +300,9 @@ _ACTIONS: dict[Function, _Action] = {
     torch.Tensor.__getitem__: _index,
     torch.Tensor.as_strided: _stride,
     torch.as_strided: _stride,
+    torch.Tensor.copy_: _copy_into,
+    F.embedding: _by_rows,
+    F.linear: _by_rows,
 }
 """By function, what is done; NotImplemented: it is an operation that needs data. For those not in METADATA."""
 

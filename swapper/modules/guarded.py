@@ -52,13 +52,24 @@ class FaultHandler(Protocol):
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: do it as other operations."""
 
-    def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
-        """Return `parameter[index]` without reading all of `parameter`; None: do it as other operations."""
-        return None
+    def in_part(
+        self, parameter: nn.Parameter, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Do an operation on the cold `parameter` that reads only some of it (a row, those of an embedding, a product by parts), or
+        that writes what it has.
+
+        Returns:
+            Its result. NotImplemented: do it as other operations.
+        """
+        return NotImplemented
 
     def note_change(self, group: Any, names: list[str]) -> None:
         """Note that a forward or backward changed parameters of `group` in place; their pages, if any, are being written back."""
         return
+
+    def let_go(self, parameter: nn.Parameter) -> bool:
+        """Make the cold `parameter` an ordinary one, which is given other data next. False: it is not done."""
+        return False
 
     def describe(self, parameter: nn.Parameter) -> str:
         """Return the parameter's qualified name."""

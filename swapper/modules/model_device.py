@@ -96,10 +96,11 @@ class ModelDevice:
         with contextlib.suppress(DeviceError), self.device.named("moving buffers back"):
             for parameter in self._parameters:
                 parameter.data = parameter.data.cpu()
-            for module, name in self._buffers:
-                buffer = module._buffers.get(name)
+            there = [(module, name, module._buffers.get(name)) for module, name in self._buffers]
+            back: dict[int, torch.Tensor] = {}  # by id: a shared one stays shared
+            for module, name, buffer in there:
                 if buffer is not None and buffer.device == self.device.device:
-                    module._buffers[name] = buffer.cpu()
+                    module._buffers[name] = back.setdefault(id(buffer), buffer.cpu())
         self._buffers, self._parameters = [], []
 
     def close(self) -> None:

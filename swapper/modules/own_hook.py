@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -28,6 +29,12 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "it reads weights in, or makes them cold"  # type: ignore[attr-defined]
     return function
+
+
+def never_trace(cls: type[torch.Tensor]) -> None:
+    """Have torch.compile, if it is in use, run operations on tensors of this class without tracing them."""
+    if (config := sys.modules.get("torch._dynamo.config")) is not None:
+        config.nontraceable_tensor_subclasses.add(cls)
 
 
 class OwnHook:

@@ -91,7 +91,7 @@ CHANGES = {
     "item": lambda p: p.__setitem__(0, 1.0),
     "dropout": lambda p: torch.nn.functional.dropout(p, 0.5, training=False).add_(1),
     "out": lambda p: torch.add(p, 1, out=p.data),
-    "set data": lambda p: setattr(p, "data", torch.zeros(2)),
+    "copy": lambda p: p.copy_(p.detach() + 1),
     "init": torch.nn.init.zeros_,
 }
 
@@ -101,6 +101,14 @@ def test_changing_a_weight_that_is_away_is_refused(model, reference, change):
     with torch.no_grad(), pytest.raises(swapper.SwapperError, match=r"head\.weight"):
         CHANGES[change](model.head.weight)
     assert torch.equal(model.head.weight.clone(), reference.head.weight)
+    assert torch.equal(run(model), run(reference))
+
+
+def test_a_state_dict_of_the_same_values_may_be_loaded(model, reference):
+    model.load_state_dict(reference.state_dict())
+    state = {**reference.state_dict(), "head.weight": torch.zeros_like(reference.head.weight)}
+    with pytest.raises(RuntimeError, match=r"head\.weight.*loaded for inference"):
+        model.load_state_dict(state)
     assert torch.equal(run(model), run(reference))
 
 

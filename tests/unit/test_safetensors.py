@@ -132,11 +132,11 @@ def make_shards(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_shards_are_joined_as_the_index_says(tmp_path):
+def test_shards_that_the_index_names_are_joined_with_all_that_they_have(tmp_path):
     make_shards(tmp_path)
     source = open_source(tmp_path)
     assert source.kind == "huggingface"
-    assert source.tensors.keys() == {"a", "b"}
+    assert source.tensors.keys() == {"a", "b", "spare"}
     assert source.tensors["b"].path == tmp_path / "model-2.safetensors"
     assert source.stamps.keys() == {tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors"}
 

@@ -20,7 +20,7 @@ from torch import nn
 from swapper.formats.read_plan import FileRange
 from swapper.formats.sources import Source
 from swapper.formats.stored import StoredTensor
-from swapper.infer.mapping.matching import Recipe, Weight
+from swapper.infer.mapping.matching import BufferPlace, Recipe, Weight
 from swapper.paging.section import Section, own_storage
 
 
@@ -35,9 +35,10 @@ class Places:
                     self._places.setdefault(id(parameter), []).append((module, name))
 
     def replace(self, parameter: nn.Parameter, new: nn.Parameter) -> None:
-        for module, name in self._places[id(parameter)]:
+        places = self._places.pop(id(parameter), [])  # none, if the user has replaced it
+        for module, name in places:
             module._parameters[name] = new
-        self._places[id(new)] = self._places.pop(id(parameter))
+        self._places[id(new)] = places
 
 
 def adopt(places: Places, weight: Weight, data: torch.Tensor) -> nn.Parameter:
@@ -58,6 +59,28 @@ def empty(places: Places, parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         shape, dtype = parameter.shape, parameter.dtype
         places.replace(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
+
+
+def fill(places: Sequence[BufferPlace], tensors: Sequence[torch.Tensor]) -> None:
+    """Give buffers their values, in place, as load_state_dict does: whatever holds one, or a view of it, sees them.
+
+    Of another dtype than the buffer's a tensor takes its place then, as by Module.to. On the meta device new tensors replace
+    the buffers, one for each.
+    """
+    buffers = [place.module._buffers[place.name] for place in places]
+    made = {id(buffer): tensor for buffer, tensor in zip(buffers, tensors, strict=True)}
+    for place, buffer in zip(places, buffers, strict=True):
+        assert buffer is not None
+        tensor = made[id(buffer)]
+        if buffer.is_meta:
+            place.module._buffers[place.name] = tensor
+            continue
+        has_its_own = all(stride or size <= 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+        if has_its_own:
+            with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                buffer.copy_(tensor)
+        if not has_its_own or buffer.dtype != tensor.dtype:
+            buffer.data = tensor
 
 
 def view_of(memory: torch.Tensor, offset: int, stored: StoredTensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from swapper.formats.stored import ChunkedTensor, Empty, StoredTensor
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import refuse_scripted
 from swapper.modules.guarded import is_guarded
+from swapper.modules.leased_group import storage_of
 
 SHOWN_NAMES = 8  # in a message
 
@@ -92,7 +93,9 @@ class Match:
 
 
 def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype | None, rename: Rename) -> Match:
-    """Find each parameter and persistent buffer of `model` in `source`. A tied one may have any of its names there.
+    """Find each parameter and persistent buffer of `model` in `source`.
+
+    A tied one may have any of its names there; of several the last counts, as it does for torch's load_state_dict.
 
     Raises:
         CheckpointError: names are missing or left over (if `strict`), or shapes differ; lists them.
@@ -107,34 +110,43 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
         raise ConfigError(f"strict={strict!r} must be True or False")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype={dtype!r} must be a floating-point torch.dtype, or None for the checkpoint's own")
-    parameters: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    names_at: dict[Hashable, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         _check_parameter(name, parameter)
-        parameters.setdefault(id(parameter), (parameter, []))[1].append(name)
+        parameters[id(parameter)] = parameter
+        names_at.setdefault(_memory_of(parameter), []).append(name)
+    refuse_aliases(model, parameters.values())
     persistent = _persistent_buffers(model)
-    wanted = {name for _, names in parameters.values() for name in names} | persistent.keys()
+    names_of: dict[int, list[str]] = {}
+    for name, buffer in persistent.items():
+        names_of.setdefault(id(buffer), []).append(name)
+    wanted = {name for names in names_at.values() for name in names} | persistent.keys()
     stored = renamed(source, wanted, rename)
     layouts = layouts_of(source.metadata, source.path)
     missing: list[str] = []
 
     def find(names: list[str], shape: torch.Size) -> Recipe | None:
-        found = next((stored[name] for name in names if name in stored), None)
-        if found is None:
+        there = [name for name in names if name in stored]
+        for name in there:
+            _check_shape(name, tuple(shape), stored[name], layouts.get(stored[name].name))
+        if not there:
             missing.append(names[0])
             return None
-        layout = layouts.get(found.name)
-        _check_shape(names[0], tuple(shape), found, layout)
-        return _recipe(found, dtype, layout)
+        last = stored[there[-1]]
+        return _recipe(last, dtype, layouts.get(last.name))
 
     weights = [
         Weight(names[0], parameter, recipe)
-        for parameter, names in parameters.values()
-        if (recipe := find(names, parameter.shape)) is not None
+        for parameter in parameters.values()
+        if (recipe := find(names := names_at[_memory_of(parameter)], parameter.shape)) is not None
     ]
+    recipes = {key: find(names, persistent[names[0]].shape) for key, names in names_of.items()}
     buffers = [
-        BufferPlace(module, own_name, recipe)
-        for name, (module, own_name, buffer) in persistent.items()
-        if (recipe := find([name], buffer.shape)) is not None
+        BufferPlace(module, name, recipe)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if (recipe := recipes.get(id(buffer))) is not None
     ]
     unexpected = [name for name in stored if name not in wanted]
     if strict and (missing or unexpected):
@@ -182,13 +194,44 @@ def shape_of(stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | Non
     return (*stored.shape[:-1], layout.columns)
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor]]:
-    """Return by qualified name: module, own name, buffer. As in state_dict, with each name of a shared one."""
+def _memory_of(parameter: nn.Parameter) -> Hashable:
+    """Return what is equal for parameters of the same elements in memory: torch loads what one is given into both."""
+    if parameter.is_meta:
+        return id(parameter)
+    return parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.shape, parameter.stride()
+
+
+def refuse_aliases(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
+    """Raise UnsupportedError if the model has another tensor in the memory of a parameter, which will have other memory."""
+    storages = {storage_of(parameter) for parameter in parameters if not parameter.is_meta}
+    own = {id(parameter) for parameter in parameters}
+    for prefix, module in model.named_modules() if storages else ():
+        attributes = {**module.__dict__, "_buffers": None, **module._buffers}
+        for name, tensor in ((name, tensor) for name, value in attributes.items() for tensor in _tensors_in(value)):
+            if id(tensor) not in own and storage_of(tensor) in storages:
+                qualified = f"{prefix}.{name}" if prefix else name
+                raise UnsupportedError(
+                    f"{qualified} shares the memory of a parameter, and would keep the parameter's first values: a loaded model's "
+                    "weights are read into other memory. Make it from the parameter in the forward that uses it"
+                )
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a module's attribute, other than the table of its parameters."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple, dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return buffers by qualified name, as state_dict does, with each name of a shared one."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = (module, name, buffer)
+                found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
 
 

@@ -2,7 +2,7 @@
 
 Some models have a list of modules, each of them an expert, whose weights are read when it runs (`OnDemandGroup`).
 Current models of transformers have the experts of a layer in one parameter for each of their maps, of shape (experts,
-out, in), and index it: `self.down_proj[expert]`. Such a parameter stays cold as a whole; the guard on cold parameters
+out, in), and index it: `self.down_proj[expert]`. Such a parameter stays cold as a whole; its fault handler
 passes the index here, and the expert's own bytes are read, wherever the checkpoint has them. The last used experts
 stay, as far as the cache's share of the budget goes.
 """
@@ -173,10 +173,10 @@ class Experts:
         for weights in layer:
             self._weights[id(weights.parameter)] = weights, [other for other in layer if other is not weights]
 
-    def take(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
-        """Return `parameter[index]`, or None if that is not one expert."""
-        if id(parameter) not in self._weights or not _is_number(index):
-            return None
+    def take(self, parameter: nn.Parameter, index: Any) -> Any:
+        """Return `parameter[index]`, or NotImplemented if that is not one expert."""
+        if not _is_number(index):
+            return NotImplemented
         weights, others = self._weights[id(parameter)]
         number = int(index)
         number += len(weights.recipes) if number < 0 else 0
@@ -325,15 +325,23 @@ class OnDemandGroup(GroupWeights):
             with torch.inference_mode(False):
                 parameter.data = value
         self._versions = [parameter._version for parameter in self.parameters]
+        self._note_memory()
         return False  # the pager was not used
 
     def _give_back(self, changed: bool) -> None:
+        keys = [key for key, _ in self._recipes]
+        self._let_go_moved()
         for weight in self.weights:
             with torch.inference_mode(False):
                 materialize(weight.parameter)
                 weight.parameter.data = weight.stand_in()
             set_cold(weight.parameter)
-        self._experts.release([key for key, _ in self._recipes])
+        self._experts.release(keys)
+
+    def let_go(self, parameter: nn.Parameter) -> None:
+        pairs = zip(self.weights, self._recipes, strict=True)
+        self._recipes = [recipe for weight, recipe in pairs if weight.parameter is not parameter]
+        super().let_go(parameter)
 
     def forget_leases(self) -> None:
         if self._leases:

@@ -1,7 +1,8 @@
 """Reads some rows of a weight instead of all of it: rows of an embedding, and matrices larger than the budget.
 
-The module's `forward` is replaced on the instance while the model is loaded (`restore_forward` ends that). The weight
-stays cold, unless another module uses it too (a tied output projection).
+The weight stays cold, unless another module uses it too (a tied output projection). torch hands F.embedding and
+F.linear of a cold weight to its fault handler, which calls these operators: the modules are not changed, and whatever a
+user puts in place of a forward, a weight, a bias or a class counts.
 
 An embedding reads the rows that a pass looks up, a few of a table of 32,000. A linear map is multiplied by some rows at
 a time, read while the previous ones are in use: rows of a matrix are outputs of the map, so each part gives its own
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +27,12 @@ from swapper.device.copies import NewCopies, NewCopy
 from swapper.errors import DeviceError
 from swapper.formats.stored import Empty, StoredTensor
 from swapper.infer.mapping.adoption import view_of
-from swapper.infer.mapping.matching import Recipe
+from swapper.infer.mapping.matching import Recipe, Weight
 from swapper.infer.runtime.weights import refuse_gradient
 from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.io.engines import Transfer, wait_for_all
-from swapper.modules.own_hook import not_traced, outside_transforms
+from swapper.modules.cold import is_cold
+from swapper.modules.own_hook import outside_transforms
 from swapper.runtime.interrupts import defer_sigint
 
 ReadInto = Callable[[StoredTensor, int, torch.Tensor], Transfer]
@@ -50,12 +53,6 @@ def check_place(tensor: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def restore_forward(module: nn.Module) -> None:
-    """Make the module use its class's `forward` again, if it was replaced here."""
-    if getattr(module.__dict__.get("forward"), "__module__", "") == __name__:
-        del module.__dict__["forward"]
-
-
 # --- embeddings -------------------------------------------------------------------------------------------------------
 
 
@@ -64,40 +61,63 @@ def can_look_up(module: nn.Module, recipe: Recipe) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None and recipe.rows(0, 1) is not None
 
 
-def look_up_by_rows(
-    module: nn.Embedding, recipe: Recipe, read: ReadInto, device: torch.device, copies: NewCopies | None = None
-) -> None:
-    """Make `module` read the requested rows, until `restore_forward`. `copies` brings them to `device`; None: it is the CPU."""
-    row_count = module.num_embeddings
-    empty = _empty if copies is None else copies.device.empty_on_host
+@dataclass(frozen=True)
+class RowLookup:
+    """F.embedding of one table, of which the requested rows are read.
 
-    @not_traced
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        check_place(ids, device)
+    Attributes:
+        table: of shape (rows, columns).
+        read: submits reads.
+        device: of the indices and the result.
+        copies: to `device`; None: it is the CPU.
+    """
+
+    table: Weight
+    read: ReadInto
+    device: torch.device
+    copies: NewCopies | None = None
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+        *of_gradients: Any, **also: Any,
+    ) -> Any:  # fmt: skip
+        """Return the rows of the table at `input`, as F.embedding does; NotImplemented if it would change the table.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
+        if max_norm is not None:
+            return NotImplemented
+        if input.dtype not in (torch.int64, torch.int32):
+            return F.embedding(input, torch.empty(0, 0, device=input.device))  # torch's own error
+        check_place(input, self.device)
         with torch.no_grad():
-            unique, places = torch.unique(ids, return_inverse=True)
-            rows = unique.tolist() or [0]
-            if not 0 <= rows[0] <= rows[-1] < row_count:
-                raise IndexError(f"index out of range: {rows[0]} to {rows[-1]} in an embedding of {row_count} rows")
-            tables, tickets = [], []
-            for stored in recipe.parts:
-                row_bytes = stored.nbytes // row_count
-                table = empty(len(rows) * row_bytes)
-                tickets += [
-                    read(stored, begin * row_bytes, table[number * row_bytes : (number + count) * row_bytes])
-                    for number, begin, count in _runs(rows)
-                ]
-                tables.append(table)
-            wait_for_all(tickets)
-            if copies is not None:
-                tables = _there(copies, tables)
-            shaped = [
-                table.view(stored.dtype).view(len(rows), *stored.shape[1:])
-                for table, stored in zip(tables, recipe.parts, strict=True)
-            ]
-            return F.embedding(places, recipe.from_parts(shaped))
+            unique, places = torch.unique(input, return_inverse=True)
+            return F.embedding(places, self._rows(unique.tolist() or [0]))
 
-    module.__dict__["forward"] = forward
+    def _rows(self, rows: list[int]) -> torch.Tensor:
+        """Return these rows, which ascend."""
+        row_count, recipe = self.table.parameter.shape[0], self.table.recipe
+        if not 0 <= rows[0] <= rows[-1] < row_count:
+            raise IndexError(f"index out of range: {rows[0]} to {rows[-1]} in an embedding of {row_count} rows")
+        empty = _empty if self.copies is None else self.copies.device.empty_on_host
+        tables, tickets = [], []
+        for stored in recipe.parts:
+            row_bytes = stored.nbytes // row_count
+            table = empty(len(rows) * row_bytes)
+            tickets += [
+                self.read(stored, begin * row_bytes, table[number * row_bytes : (number + count) * row_bytes])
+                for number, begin, count in _runs(rows)
+            ]
+            tables.append(table)
+        wait_for_all(tickets)
+        if self.copies is not None:
+            tables = _there(self.copies, tables)
+        shaped = [
+            table.view(stored.dtype).view(len(rows), *stored.shape[1:])
+            for table, stored in zip(tables, recipe.parts, strict=True)
+        ]
+        return recipe.from_parts(shaped)
 
 
 def _empty(nbytes: int) -> torch.Tensor:
@@ -130,16 +150,22 @@ class RowPartitionedLinear:
     """A linear map that is multiplied by parts.
 
     Attributes:
-        module: the map.
         weight: its matrix of shape (out, in).
         bias: of shape (out,), if it streams too; None if it is in memory or there is none.
         part_rows: rows that are read together; the last part may have fewer.
     """
 
-    module: nn.Linear
-    weight: Recipe
-    bias: Recipe | None
+    weight: Weight
+    bias: Weight | None
     part_rows: int
+
+    @property
+    def row_count(self) -> int:
+        return int(self.weight.parameter.shape[0])
+
+    @property
+    def columns(self) -> int:
+        return int(self.weight.parameter.shape[1])
 
     @property
     def stored_bytes(self) -> int:
@@ -160,12 +186,12 @@ class RowPartitionedLinear:
     def made_bytes(self) -> int:
         """The bytes computed from one part while it is in use."""
         made = [recipe for recipe in self._whole if recipe.make is not None]
-        return sum(self.part_rows * self.module.in_features * recipe.dtype.itemsize for recipe in made)
+        return sum(self.part_rows * self.columns * recipe.dtype.itemsize for recipe in made)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Yield (first row, end) of each part."""
-        for begin in range(0, self.module.out_features, self.part_rows):
-            yield begin, min(begin + self.part_rows, self.module.out_features)
+        for begin in range(0, self.row_count, self.part_rows):
+            yield begin, min(begin + self.part_rows, self.row_count)
 
     def recipes(self, begin: int, end: int) -> list[Recipe]:
         """Return the recipes of rows [begin, end) of the matrix, and of the bias if that streams."""
@@ -174,35 +200,42 @@ class RowPartitionedLinear:
 
     @property
     def _whole(self) -> list[Recipe]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+        return [self.weight.recipe] if self.bias is None else [self.weight.recipe, self.bias.recipe]
 
 
-def cut(module: nn.Module, weight: Recipe, bias: Recipe | None) -> RowPartitionedLinear | None:
+def cut(module: nn.Module, weight: Weight, bias: Weight | None) -> RowPartitionedLinear | None:
     """Return the partition of `module`; None if it is not a plain linear map of rows."""
-    if type(module) is not nn.Linear or weight.rows(0, 1) is None or (bias is not None and bias.rows(0, 1) is None):
+    if type(module) is not nn.Linear or any(w is not None and w.recipe.rows(0, 1) is None for w in (weight, bias)):
         return None
-    row_bytes = max(weight.stored_bytes // module.out_features, 1)
-    rows = max(min(MAX_PART_BYTES, weight.stored_bytes // 8) // row_bytes, 1)
-    number = -(-module.out_features // rows)  # of about equal size, so that the last part is not a small one
-    part_rows = min(round_up(-(-module.out_features // number), ROWS_MULTIPLE), module.out_features)
-    return RowPartitionedLinear(module, weight, bias, part_rows)
+    row_count, nbytes = weight.parameter.shape[0], weight.recipe.stored_bytes
+    rows = max(min(MAX_PART_BYTES, nbytes // 8) // max(nbytes // row_count, 1), 1)
+    number = -(-row_count // rows)  # of about equal size, so that the last part is not a small one
+    part_rows = min(round_up(-(-row_count // number), ROWS_MULTIPLE), row_count)
+    return RowPartitionedLinear(weight, bias, part_rows)
 
 
-def multiply_by_parts(linear: RowPartitionedLinear, parts: RowPrefetcher, device: torch.device) -> None:
-    """Make the module multiply by parts, on `device`, until `restore_forward`."""
+@dataclass(frozen=True)
+class PartialProduct:
+    """F.linear with one matrix, by `parts` of it, on `device`."""
 
-    own = linear.module.weight
+    linear: RowPartitionedLinear
+    parts: RowPrefetcher
+    device: torch.device
 
-    @not_traced
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if linear.module.weight is not own:  # torch.func.functional_call passes another one
-            return type(linear.module).forward(linear.module, x)
-        if torch.is_grad_enabled() and x.requires_grad:
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        """Return the product, as F.linear does; NotImplemented if it is not one of rows.
+
+        Args:
+            bias: any: the map's own one is read by parts, too, if it streams.
+        """
+        own = self.linear.bias
+        is_own = own is not None and bias is own.parameter
+        if is_cold(input) or not (is_own or bias is None or (not is_cold(bias) and bias.shape == weight.shape[:1])):
+            return NotImplemented
+        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
             refuse_gradient()
-        check_place(x, device)
-        return parts.multiply(linear, x)
-
-    linear.module.__dict__["forward"] = forward
+        check_place(input, self.device)
+        return self.parts.multiply(self.linear, input, None if is_own else bias, is_own)
 
 
 @dataclass
@@ -257,8 +290,10 @@ class RowPrefetcher:
         self._last: RowPartitionedLinear | None = None
         self._after: dict[int, RowPartitionedLinear] = {}  # by id: the map that followed it
 
-    def multiply(self, linear: RowPartitionedLinear, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of the whole map with `x`, on its device."""
+    def multiply(
+        self, linear: RowPartitionedLinear, x: torch.Tensor, bias: torch.Tensor | None = None, own_bias: bool = False
+    ) -> torch.Tensor:
+        """Return the product of the whole matrix with `x`, on its device, plus `bias`, or the map's own streamed one."""
         if any(part.of != id(linear) for part in self._reading):
             self._forget()  # another map was expected
         if self._last is not None:
@@ -272,11 +307,10 @@ class RowPrefetcher:
         try:
             for begin, end in ranges:
                 self._request(wanted)
-                weight, *bias = self._matrices()
-                here = linear.module.bias
-                known = bias[0] if bias else None if here is None else here[begin:end]
-                outputs.append(F.linear(x, weight, known))
-                del weight, bias, known
+                weight, *read = self._matrices()
+                added = read[0] if own_bias else None if bias is None else bias[begin:end]
+                outputs.append(F.linear(x, weight, added))
+                del weight, read, added
                 self._reading.popleft()
             self._request(wanted)
         except BaseException:

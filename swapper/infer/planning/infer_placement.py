@@ -265,7 +265,7 @@ def _cheapest_plan(plan: StreamingPlan, placed: Callable[[StreamingPlan], Fit]) 
     refusal: BudgetError | None = None
     best: Fit | None = None
     for candidate in (plan, *with_cuts(plan)):
-        if best is not None and any(linear.weight.make is None for linear in candidate.cuts):
+        if best is not None and any(linear.weight.recipe.make is None for linear in candidate.cuts):
             break
         try:
             found = placed(candidate)

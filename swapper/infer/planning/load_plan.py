@@ -234,7 +234,7 @@ class LoadPlan:
 
     def _making_seconds(self, times: OperationTimes) -> dict[int, float]:
         """Return what weights that are stored otherwise, or multiplied by parts, take in addition to their products, by group."""
-        cuts = {id(linear.module.weight): linear for linear in self.fitting.plan.cuts}
+        cuts = {id(linear.weight.parameter): linear for linear in self.fitting.plan.cuts}
         known: dict[Any, float] = {}
         found: dict[int, float] = {}
         for group in self.fitting.plan.groups:
@@ -282,7 +282,7 @@ class LoadPlan:
         """
         plan, placement = self.fitting.plan, self.fitting.placement
         sections = paged_sections(plan, placement.page_bytes)
-        cuts = {id(linear.module.weight): linear for linear in plan.cuts}
+        cuts = {id(linear.weight.parameter): linear for linear in plan.cuts}
         parts = {
             group.index: [
                 nbytes for weight in group.weights if id(weight.parameter) in cuts
@@ -365,14 +365,13 @@ def _made_seconds(weight: Weight) -> float:
 
 def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float:
     """Return what it takes to multiply a vector by parts of a matrix that are in memory, over the product with all of it."""
-    outputs, inputs, dtype = linear.module.out_features, linear.module.in_features, linear.weight.dtype
-    module = nn.Linear(inputs, outputs, bias=False, device="meta")
+    outputs, inputs, dtype = linear.row_count, linear.columns, linear.weight.recipe.dtype
     memory = torch.zeros(PARTS_IN_MEMORY * linear.slot_bytes, dtype=torch.uint8)
     there = VirtualDrive()  # its reads are over at once
     made = MadeMemory(linear.made_bytes)
     parts = RowPrefetcher(memory, lambda stored, offset, into: there.read(into.nbytes, None), empty=made.empty)
-    trial, x = replace(linear, module=module), torch.zeros(1, inputs, dtype=dtype)
+    x = torch.zeros(1, inputs, dtype=dtype)
     with torch.no_grad():
-        parts.multiply(trial, x)
-        seconds = cold_seconds(lambda: parts.multiply(trial, x), TRIALS)
+        parts.multiply(linear, x)
+        seconds = cold_seconds(lambda: parts.multiply(linear, x), TRIALS)
     return max(seconds - times.product(1, outputs, inputs, dtype), 0.0)

@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 from torch import nn
 
 from swapper.device.device_storage import place_in_storage
 from swapper.formats.read_plan import FileRange, plan_runs
-from swapper.infer.mapping.matching import Match, Recipe, Weight
+from swapper.infer.mapping.matching import Match, Weight
 from swapper.infer.operators.experts import ExpertWeights, are_experts, find_recipes, takes_single_experts
 from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, can_look_up, cut
 from swapper.io.alignment import SECTOR_BYTES, round_up
@@ -58,7 +57,7 @@ class StreamingPlan:
         working_sets: for each unit, the groups that are leased while it runs: its own and its ancestors'.
         small: weights that stay; `small_runs` hold their parts.
         buffer_bytes: of the buffers that come from the checkpoint.
-        lookups: embeddings whose rows are looked up in the file, with their tables' recipes.
+        lookups: tables of embeddings whose rows are looked up in the file.
         experts: for each layer of experts, the parameters whose experts are read one by one.
         demanded: for each expert that is a module of its own, the groups that are read when it runs.
         cuts: linear maps that are multiplied by some of their rows at a time.
@@ -71,7 +70,7 @@ class StreamingPlan:
     small: list[Weight]
     small_runs: list[FileRange]
     buffer_bytes: int
-    lookups: list[tuple[nn.Embedding, Recipe]] = field(default_factory=list)
+    lookups: list[Weight] = field(default_factory=list)
     experts: list[list[ExpertWeights]] = field(default_factory=list)
     demanded: list[tuple[int, ...]] = field(default_factory=list)
     cuts: list[RowPartitionedLinear] = field(default_factory=list)
@@ -202,7 +201,7 @@ def _with_taken(groups: Sequence[Group], units: Sequence[Unit]) -> list[Unit]:
     group_of = {id(parameter): group.index for group in groups for _, parameter in group.parameters}
     for unit in units:
         if isinstance(unit.module, nn.Embedding):
-            group_of.pop(id(unit.module._parameters["weight"]), None)
+            group_of.pop(id(unit.module._parameters.get("weight")), None)
     found = []
     for unit in units:
         taken = [group_of[id(p)] for p in taken_parameters(unit.module) if id(p) in group_of]
@@ -212,13 +211,13 @@ def _with_taken(groups: Sequence[Group], units: Sequence[Unit]) -> list[Unit]:
 
 def with_lookups(plan: StreamingPlan) -> StreamingPlan:
     """Return a plan in which embeddings look up rows instead of having their tables in memory."""
-    lookups: list[tuple[nn.Embedding, Recipe]] = []
+    lookups: list[Weight] = []
     units = []
     for unit in plan.units:
         weights = [weight for group in unit.groups for weight in plan.groups[group].weights]
         of_module = [w for w in weights if w.parameter is unit.module._parameters.get("weight")]
         if of_module and can_look_up(unit.module, of_module[0].recipe):
-            lookups.append((cast(nn.Embedding, unit.module), of_module[0].recipe))
+            lookups.append(of_module[0])
             unit = replace(unit, groups=())
         units.append(unit)
     return replace(plan, units=units, working_sets=_working_sets(units), lookups=lookups)
@@ -262,7 +261,7 @@ def with_cuts(plan: StreamingPlan) -> Iterator[StreamingPlan]:
     apart = _flat(plan.demanded)
     found: dict[str, RowPartitionedLinear] = {}
     for unit in plan.units:
-        weights = {id(w.parameter): w.recipe for group in unit.groups for w in plan.groups[group].weights}
+        weights = {id(w.parameter): w for group in unit.groups for w in plan.groups[group].weights}
         own = unit.module._parameters
         weight, bias = (weights.pop(id(own.get(name)), None) for name in ("weight", "bias"))
         linear = None if weight is None or weights else cut(unit.module, weight, bias)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,9 +21,9 @@ from swapper.device.device_storage import Span
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError
 from swapper.infer.mapping.adoption import Places, adopt, locate, view_of
-from swapper.infer.mapping.matching import Recipe
+from swapper.infer.mapping.matching import Recipe, Weight
 from swapper.infer.operators.device_experts import DeviceExperts
-from swapper.infer.operators.experts import Experts, Key, OnDemandGroup, numbered
+from swapper.infer.operators.experts import Experts, ExpertWeights, Key, OnDemandGroup, numbered
 from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.planning.streaming_plan import StreamedGroup
 from swapper.infer.runtime.streaming import Streaming
@@ -33,6 +34,8 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.runtime.counters import Counters
+
+Adopted = TypeVar("Adopted", Weight, ExpertWeights)
 
 
 class DeviceGroup(GroupWeights):
@@ -116,7 +119,7 @@ class LargerThanDevice(GroupWeights):
     """A group that is read by rows or parts and is too large for the device as a whole; or one without weights."""
 
     def _fault_in(self) -> bool:
-        if self.paged:
+        if self.weights:
             raise BudgetError(
                 f"parameter {self.names[0]} is used as a whole, and is larger than what device_memory leaves for weights; "
                 "only its rows or parts can be used. Raise device_memory"
@@ -236,7 +239,11 @@ class GroupMaking:
         for group, sections in zip(self._plan.groups, self.streaming.sections, strict=True):
             self.groups.append(self._make(group, sections))
         for layer in self._plan.experts:
-            self.experts.add_layer([replace(w, parameter=self._adopted[id(w.parameter)]) for w in layer])
+            self.experts.add_layer([self.adopted(weights) for weights in layer])
+
+    def adopted(self, weight: Adopted) -> Adopted:
+        """Return a weight of the plan with the parameter that the model has now."""
+        return replace(weight, parameter=self._adopted[id(weight.parameter)])
 
     def _make(self, group: StreamedGroup, sections: Sequence[Section]) -> GroupWeights:
         pager, fault_handler = self.streaming.pager, self.fault_handler

@@ -23,7 +23,7 @@ from swapper.infer.runtime.weights import GroupWeights, refuse_gradient
 from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
-from swapper.modules.own_hook import outside_transforms
+from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.torch_functions import changes_nothing
 from swapper.modules.turns import Turns, frame_of_call, is_running
 from swapper.paging.planning.schedule import Access
@@ -112,8 +112,13 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         super().abandon_pass()
 
     @property
-    def _is_inside(self) -> bool:
+    def is_inside(self) -> bool:
+        """Whether this thread is in a forward of the model."""
         return self._turns.is_mine
+
+    @property
+    def _is_inside(self) -> bool:
+        return self.is_inside
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         with outside_transforms():
@@ -212,11 +217,12 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
 
 def _check_not_traced(unit: Unit) -> None:
     """Refuse to be traced: weights that a graph holds as constants have other values when it runs."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    by_dispatch = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    if by_dispatch or torch._C._get_tracing_state() is not None:
         raise StateError(
-            f"the forward of {unit.name or type(unit.module).__name__} is being traced (linearize, make_fx, torch.export), "
-            "and the graph would keep weights that are in memory for this forward only: use torch.func.jvp for linearize, or build "
-            "the model in memory"
+            f"the forward of {unit.name or type(unit.module).__name__} is being traced (linearize, make_fx, torch.export, "
+            "jit.trace), and the graph would keep weights that are in memory for this forward only: use torch.func.jvp for "
+            "linearize, or build the model in memory"
         )
 
 
@@ -274,8 +280,12 @@ def is_cyclic(cycle: list[Access], other: list[Access]) -> bool:
 # --- what modules refuse ----------------------------------------------------------------------------------------------
 
 
-def refuse_changes(module: nn.Module, name: str) -> None:
-    """Replace methods of `module`, which users know as `name`, by refusals, until `allow_changes`."""
+def refuse_changes(module: nn.Module, name: str, is_whole: bool) -> None:
+    """Put refusals in place of methods of `module`, which users know as `name`, until `allow_changes`.
+
+    A method that the user has put into the instance (a `train` that does nothing) stays. A copy of a part of a model is a plain
+    module in memory. Of one that `is_whole`, a model, none is made.
+    """
     of = weakref.ref(module)
 
     def apply(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
@@ -300,13 +310,18 @@ def refuse_changes(module: nn.Module, name: str) -> None:
             )
         return type(module).train(module, False)
 
-    # pickle and copy look up __reduce_ex__ on the instance
-    module.__dict__.update(_apply=apply, train=train, __reduce_ex__=_refuse_to_copy)
+    copy_without_hooks(module)
+    refusals: dict[str, Callable[..., Any]] = {"_apply": apply, "train": train}
+    if is_whole:
+        refusals["__reduce_ex__"] = _refuse_to_copy  # pickle and copy look it up on the instance
+    for method, refusal in refusals.items():
+        module.__dict__.setdefault(method, OwnHook(refusal))
 
 
 def allow_changes(module: nn.Module) -> None:
-    for method in ("_apply", "train", "__reduce_ex__"):
-        module.__dict__.pop(method, None)
+    for name in ("_apply", "train", "__reduce_ex__"):
+        if isinstance(module.__dict__.get(name), OwnHook):
+            del module.__dict__[name]
 
 
 def _refuse_to_copy(protocol: Any) -> Any:

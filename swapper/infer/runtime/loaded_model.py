@@ -10,28 +10,40 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from swapper.device.device import Device
 from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
 from swapper.formats.sources import Source
-from swapper.infer.mapping.adoption import MappedSource, Places, empty
+from swapper.infer.mapping.adoption import MappedSource, Places, empty, fill
 from swapper.infer.mapping.matching import BufferPlace, Recipe
 from swapper.infer.operators.experts import Experts
-from swapper.infer.operators.weight_rows import RowPrefetcher, look_up_by_rows, multiply_by_parts, restore_forward
+from swapper.infer.operators.weight_rows import PartialProduct, RowLookup, RowPrefetcher
 from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.runtime.infer_groups import DeviceGroup, GroupMaking, InferenceDevice
 from swapper.infer.runtime.infer_hooks import InferenceHooks, PassPredictor, allow_changes, is_cyclic, refuse_changes
 from swapper.infer.runtime.streaming import Streaming
-from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, MadeMemory, make_room, refuse_gradient
+from swapper.infer.runtime.weights import (
+    CPU,
+    FOR_INFERENCE,
+    OTHER_MEMORY,
+    GroupWeights,
+    MadeMemory,
+    make_room,
+    refuse_gradient,
+)
 from swapper.modules.batched_pass import BatchedPass
+from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
+from swapper.modules.own_hook import never_trace
 from swapper.modules.torch_functions import Function
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
@@ -42,6 +54,13 @@ log = logging.getLogger("swapper")
 
 KEY = "_swapper_loaded"
 """Key of a model's `__dict__` for its LoadedModel, which is freed with the model."""
+
+
+def _has_bits_of(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether a tensor has the elements of `other`, in the same dtype, bit for bit."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device or not one.dim():
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
 
 
 def loaded(model: nn.Module) -> LoadedModel:
@@ -65,7 +84,8 @@ class LoadedModel(FaultHandler):
 
     advice = (
         "Its model was loaded for inference: run the model, or look at a weight in model.state_dict(), which maps the files and "
-        "reads nothing. .to(), .half() and the like cannot be applied: say dtype= when loading."
+        "reads nothing. .to(), .half() and the like cannot be applied: say dtype= when loading. To change a "
+        f"weight, {OTHER_MEMORY}."
     )
 
     answers = True
@@ -90,6 +110,7 @@ class LoadedModel(FaultHandler):
         self._given = MappedSource(source)  # for users, who may write to it
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
+        self._operators: dict[tuple[int, Function], Callable[..., Any]] = {}  # by parameter: of some of its rows
         self._hooks: InferenceHooks | None = None
         self._passes = PassPredictor(
             [name for name, _ in model.named_children()] if isinstance(model, Models) else [""]
@@ -209,7 +230,6 @@ class LoadedModel(FaultHandler):
             for module in model.modules():
                 module.__dict__.pop(KEY, None)
                 allow_changes(module)
-                restore_forward(module)
         self._several = None
         self._given.forget()
         if self._experts is not None:
@@ -218,6 +238,7 @@ class LoadedModel(FaultHandler):
             self._on_device.move_back()
         self._groups, self._small = [], []  # their tensors keep memory and files
         self._hooks = self._experts = None
+        self._operators.clear()
         del paged, self._made
         self._close_streaming(stay)
         self._on_device = None
@@ -240,7 +261,15 @@ class LoadedModel(FaultHandler):
 
     def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         name = getattr(function, "__name__", function)
-        raise StateError(f"{name} would change parameter {self._names[id(parameters[0])]}, but {FOR_INFERENCE}")
+        raise StateError(
+            f"{name} would change parameter {self._names[id(parameters[0])]}, but {FOR_INFERENCE}. To change it, {OTHER_MEMORY}"
+        )
+
+    def let_go(self, parameter: nn.Parameter) -> bool:
+        """Make `parameter` an ordinary one, which the user gives other data: it is read no more."""
+        for group in self._groups:
+            group.let_go(parameter)
+        return True
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the weight as a mapping of the file, on its device. For the CPU nothing is read before an access."""
@@ -262,9 +291,18 @@ class LoadedModel(FaultHandler):
         )
         return mapped.made(recipe)
 
-    def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
+    def in_part(
+        self, parameter: nn.Parameter, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         self._check_usable()
-        return None if self._experts is None else self._experts.take(parameter, index)
+        if function is torch.Tensor.copy_:  # load_state_dict, of the values that it has
+            return parameter if _has_bits_of(self.whole(parameter), args[1]) else NotImplemented
+        operator = self._operators.get((id(parameter), function))
+        if (
+            operator is None or self._hooks is None or not self._hooks.is_inside
+        ):  # outside, a mapping of the file is used
+            return NotImplemented
+        return operator(*args, **kwargs)
 
     def note_change(self, group: object, names: list[str]) -> None:
         raise InvariantError("a group for inference refuses changes")
@@ -282,8 +320,7 @@ class LoadedModel(FaultHandler):
                 experts.there = self._on_device.experts(self._cache_bytes, fitting.plan.min_experts_bytes)
         buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
         self._adopt(model, fitting, experts)
-        for place, tensor in zip(buffers, buffer_tensors, strict=True):
-            place.module._buffers[place.name] = tensor
+        fill(buffers, buffer_tensors)
         if self._on_device is not None:
             ours = self._recipes.keys() | {id(parameter) for parameter in self._small}
             self._on_device.move(model, [parameter for parameter in model.parameters() if id(parameter) not in ours])
@@ -297,16 +334,20 @@ class LoadedModel(FaultHandler):
         self._names, self._recipes = making.names, making.recipes
         making.make_all()
         copies = None if self._on_device is None else self._on_device.copies
-        for embedding, recipe in plan.lookups:
-            look_up_by_rows(embedding, recipe, self._streaming.read_part, self._where, copies)
+        read, operators = self._streaming.read_part, self._operators
+        for table in map(making.adopted, plan.lookups):
+            operators[id(table.parameter), F.embedding] = RowLookup(table, read, self._where, copies)
         if plan.cuts:
-            parts = RowPrefetcher(
-                self._streaming.take(plan.parts_bytes), self._streaming.read_part, copies, self._made.empty
-            )
+            parts = RowPrefetcher(self._streaming.take(plan.parts_bytes), read, copies, self._made.empty)
             for linear in plan.cuts:
-                multiply_by_parts(linear, parts, self._where)
+                bias = None if linear.bias is None else making.adopted(linear.bias)
+                linear = replace(linear, weight=making.adopted(linear.weight), bias=bias)
+                operators[id(linear.weight.parameter), F.linear] = PartialProduct(linear, parts, self._where)
+        for weights in (weights for layer in plan.experts for weights in layer):
+            operators[id(making.adopted(weights).parameter), torch.Tensor.__getitem__] = experts.take
+        wholes = {id(model), *map(id, model.children() if isinstance(model, Models) else ())}
         for name, module in model.named_modules():
-            refuse_changes(module, name or type(model).__name__)
+            refuse_changes(module, name or type(model).__name__, id(module) in wholes)
 
     @property
     def _where(self) -> torch.device:
@@ -330,6 +371,7 @@ class LoadedModel(FaultHandler):
     def _begin_pass(self) -> None:
         self._check_usable()
         self._source.check_unchanged()
+        never_trace(ColdParameter)
         for group in self._groups:
             group.refuse_change()
         if self._on_device is not None:

@@ -24,7 +24,7 @@ from swapper.errors import BudgetError, StateError
 from swapper.formats.stored import Empty
 from swapper.infer.mapping.matching import Recipe
 from swapper.io.alignment import TENSOR_ALIGNMENT_BYTES, round_up
-from swapper.modules.cold import materialize, set_cold
+from swapper.modules.cold import materialize, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.pager import Pager
@@ -34,6 +34,9 @@ from swapper.paging.section import Page
 from swapper.runtime.sizes import format_bytes
 
 CPU = torch.device("cpu")
+OTHER_MEMORY = (
+    "give it other memory, which stays in host memory (`weight.data = ...`; peft: merge_adapter(safe_merge=True))"
+)
 FOR_INFERENCE = "this model was loaded for inference, its weights are read from the checkpoint and never written"
 
 
@@ -146,6 +149,7 @@ class GroupWeights(LeasedGroup):
         self.kept = Access(None, tuple(kept))  # the pages that stay after the first use
         self.access = self._all_pages  # of the first use; then the streamed pages
         self._was_used = False
+        self._addresses: list[int] = []  # of the leased parameters' data
         for parameter in self.parameters:
             guard(parameter, fault_handler)
             set_cold(parameter)
@@ -192,6 +196,26 @@ class GroupWeights(LeasedGroup):
         if not self._leases:
             self.refuse_change()
 
+    def let_go(self, parameter: nn.Parameter) -> None:
+        """Make `parameter` an ordinary one for good, if it is this group's. Its bytes are read with the others' all the same."""
+        if any(own is parameter for own in self.parameters):
+            unguard(parameter)
+            self.weights = [weight for weight in self.weights if weight.parameter is not parameter]
+            self.names = [weight.name for weight in self.weights]
+            self.parameters = [weight.parameter for weight in self.weights]
+
+    def _note_memory(self) -> None:
+        """Note where the leased parameters have their data."""
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+
+    def _let_go_moved(self) -> None:
+        """Let go of parameters that were given other data while they were leased."""
+        pairs = zip(self.parameters, self._addresses, strict=False)  # none, if the lease failed
+        moved = [p for p, address in pairs if type(p) is nn.Parameter and p.data_ptr() != address]
+        self._addresses = []
+        for parameter in moved:
+            self.let_go(parameter)
+
     def abandon(self, keep_cold: bool = True) -> None:
         super().abandon(keep_cold)
         self.weights, self.parameters, self.paged = (), [], False  # who still has this group keeps no memory
@@ -236,7 +260,7 @@ class GroupWeights(LeasedGroup):
         address = page.section.memory.data_ptr() + at
         parts = [(weight.name, part) for weight in self.weights for part in weight.parts]
         found = (name for name, part in parts if 0 <= address - part.data_ptr() < max(part.nbytes, 1))
-        return next(found, self.weights[0].name)
+        return next(found, self.weights[0].name if self.weights else "of other memory now")
 
     def _forget_change(self) -> None:
         if self.kept_accesses:
@@ -261,11 +285,13 @@ class GroupWeights(LeasedGroup):
             if weight.is_made:
                 with torch.inference_mode(False), torch.no_grad():
                     weight.parameter.data = weight.recipe.from_parts(weight.parts, weight.empty)
+        self._note_memory()
         if not self._was_used:  # resident pages keep this lease for good; the next one is of the streamed pages
             self._was_used = True
             self.access = self.streamed
 
     def _dematerialize(self) -> None:
+        self._let_go_moved()
         for weight in self.weights:
             if weight.is_made:
                 with torch.inference_mode(False):

@@ -64,7 +64,8 @@ class FrozenFiles:
         stored = renamed(self.source, {alias for p in wanted.values() for alias in aliases[id(p)]}, self._rename)
         found, missing = {}, []
         for name, parameter in wanted.items():
-            tensor = next((stored[alias] for alias in aliases[id(parameter)] if alias in stored), None)
+            names = reversed(aliases[id(parameter)])  # of several the last counts, as for torch's load_state_dict
+            tensor = next((stored[alias] for alias in names if alias in stored), None)
             if tensor is None:
                 missing.append(name)
             else:

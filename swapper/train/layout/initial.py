@@ -119,11 +119,15 @@ class Values:
             self._call(module)
 
     def _read_buffers(self) -> None:
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a shared one stays shared
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
-                    self._read([(f"{prefix}.{name}" if prefix else name, module._buffers[name])])
+                if buffer is None or not buffer.is_meta:
+                    continue
+                if id(buffer) not in made:
+                    made[id(buffer)] = buffer, torch.empty_like(buffer, device="cpu")
+                    self._read([(f"{prefix}.{name}" if prefix else name, made[id(buffer)][1])])
+                module._buffers[name] = made[id(buffer)][1]
 
     def _read(self, targets: list[tuple[str, Any]]) -> None:
         """Read stored tensors into tensors in memory, converting dtypes."""
@@ -193,7 +197,7 @@ def find_stored(source: Source, model: nn.Module, ids: Collection[int]) -> dict[
     prefixes = ["", "model."] if source.kind in ("torch", "dcp") else [""]
     aliases: dict[int, list[str]] = {}
     wanted: dict[str, torch.Tensor] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         if id(tensor) in ids or (tensor.is_meta and not isinstance(tensor, nn.Parameter)):
             aliases.setdefault(id(tensor), []).append(name)
@@ -210,7 +214,9 @@ def find_stored(source: Source, model: nn.Module, ids: Collection[int]) -> dict[
                 )
         if not stored:
             missing += names
-        found.update({name: stored.get(name, next(iter(stored.values()))) for name in names if stored})
+        found.update(
+            dict.fromkeys(names, next(reversed(stored.values()))) if stored else {}
+        )  # as torch ends with the last
     if missing:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         remedy = ": name the checkpoint of this model, or give init= a function that fills them"

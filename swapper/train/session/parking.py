@@ -69,7 +69,7 @@ class ParkedParameters(FaultHandler):
 
     write, whole, detached = read, fault_in, fault_in
 
-    def indexed(self, parameter: nn.Parameter, index: Any) -> NoReturn:
+    def in_part(self, parameter: nn.Parameter, *_: Any) -> NoReturn:
         self.fault_in(parameter)
 
     def describe(self, parameter: nn.Parameter) -> str:
