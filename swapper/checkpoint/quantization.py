@@ -25,6 +25,7 @@ from swapper.device.kernels.quantized import FLOATS, dequantise_, quantise
 from swapper.errors import CheckpointError
 from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import Empty
+from swapper.runtime import records
 
 KEY = "swapper.quantized."
 """The prefix of a quantized tensor's entry in a file's metadata, before its name."""
@@ -154,7 +155,7 @@ def layouts_of(metadata: Mapping[str, str], path: object) -> dict[str, Quantized
 
 def _parse(text: str, where: str) -> QuantizedLayout:
     try:
-        layout = QuantizedLayout(**json.loads(text))
+        layout = QuantizedLayout(**records.parse_json(text.encode()))
         numbers = (layout.bits, layout.block, layout.columns)
         good = all(type(n) is int for n in numbers) and layout.bits in BLOCKS and 2 <= layout.block <= layout.columns
         good = good and layout.columns % (layout.block * (2 if layout.bits == 4 else 1)) == 0
