@@ -80,11 +80,11 @@ SECTIONS = b"}(" + b"".join(
         "crc32s": tensor("LongStorage", number(1 << 30) + b"\x85", b"K\x00\x85"),
     }.items()
 )
-ROWS = repeated(repeated(b"(" + text("a") + b"NNl", 1500, 0), 1500, 1)
+ROWS = repeated(repeated(b"(" + text("a") + b"NNl", 10_000, 0), 10_000, 1)
 FORGED: dict[str, bytes] = {
     "lists of 2^30 numbers of one": text("sections") + SECTIONS + b"u",
     "rows by the million": text("state_entries") + b"}(" + text("kinds") + ROWS + text("of") + b"}u",
-    "settings by the million": text("param_groups") + repeated(repeated(b"K\x01", 3000, 0), 3000, 1),
+    "settings by the million": text("param_groups") + repeated(repeated(b"}", 10_000, 0), 10_000, 1),
     "a doubled key": doubled(60) + b"N",
     "a doubled item of a set": text("extra") + b"c__builtin__\nset\n(](" + doubled(60) + b"etR",
     "memory of a storage by its size": text("extra") + called("torch.storage UntypedStorage", number(1 << 33)),
