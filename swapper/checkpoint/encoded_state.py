@@ -32,7 +32,8 @@ def codecs_of(content: Any) -> dict[str, str]:
     """Return the codecs that a checkpoint names, by key of the state; none if nothing is encoded."""
     ours = content.get("swapper") if isinstance(content, Mapping) else None
     named = ours.get(STATE_CODEC) if isinstance(ours, Mapping) else None
-    return {str(key): str(codec) for key, codec in named.items()} if isinstance(named, Mapping) else {}
+    texts = named.items() if isinstance(named, Mapping) else ()
+    return {key: codec for key, codec in texts if isinstance(key, str) and isinstance(codec, str)}
 
 
 def decode_state(content: Any, where: str, make: MakeTensor = torch.empty) -> Any:
@@ -48,8 +49,10 @@ def decode_state(content: Any, where: str, make: MakeTensor = torch.empty) -> An
     if not codecs_of(content):
         return content
     try:
-        for state in content["optimizer"]["state"].values():
-            state.update({k: _decoded(v, None, make) for k, v in state.items() if _is_encoded(v)})
+        saved = content["optimizer"]
+        for optimizer in saved if isinstance(saved, list) else [saved]:  # a list: of several
+            for state in optimizer["state"].values():
+                state.update({k: _decoded(v, None, make) for k, v in state.items() if _is_encoded(v)})
         masters = content.get("master", {})
         for name, value in masters.items():
             if _is_encoded(value):
@@ -73,7 +76,8 @@ def in_nameless_file(directory: Path) -> MakeTensor:
 
 
 def _is_encoded(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("codec") in CODECS
+    codec = value.get("codec") if isinstance(value, dict) else None
+    return isinstance(codec, str) and codec in CODECS
 
 
 def _find(model: Mapping[str, Any], name: str) -> torch.Tensor:

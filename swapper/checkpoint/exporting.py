@@ -11,7 +11,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from swapper.checkpoint import zero
 from swapper.checkpoint.encoded_state import MARK, codecs_of
-from swapper.checkpoint.quantization import Loss, losses, metadata, quantised
+from swapper.checkpoint.quantization import KEY, CodedTensor, Loss, layouts_of, losses, metadata, quantised
 from swapper.checkpoint.replacing import new_directory, replacing
 from swapper.checkpoint.run_directory import find_run, parameters_of
 from swapper.checkpoint.stream import StreamWriter
@@ -46,6 +46,8 @@ from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
 
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
+SAYS_QUANTIZED = ("safetensors", "huggingface")
+"""Formats with metadata, which say of a tensor that it is quantized."""
 WHAT = ("model", "all")
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Keys of the model's state dict in a training state."""
@@ -62,11 +64,13 @@ class Selection:
 
     Attributes:
         left_out: names of entries that are no tensors, or not requested.
+        metadata: remarks of a safetensors source, text to text, which such a target has too.
     """
 
     tensors: list[ExportTensor]
     left_out: list[str]
     stamps: Mapping[Path, FileStamp]
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -98,11 +102,15 @@ def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
         return Selection(*parameters_of(run))
     ranks = zero.find(source) if source.is_dir() else None
     if ranks is not None:
+        if what == "all":
+            raise CheckpointError(
+                f"{ranks} is of DeepSpeed's ZeRO, whose fp32 weights can be exported: leave out what='all'"
+            )
         tensors, stamps = zero.read(ranks)
         return Selection(tensors, [], stamps)
     opened = open_source(source)
     if opened.kind != "torch":
-        return Selection([_whole(tensor, name) for name, tensor in opened.tensors.items()], [], opened.stamps)
+        return _select_from_safetensors(opened)
     return _select_from_torch(opened, what)
 
 
@@ -146,7 +154,7 @@ def export(
     """
     if to not in FORMATS:
         raise CheckpointError(f"there is no format {to!r}: use one of {', '.join(FORMATS)}")
-    if quantize is not None and to not in ("safetensors", "huggingface"):
+    if quantize is not None and to not in SAYS_QUANTIZED:
         raise CheckpointError(f"quantized weights are for --to safetensors or huggingface, not {to}")
     if to == "torch" and what == "all" and Path(source).is_file() and open_source(source).kind == "torch":
         save(load(source, mmap=True), target, overwrite=overwrite)  # with its structure, and values that are no tensors
@@ -156,6 +164,9 @@ def export(
     if quantize is not None:
         patterns = [keep] if isinstance(keep, str) else keep
         chosen = replace(chosen, tensors=quantised(chosen.tensors, quantize, patterns))
+    if to not in SAYS_QUANTIZED:
+        tensors = [tensor.dequantised() if isinstance(tensor, CodedTensor) else tensor for tensor in chosen.tensors]
+        chosen = replace(chosen, tensors=tensors)
     if not chosen.tensors:
         raise CheckpointError(f"{source} has no tensors to export")
     destination = Path(os.path.realpath(target))
@@ -164,12 +175,12 @@ def export(
     with Payloads() as payloads:
         if to in ("torch", "safetensors"):
             with replacing(destination, overwrite=overwrite) as temporary:
-                _write_file(temporary, to, chosen.tensors, payloads, progress)
+                _write_file(temporary, to, chosen, payloads, progress)
                 _check_unchanged(chosen.stamps)
         else:
             with new_directory(destination) as folder:
                 if to == "huggingface":
-                    _write_huggingface(folder, chosen.tensors, payloads, most, progress)
+                    _write_huggingface(folder, chosen, payloads, most, progress)
                 else:
                     _write_dcp(folder, chosen.tensors, payloads, progress)
                 _check_unchanged(chosen.stamps)
@@ -183,6 +194,18 @@ def _whole(tensor: StoredTensor, name: str) -> ExportTensor:
     return ExportTensor(name, tensor.dtype, tensor.shape, (tensor,))
 
 
+def _select_from_safetensors(source: Source) -> Selection:
+    """Select all of a file or a directory of Hugging Face; what is quantized there is known as such."""
+    layouts = layouts_of(source.metadata, source.path)
+    tensors = [
+        CodedTensor.of(tensor, name, layouts[name]) if name in layouts else _whole(tensor, name)
+        for name, tensor in source.tensors.items()
+    ]
+    of_tensors = {KEY + name for name in layouts}
+    remarks = {key: text for key, text in source.metadata.items() if key not in of_tensors}
+    return Selection(tensors, [], source.stamps, remarks)
+
+
 def _select_from_torch(source: Source, what: str) -> Selection:
     skeleton = read_torch_file(source.path).skeleton
     if what == "all" and codecs_of(skeleton.tree):
@@ -190,12 +213,13 @@ def _select_from_torch(source: Source, what: str) -> Selection:
             f"{source.path} has encoded optimizer state ({codecs_of(skeleton.tree)}), which is decoded only in an export of all "
             "of it as one torch file: say --to torch, and export that"
         )
-    prefix = "" if what == "all" else _model_prefix(skeleton)
-    chosen = {name: tensor for name, tensor in source.tensors.items() if name.startswith(prefix)}
+    prefix, within = ("", skeleton) if what == "all" else _model_of(skeleton)
+    names = {prefix + name for name, _ in within.leaves()}
+    chosen = {name: tensor for name, tensor in source.tensors.items() if name in names}
     tensors = [_whole(tensor, name.removeprefix(prefix)) for name, tensor in chosen.items()]
     left_out = []
     for name, value in skeleton.leaves():
-        if isinstance(value, Opaque) and name.startswith(prefix) and _holds_tensor(value):
+        if isinstance(value, Opaque) and name in names and _holds_tensor(value):
             raise CheckpointError(
                 f"{source.path}: {name} is a sparse, quantized or nested tensor, or an object with tensors in it, "
                 f"and not a plain tensor ({value.made}): it cannot be exported"
@@ -205,13 +229,13 @@ def _select_from_torch(source: Source, what: str) -> Selection:
     return Selection(tensors, left_out, source.stamps)
 
 
-def _model_prefix(skeleton: Skeleton) -> str:
-    """Return the model's prefix in a training state; "" if everything is the model."""
-    if isinstance(skeleton.tree, dict):
-        for key in MODEL_KEYS:
-            if isinstance(skeleton.tree.get(key), dict):
-                return f"{key}."
-    return ""
+def _model_of(skeleton: Skeleton) -> tuple[str, Skeleton]:
+    """Return the model's prefix in a training state, and the model; "" and everything if everything is the model."""
+    for key in MODEL_KEYS if isinstance(skeleton.tree, dict) else ():
+        found = replace(skeleton, tree=skeleton.tree.get(key))
+        if isinstance(found.tree, dict) and any(found.tensors()):
+            return f"{key}.", found
+    return "", skeleton
 
 
 def _holds_tensor(value: Opaque) -> bool:
@@ -225,15 +249,11 @@ def _select_from_dcp(path: Path, what: str) -> Selection:
             f"{path} has encoded optimizer state, which an export of it does not decode: export the model alone, or load all by "
             "swapper.checkpoint.dcp.StorageReader, which gives fp32, and save that"
         )
-    prefix = ""
-    if what == "model":
-        prefixes = (f"{key}." for key in MODEL_KEYS)
-        # A flat state dict may have names that begin like this; a training state has other entries too.
-        prefix = next((p for p in prefixes if any(n.startswith(p) for n in directory.tensors)), "")
-        others = [name for name in [*directory.tensors, *directory.others] if not name.startswith(prefix)]
-        if not any(name.startswith(("optim", "step", "epoch")) for name in others):
-            prefix = ""
-    chosen = {name: tensor for name, tensor in directory.tensors.items() if name.startswith(prefix)}
+    # A flat state dict may have names that begin like the model's entry in a training state: the paths tell them apart.
+    within = {directory.within.get(name) for name in directory.tensors} if what == "model" else set()
+    key = next((key for key in MODEL_KEYS if key in within), None)
+    prefix = "" if key is None else f"{key}."
+    chosen = {n: tensor for n, tensor in directory.tensors.items() if key is None or directory.within.get(n) == key}
     left_out = [name for name in [*directory.tensors, *directory.others] if name not in chosen]
     tensors = [_from_chunks(tensor, prefix) for tensor in chosen.values()]
     return Selection(tensors, left_out, directory.stamps)
@@ -265,27 +285,28 @@ def _stream_into(path: Path, tensors: Sequence[ExportTensor], progress: Progress
     return StreamWriter(path, sum(tensor.nbytes for tensor in tensors), blocks=_EXPORT_BLOCKS, moved=progress)
 
 
-def _write_file(path: Path, to: str, tensors: Sequence[ExportTensor], payloads: Payloads, progress: Progress) -> None:
+def _write_file(path: Path, to: str, chosen: Selection, payloads: Payloads, progress: Progress) -> None:
+    tensors = chosen.tensors
     with _stream_into(path, tensors, progress) as stream:
         if to == "torch":
             write_torch(stream, payloads, tensors)
         else:
-            write_safetensors(stream, payloads, tensors, metadata(tensors))
+            write_safetensors(stream, payloads, tensors, {**chosen.metadata, **metadata(tensors)})
 
 
 def _write_huggingface(
-    folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads, shard_bytes: int, progress: Progress
+    folder: Path, chosen: Selection, payloads: Payloads, shard_bytes: int, progress: Progress
 ) -> None:
-    shards = _shards(tensors, shard_bytes)
+    shards = _shards(chosen.tensors, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         (folder / name).touch()
         with _stream_into(folder / name, shard, progress) as stream:
-            write_safetensors(stream, payloads, shard, metadata(shard))
+            write_safetensors(stream, payloads, shard, {**chosen.metadata, **metadata(shard)})
         weight_map |= {tensor.name: name for tensor in shard}
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors)
+        total = chosen.nbytes
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 

@@ -24,7 +24,8 @@ from swapper.device.kernels.compiler import has_triton, uses_kernel
 from swapper.device.kernels.quantized import FLOATS, dequantise_, quantise
 from swapper.errors import CheckpointError
 from swapper.formats.safetensors import DTYPES
-from swapper.formats.stored import Empty
+from swapper.formats.stored import Empty, StoredTensor
+from swapper.runtime import records
 
 KEY = "swapper.quantized."
 """The prefix of a quantized tensor's entry in a file's metadata, before its name."""
@@ -75,6 +76,19 @@ class QuantizedLayout:
     @property
     def row_bytes(self) -> int:
         return self.code_bytes + self.columns // self.block * 2
+
+    def values_shape(self, stored: StoredTensor) -> tuple[int, ...]:
+        """Return the shape of the values of `stored`.
+
+        Raises:
+            CheckpointError: it does not have the shape of this layout.
+        """
+        if stored.dtype != torch.uint8 or stored.stride is not None or stored.shape[-1:] != (self.row_bytes,):
+            raise CheckpointError(
+                f"{stored.path}: {stored.name!r} is a tensor of {stored.dtype} {list(stored.shape)}, and quantized in {self.bits} "
+                f"bits it would be of uint8 and have rows of {self.row_bytes}"
+            )
+        return (*stored.shape[:-1], self.columns)
 
     def quantise(self, rows: torch.Tensor) -> torch.Tensor:
         """Return `rows`, of shape (n, columns), as bytes of shape (n, row_bytes); by a kernel as `dequantise`."""
@@ -154,7 +168,7 @@ def layouts_of(metadata: Mapping[str, str], path: object) -> dict[str, Quantized
 
 def _parse(text: str, where: str) -> QuantizedLayout:
     try:
-        layout = QuantizedLayout(**json.loads(text))
+        layout = QuantizedLayout(**records.parse_json(text.encode()))
         numbers = (layout.bits, layout.block, layout.columns)
         good = all(type(n) is int for n in numbers) and layout.bits in BLOCKS and 2 <= layout.block <= layout.columns
         good = good and layout.columns % (layout.block * (2 if layout.bits == 4 else 1)) == 0
@@ -234,6 +248,42 @@ class QuantisedTensor(ExportTensor):
             yield stored.view(-1)
 
 
+@dataclass(frozen=True, eq=False)
+class CodedTensor(ExportTensor):
+    """A tensor that the source has quantized: its bytes as they are, for a format that says so."""
+
+    layout: QuantizedLayout
+
+    @classmethod
+    def of(cls, stored: StoredTensor, name: str, layout: QuantizedLayout) -> CodedTensor:
+        """Return the tensor `stored`. Raises CheckpointError: it does not have the shape of its layout."""
+        layout.values_shape(stored)
+        return cls(name, stored.dtype, stored.shape, (stored,), layout)
+
+    def dequantised(self) -> ExportTensor:
+        """Return its values, for any other format."""
+        shape = self.layout.values_shape(self.parts[0])
+        return DequantisedTensor(self.name, self.layout.torch_dtype, shape, self.parts, self)
+
+
+@dataclass(frozen=True, eq=False)
+class DequantisedTensor(ExportTensor):
+    """The values of a quantized tensor, computed as they are written, piece by piece."""
+
+    coded: CodedTensor
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
+        """Yield its elements in order."""
+        layout = self.coded.layout
+        rows_a_piece = max(PIECE_ELEMENTS // layout.columns, 1)
+        for stored in payloads.elements(self.coded, rows_a_piece * layout.row_bytes):
+            yield layout.dequantise(stored.view(-1, layout.row_bytes), self.dtype).view(-1)
+
+
 def quantised(tensors: Sequence[ExportTensor], scheme: str, keep: Sequence[str]) -> list[ExportTensor]:
     """Return `tensors` with every suitable matrix quantized, except names that match a pattern in `keep`."""
     if scheme not in SCHEMES:
@@ -242,6 +292,8 @@ def quantised(tensors: Sequence[ExportTensor], scheme: str, keep: Sequence[str])
 
 
 def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTensor:
+    if isinstance(tensor, CodedTensor):
+        raise CheckpointError(f"{tensor.name} is quantized already: quantize the original, or leave out --quantize")
     is_large = len(tensor.shape) >= 2 and math.prod(tensor.shape) >= MIN_ELEMENTS
     is_kept = any(fnmatchcase(tensor.name, pattern) for pattern in keep)
     in_order = all(part.stride is None for part in tensor.parts)
@@ -256,7 +308,7 @@ def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTe
 
 def metadata(tensors: Sequence[ExportTensor]) -> dict[str, str]:
     """Return the metadata of a safetensors file for the quantized ones of `tensors`."""
-    return metadata_of({t.name: t.layout for t in tensors if isinstance(t, QuantisedTensor)})
+    return metadata_of({t.name: t.layout for t in tensors if isinstance(t, QuantisedTensor | CodedTensor)})
 
 
 def losses(tensors: Sequence[ExportTensor]) -> dict[str, Loss]:

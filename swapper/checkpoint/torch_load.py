@@ -12,12 +12,10 @@ TorchScript, compressed records, another byte order, `mmap=True`, the meta devic
 from __future__ import annotations
 
 import contextlib
-import io
 import mmap as memory_map
 import os
 import sys
 import tarfile
-import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +29,7 @@ from swapper.checkpoint.encoded_state import decode_state, in_nameless_file
 from swapper.checkpoint.stream import Checksum
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, FileStamp, opened, read_at
+from swapper.formats.torch_zip.bounded_load import repacked
 from swapper.formats.torch_zip.pickle_reader import StorageId, check_pickles
 from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, unpacked_crc32
@@ -251,23 +250,15 @@ class _Loader:
         self._read_ahead()
         try:
             with torch.serialization.skip_data():
-                return torch.load(self._without_payloads(), cast(Any, place), weights_only=weights_only, mmap=False)
+                return torch.load(
+                    repacked(self._checkpoint, {}), cast(Any, place), weights_only=weights_only, mmap=False
+                )
         except (CheckpointError, IoError, KeyboardInterrupt):
             raise
         except Exception as error:
             if weights_only:
                 raise CheckpointError(f"{self._path} cannot be loaded: {error}") from error
             raise
-
-    def _without_payloads(self) -> io.BytesIO:
-        """Return the checkpoint as a zip with only the records that torch unpickles."""
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("archive/data.pkl", self._checkpoint.pickle)
-            archive.writestr("archive/byteorder", sys.byteorder)
-            archive.writestr("archive/version", b"3\n")
-        file.seek(0)
-        return file
 
     def _place(self, storage: StorageId, memory: torch.UntypedStorage) -> Any:
         """Return the storage with its data, in its final location."""

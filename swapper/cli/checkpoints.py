@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from swapper.checkpoint.exporting import FORMATS, WHAT, select
+from swapper.checkpoint.exporting import FORMATS, SAYS_QUANTIZED, WHAT, select
 from swapper.checkpoint.exporting import export as run
 from swapper.checkpoint.inspecting import inspect as look
 from swapper.checkpoint.quantization import SCHEMES, Loss
@@ -163,6 +163,8 @@ def export(
         if quantize is not None:
             _show_losses(console, quantize, found)
         left_out = selection.left_out if (to, what) != ("torch", "all") else []
+        if to not in SAYS_QUANTIZED:
+            left_out += [f"metadata of safetensors: {key}" for key in selection.metadata if key != "format"]
         if left_out:
             some = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
             console.print(escape(f"left out: {len(left_out)} ({some})"))

@@ -22,6 +22,7 @@ from rich.markup import escape
 from swapper.cli.command import check_output, make_console, reported
 from swapper.errors import CheckpointError, ConfigError
 from swapper.runtime.counters import FAMILIES
+from swapper.runtime.records import parse_json
 from swapper.runtime.trace import ENVIRONMENT, TRACKS
 
 PAGE = Path(__file__).with_name("report_page.html")
@@ -65,10 +66,10 @@ def figures(path: Path) -> dict[str, Any]:
         CheckpointError: it is no trace of swapper, or has no whole phase.
     """
     try:
-        return _figures(path, json.loads(path.read_text()))
+        return _figures(path, parse_json(path.read_bytes(), finite=False))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{path} is no trace of swapper ({error!r}): make one with `swapper trace`") from error
 
 

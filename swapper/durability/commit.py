@@ -8,7 +8,6 @@ finds it whole, or the previous one.
 
 from __future__ import annotations
 
-import io
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,9 @@ import torch
 from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
 from swapper.durability.ranks import CommitId
 from swapper.errors import CheckpointError, IoError, remedy
+from swapper.formats.torch_zip.bounded_load import load_bytes
 from swapper.formats.torch_zip.container import MAX_END_BYTES, ContainerLayout, PreparedTail, find_seal
+from swapper.formats.torch_zip.pickle_writer import plain_global_names
 from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.paging.section import EXTERNAL
@@ -32,7 +33,7 @@ MAX_BYTES = 4 << 30
 
 def _numbers(dtype: torch.dtype) -> records.Shape:
     def check(value: Any) -> None:
-        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.ndim != 1:
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.ndim != 1 or not value.is_contiguous():
             raise ValueError(f"it is not a list of {dtype}")
 
     return check
@@ -86,6 +87,8 @@ _SHAPE = records.fields(
         "shards": records.mapping(records.text, records.row(records.whole(), records.whole())),
     },
 )
+_USERS = ("registered", "extra")
+"""Fields with values of the user's, of any form."""
 _NO_PAYLOAD = ContainerLayout.plan([])
 
 
@@ -213,10 +216,10 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
         seal = find_seal(data[-MAX_END_BYTES:], len(data))
         if seal is None or seal.begin != 0 or zlib.crc32(data[: seal.end]) != seal.crc32:
             raise CheckpointError(f"{path} is damaged: its bytes do not have the CRC-32 of their write: {remedy}")
-        content = torch.load(io.BytesIO(data), weights_only=True)
+        content = load_bytes(data, path, nested=_USERS, names=plain_global_names())
         if not isinstance(content, dict) or "format" not in content:
             raise ValueError("it is no commit record")
-        if content["format"] != FORMAT:
+        if type(content["format"]) is int and content["format"] != FORMAT:
             raise CheckpointError(f"{path} is of format {content['format']}, this swapper reads {FORMAT}: {remedy}")
         _SHAPE(content)
         del content["format"]

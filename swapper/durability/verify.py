@@ -28,7 +28,7 @@ from swapper.durability.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.dcp_directory import MAX_METADATA_BYTES, METADATA_NAME, metadata_is_whole, read_directory
 from swapper.formats.safetensors import read as read_safetensors
-from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at, read_whole
+from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at, read_filled, read_whole
 from swapper.formats.torch_zip.container import (
     MANIFEST_NAME,
     MAX_END_BYTES,
@@ -137,7 +137,7 @@ def _verify_file(path: Path, progress: Progress) -> Report:
         if seal is None or seal.end - seal.begin > MAX_TAIL_BYTES:
             report = _verify_unsealed(descriptor, path, last, progress)
         else:
-            tail = read_at(descriptor, path, seal.begin, seal.end - seal.begin)
+            tail = read_filled(descriptor, path, seal.begin, seal.end - seal.begin)
             report = _verify_sealed(descriptor, path, seal, tail, progress)
     if not report.faults:
         _check_readable(path)

@@ -34,6 +34,7 @@ class DcpDirectory:
     path: Path
     tensors: dict[str, ChunkedTensor]
     others: tuple[str, ...]  # names of entries that are not tensors
+    within: dict[str, str]  # of an entry of a nested state, the outermost key, as torch's planner says
     stamps: dict[Path, FileStamp]
 
 
@@ -92,7 +93,15 @@ def read_directory(path: Path) -> DcpDirectory:
         ) from error
     files = sorted({chunk.stored.path for tensor in found.values() for chunk in tensor.chunks})
     stamps = {file: FileStamp.of(file) for file in files}
-    return DcpDirectory(path, found, tuple(name for name in described if name not in tensors), stamps)
+    others = tuple(name for name in described if name not in tensors)
+    return DcpDirectory(path, found, others, _within(_fields(tree).get("planner_data")), stamps)
+
+
+def _within(said: Any) -> dict[str, str]:
+    """Return the outermost keys of nested entries: torch's planner has their paths. Of another's remarks nothing is known."""
+    paths = said.items() if isinstance(said, dict) else ()
+    nested = [(name, path[0]) for name, path in paths if isinstance(path, tuple) and len(path) > 1]
+    return {name: key for name, key in nested if isinstance(name, str) and isinstance(key, str)}
 
 
 def _fields(obj: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.stored import ChunkedTensor, ConcatenatedFile, Extent, StoredTensor
+from swapper.io.beneath import HOLLOW, is_hollow
 from swapper.runtime import records
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -46,8 +47,11 @@ class FileStamp:
 
     @classmethod
     def of(cls, file: int | str | os.PathLike[str]) -> FileStamp:
-        """Return the stamp of a path or an open descriptor."""
-        status = os.stat(file)  # noqa: PTH116  # a descriptor too
+        """Return the stamp of a path or an open descriptor. Raises IoError: there is none."""
+        try:
+            status = os.stat(file)  # noqa: PTH116  # a descriptor too
+        except OSError as error:
+            raise IoError("stat", str(file), 0, 0, error.errno or 0) from error
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -102,7 +106,14 @@ def read_whole(path: Path, max_bytes: int) -> bytes:
         nbytes = os.fstat(descriptor).st_size
         if nbytes > max_bytes:
             raise CheckpointError(f"{path} has {nbytes} bytes, more than such a file needs")
-        return read_at(descriptor, path, 0, nbytes)
+        return read_filled(descriptor, path, 0, nbytes)
+
+
+def read_filled(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
+    """As `read_at`, for many bytes. Raises CheckpointError if the file has hardly any of them: a few can claim any number."""
+    if is_hollow(descriptor, offset, nbytes):
+        raise CheckpointError(f"{path}: of {nbytes} bytes at {offset} {HOLLOW}")
+    return read_at(descriptor, path, offset, nbytes)
 
 
 def is_plain_name(name: str) -> bool:

@@ -28,6 +28,7 @@ from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.manager import SwapManager
 from swapper.options import check_at_once
 from swapper.runtime.process import is_off
+from swapper.runtime.records import parse_json
 from swapper.train.session.user_state import rng_states, set_rng_states
 
 STATE_FILE, SCALER_FILE = "trainer_state.json", "scaler.pt"
@@ -354,7 +355,7 @@ class _TrainerPosition:
                 f"the run was stopped in call {found['call']} of its Trainer's train(), and only the first can be continued: go "
                 "on from a checkpoint of the Trainer (resume_from_checkpoint=), or give each train() a run of its own"
             )
-        state = {**json.loads(found["state"]), "global_step": found["step"], "log_history": []}
+        state = {**parse_json(found["state"].encode(), finite=False), "global_step": found["step"], "log_history": []}
         state["stateful_callbacks"] = self._callback_states()
         Path(folder, STATE_FILE).write_text(json.dumps(state))
         if found["scaler"] is not None and self._trainer.accelerator.scaler is not None:

@@ -17,6 +17,12 @@ from pathlib import Path
 from swapper import _C
 from swapper.errors import DirectoryError
 
+SOLID_BYTES = 64 << 20
+"""What may be read of a file whatever it has on the drive: a choice."""
+MAX_HOLES = 64
+"""Bytes that a file may have for each that is on the drive; some programs leave out zeros as they copy."""
+HOLLOW = "nearly all are holes: it is no such file, or a copy without its zeros (cp --sparse=never keeps them)"
+
 _held: dict[Path, int] = {}
 """Descriptors of the directories that runs of this process have open."""
 
@@ -181,6 +187,21 @@ def sync(directory: Path) -> None:
         os.close(descriptor)
 
 
+def is_hollow(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Return True if nearly all of `nbytes` at `offset` of an open file are holes: memory for them would have no bytes to it."""
+    at, filled = offset, 0
+    while nbytes > SOLID_BYTES and filled * MAX_HOLES < nbytes:
+        try:
+            begin = os.lseek(descriptor, at, os.SEEK_DATA)
+            at = os.lseek(descriptor, begin, os.SEEK_HOLE)
+        except OSError as error:
+            return error.errno == errno.ENXIO  # no bytes follow; else the file system does not tell
+        if begin >= offset + nbytes:
+            return True
+        filled += min(at, offset + nbytes) - begin
+    return False
+
+
 def read_small(path: Path, max_bytes: int, follow: bool = False) -> bytes:
     """Return the content of a small file.
 
@@ -200,4 +221,7 @@ def read_small(path: Path, max_bytes: int, follow: bool = False) -> bytes:
             raise ValueError("it is not a file")
         if found.st_size > max_bytes:
             raise ValueError(f"it has {found.st_size} bytes, more than the maximum of {max_bytes}")
+        if is_hollow(descriptor, 0, found.st_size):
+            raise ValueError(f"of its {found.st_size} bytes {HOLLOW}")
+        os.lseek(descriptor, 0, os.SEEK_SET)
         return file.read(max_bytes + 1)

@@ -20,13 +20,14 @@ MAX_NAME_BYTES = 255
 """Of a file's name, on every filesystem of Linux."""
 
 
-def parse_json(data: bytes) -> Any:
-    """Return what `data`, JSON in UTF-8, says.
+def parse_json(data: bytes, *, finite: bool = True) -> Any:
+    """Return what `data`, JSON in UTF-8, says. Without `finite` it may have NaN and Infinity, as Python's own writer has.
 
     Raises ValueError for what is not JSON, has a key twice at any depth, or a string that is not text.
     """
+    constant = _refuse_constant if finite else float
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_object_of, parse_constant=_refuse_constant)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_object_of, parse_constant=constant)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
@@ -43,7 +44,7 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_constant(name: str) -> None:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 

@@ -19,7 +19,9 @@ from e2e.coded_runs import PLACES, Run, bf16_net, run_of
 from e2e.models import Net, train_step
 from e2e.optimizers import OPTIMIZERS
 from e2e.processes import run_python
+from e2e.several import Several
 from e2e.twins import Twins, adamw, assert_same
+from swapper.durability.verify import verify
 
 LOSSY = ("bf16", "8bit")
 
@@ -211,6 +213,68 @@ def test_a_snapshot_has_codes_and_swapper_reads_fp32(tmp_path: Path, codec: str,
         assert "state_codec" not in loaded["swapper"]
     with pytest.raises(swapper.CheckpointError, match="--to torch"):
         swapper.checkpoint.export(path, tmp_path / "plain.safetensors", "safetensors", what="all")
+
+
+def groups_of(parameters: list[nn.Parameter], number: int) -> torch.optim.Optimizer:
+    """Two groups, one of each kind of parameter, if there are both."""
+    kinds = [[p for p in parameters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
+    groups = [{"params": kind, "lr": 10.0 ** -(3 + n)} for n, kind in enumerate(kinds) if kind]
+    return torch.optim.AdamW(groups) if number % 2 == 0 else torch.optim.NAdam(groups)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "extended"])
+@pytest.mark.parametrize("codec", ["split", *LOSSY, {"exp_avg": "bf16", "exp_avg_sq": "variance8"}], ids=str)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_snapshot_of_several_optimizers_is_decoded(tmp_path: Path, count: int, codec: Any, kind: str) -> None:
+    """Each one's state, with frozen parameters, groups, and a group that was added later; a run resumes with it."""
+
+    def run(resumed: bool) -> tuple[Any, Any, list[Any]]:
+        model = bf16_net()
+        trained = [p for block in model.blocks[:3] for p in block.parameters()]
+        late = list(model.blocks[3].parameters())
+        for parameter in model.parameters():
+            parameter.requires_grad_(any(parameter is one for one in trained))
+        optimizers = [groups_of(trained[n::count], n) for n in range(count)]
+        if resumed and kind == "extended":
+            model.blocks[3].requires_grad_(True)
+            optimizers[-1].add_param_group({"params": late})
+        manager = swapper.SwapManager(tmp_path / "run", host_memory="64MiB", resume="auto")
+        given = optimizers if count > 1 else optimizers[0]
+        _, paged = manager.offload(
+            model, given, params="nvme", optimizer_state="nvme", master_weights=torch.float32, state_codec=codec
+        )
+        several = Several(paged if count > 1 else [paged])
+        if not resumed:
+            torch.manual_seed(0)
+            train_step(model, several)
+            if kind == "extended":
+                model.blocks[3].requires_grad_(True)
+                several[-1].add_param_group({"params": late})
+            train_step(model, several)
+        return manager, model, copy.deepcopy(several.state_dict())
+
+    manager, model, states = run(resumed=False)
+    path, plain = tmp_path / "snapshot.pt", tmp_path / "plain.pt"
+    manager.snapshot(path).wait()
+    owner = manager.current.run.model.optimizer_state
+    coded = [name for name, _ in model.named_parameters() if owner._coded.has(name, "master")]
+    masters = {name: owner._coded.read(name, "master") for name in coded}
+    manager.close()
+    assert not any(report.faults for report in verify(path))
+    assert "state_codec" in swapper.checkpoint.inspect(path)["metadata"]
+    swapper.checkpoint.export(path, plain, "torch", what="all")
+    swapper.checkpoint.export(path, tmp_path / "model.safetensors", "safetensors")
+    mapped = swapper.checkpoint.load(path, mmap=True)
+    for loaded in (swapper.checkpoint.load(path), mapped, torch.load(plain)):
+        saved = loaded["optimizer"] if count > 1 else [loaded["optimizer"]]
+        assert [one["state"].keys() for one in saved] == [one["state"].keys() for one in states]
+        for one, state in zip(saved, states, strict=True):
+            assert_same(one["state"], state["state"])
+        assert_same({name: loaded["master"][name] for name in masters}, masters)
+    manager, _, resumed = run(resumed=True)
+    manager.close()
+    for one, state in zip(resumed, states, strict=True):
+        assert_same(one["state"], state["state"])
 
 
 def test_several_models_have_their_masters_by_name(tmp_path: Path) -> None:

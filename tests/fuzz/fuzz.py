@@ -3,9 +3,9 @@
 Usage: tools/fuzz [--minutes N] [--cases N] [--seed N] [--reader NAME]... [--without NAME]... [--json] [--found DIRECTORY]
 
 Each case is made from the seed, its reader's name and its number, so a seed gives the same cases everywhere. Cases run in a
-process of their own, which is watched: a crash, a hang, memory beyond MAX_GROWTH_BYTES, an error that is not one of swapper's, a
-file that is written outside of the case's directory, or an input that is changed is a failure. Then the smallest reproducer that
-was found is written, with its reader, to the directory of --found, and the exit code is 1.
+process of their own, which is watched: a crash, a hang, time beyond MAX_CPU_S, memory beyond MAX_GROWTH_BYTES, an error that is
+not one of swapper's, a file that is written outside of the case's directory, or an input that is changed is a failure. Then the
+smallest reproducer that was found is written, with its reader, to the directory of --found, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from swapper.runtime.free_memory import peak_resident_bytes
 
 MAX_CASE_S = 60.0
 """For a machine that is busy with other work. A case takes a few milliseconds."""
-MAX_GROWTH_BYTES = 512 << 20
+MAX_CPU_S = 20.0
+"""Of the case's process: how busy the machine is does not matter."""
+MAX_GROWTH_BYTES = 256 << 20
 MAX_ADDRESSES_BYTES = 8 << 30
 MAX_CHANGES = 4
 REDUCING_S = 30.0
@@ -123,6 +125,7 @@ def run_case(
     problem, there = None, Path.cwd()
     os.chdir(place)  # events do not tell the directory of names that are found beneath a descriptor
     guard.allowed = str(place)
+    began = time.process_time()
     try:
         read(place)
     except ALLOWED as error:
@@ -134,6 +137,9 @@ def run_case(
         )
     guard.allowed = None
     os.chdir(there)
+    took = time.process_time() - began
+    if problem is None and took > MAX_CPU_S:
+        problem = f"it took {took:.0f} s of a processor"
     growth = (peak_resident_bytes() or 0) - before
     if problem is None and growth > MAX_GROWTH_BYTES:
         problem = f"it took {growth >> 20} MiB"

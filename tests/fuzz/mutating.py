@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from swapper.formats.torch_zip.container import _seal_tail
+
 Mutate = Callable[[bytes, random.Random], bytes]
 NUMBERS = (0, 1, -1, 127, 128, 255, 256, 1 << 15, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 61) - 1,
            1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 80)  # fmt: skip
@@ -69,7 +71,11 @@ def _piece(chance: random.Random) -> bytes:
         b"\x88", b"Q", b"]q\x00(h\x00h\x00e", b"X\x01\x00\x00\x00a", b"C\x01a", b"o", b"\x97", b"\x98",
         b"X\xff\xff\xff\x7f", b"\x8d" + b"\xff" * 8, b"r\xff\xff\xff\xff", b"ccollections\nOrderedDict\n", b"cposix\nsystem\n",
         b"ctorch\nSize\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"cbuiltins\nbytearray\n", b"cbuiltins\nset\n",
-        b"ctorch\nfloat32\n", b"ctorch\nFloatStorage\n", b"X\x02\x00\x00\x00\xed\xa0", _number(chance), _number(chance),
+        b"ctorch\nfloat32\n",
+        b"K\x01" + b"q\x09h\x09\x86" * 60, b"](" + b"K\x01q\x09" + b"h\x09" * 5000 + b"e",
+        b"ctorch.storage\nUntypedStorage\n" + _number(chance) + b"\x85R", b"c_codecs\nencode\n", b"X\x03\x00\x00\x00hex",
+        number + b"\x85K\x00\x85", b"J\x00\x00\x00\x40\x85K\x00\x85",
+        b"ctorch\nFloatStorage\n", b"X\x02\x00\x00\x00\xed\xa0", _number(chance), _number(chance),
     ))  # fmt: skip
 
 
@@ -170,6 +176,17 @@ def mutate_zip(data: bytes, chance: random.Random) -> bytes:
     return made.getvalue()
 
 
+def sealed(archive: bytes) -> bytes:
+    """Return a zip with a seal over all of it, as a commit record has."""
+    return _seal_tail(archive, 0)
+
+
+def mutate_commit(data: bytes, chance: random.Random) -> bytes:
+    """Change a record of a zip that is sealed as a whole, and seal it again."""
+    changed = mutate_zip(data, chance)
+    return sealed(changed) if changed.rfind(b"PK\x05\x06") >= 0 else changed
+
+
 def mutate_sealed(data: bytes, chance: random.Random) -> bytes:
     """Change the tail of a sealed file (its small records, manifest, directory), and seal it again."""
     seal = max(_SEAL.finditer(data), key=lambda found: found.start(), default=None)
@@ -202,8 +219,9 @@ def ways_for(name: str, data: bytes) -> list[Mutate]:
         ways += [mutate_safetensors] * 2
     elif data[:4] == b"PK\x03\x04":
         ways += [mutate_zip] * 2
-        if b"swapper-seal" in data[-65536:]:
-            ways += [mutate_sealed] * 2
+        seal = max(_SEAL.finditer(data), key=lambda found: found.start(), default=None)
+        if seal is not None:
+            ways += [mutate_sealed] * 2 if int(seal[1]) else [mutate_commit] * 4
     elif data[:1] == b"\x80":
         ways += [mutate_pickle] * 3
     elif data[:1] in (b"{", b"["):

@@ -70,6 +70,25 @@ def dcp(directory: Path) -> None:
     (directory / "x.pt").unlink()
 
 
+def flat_dcp(directory: Path) -> None:
+    """As dcp.save writes a flat state dict, with values that are no tensors."""
+    import torch.distributed.checkpoint as saved
+
+    tensors = {"model.a": torch.randn(6, 5), "head": torch.arange(7)}
+    saved.save({**tensors, "step": 3, "history": [1, {"lr": 0.1}]}, checkpoint_id=directory, no_dist=True)
+
+
+def adapter(directory: Path) -> None:
+    """As peft writes it."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path="base").save_pretrained(str(directory))
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{prefix}.lora_A.weight": torch.randn(2, 8), f"{prefix}.lora_B.weight": torch.zeros(8, 2)}
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def zero(directory: Path) -> None:
     from checkpoint.test_zero import write
 
@@ -87,24 +106,32 @@ def quantised(directory: Path) -> None:
     (directory / "x.pt").unlink()
 
 
-def _train(directory: Path) -> Path:
+def _train(directory: Path, count: int = 1, **options: Any) -> Path:
+    """Train by `count` optimizers, take a snapshot, and return its path."""
     torch.manual_seed(0)
     trained = nn.Sequential(nn.Linear(160, 160), nn.Linear(160, 160))
-    optimizer = torch.optim.AdamW(trained.parameters())
+    given = [torch.optim.AdamW(list(trained.parameters())[number::count]) for number in range(count)]
+    optimizer = given[0] if count == 1 else given
     with swapper.SwapManager(directory, host_memory="8MiB") as manager:
-        paged, paged_optimizer = manager.offload(trained, optimizer, params="nvme", optimizer_state="nvme")
+        paged, paged_optimizer = manager.offload(trained, optimizer, params="nvme", optimizer_state="nvme", **options)
         paged(torch.ones(2, 160)).sum().backward()
-        paged_optimizer.step()
+        for one in [paged_optimizer] if count == 1 else paged_optimizer:
+            one.step()
         path = manager.snapshot(directory / "x.pt", keep=2).path
     path.chmod(0o600)
     return path
 
 
-def snapshot(directory: Path) -> None:
+def snapshot(directory: Path, **options: Any) -> None:
     run = directory / "run"
     run.mkdir()
-    shutil.copy(_train(run), directory / "x.pt")
+    shutil.copy(_train(run, **options), directory / "x.pt")
     shutil.rmtree(run)
+
+
+def encoded_snapshot(directory: Path) -> None:
+    """Of two optimizers, with encoded state."""
+    snapshot(directory, count=2, state_codec="8bit")
 
 
 def run_directory(directory: Path) -> None:
@@ -136,7 +163,7 @@ def drives(directory: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     maker.__name__.replace("_", "-"): maker
     for maker in (
-        torch_file, swapper_file, old_torch_file, safetensors_file, huggingface, dcp, zero, quantised, snapshot, run_directory,
-        stripes, drives,
+        torch_file, swapper_file, old_torch_file, safetensors_file, huggingface, dcp, flat_dcp, adapter, zero, quantised, snapshot,
+        encoded_snapshot, run_directory, stripes, drives,
     )
 }  # fmt: skip

@@ -20,6 +20,7 @@ from fuzz import originals
 from swapper.checkpoint import load
 from swapper.checkpoint.exporting import export
 from swapper.checkpoint.inspecting import inspect
+from swapper.cli.runs import look_at
 from swapper.durability.commit import read_commit
 from swapper.durability.directory import RETENTION_NAME
 from swapper.durability.retention import Retention
@@ -95,12 +96,20 @@ TORCH = [
 
 
 def _dcp_load(directory: Path) -> None:
+    _load_by_planner(directory, {"a": torch.zeros(6, 5), "b": torch.zeros(7, dtype=torch.long)})
+
+
+def _flat_dcp_load(directory: Path) -> None:
+    """The tensors: torch's own planner runs what the others' pickles name."""
+    _load_by_planner(directory, {"model.a": torch.zeros(6, 5), "head": torch.zeros(7, dtype=torch.long)})
+
+
+def _load_by_planner(directory: Path, wanted: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     from swapper.checkpoint.dcp.storage_reader import StorageReader
 
-    wanted = {"a": torch.zeros(6, 5), "b": torch.zeros(7, dtype=torch.long)}
     reader = StorageReader(directory)
     reader.read_metadata()
     try:
@@ -139,7 +148,7 @@ def _run(directory: Path) -> None:
     names = {path.name for path in directory.iterdir()}
     if RETENTION_NAME in names:
         _retention(directory)
-    _each(read_commit, verify)(directory)
+    _each(read_commit, verify, inspect, look_at, lambda path: _export(path, "torch"))(directory)
 
 
 def _resume(directory: Path) -> None:
@@ -161,9 +170,16 @@ READERS: dict[str, tuple[str, Read]] = {
     "huggingface": ("huggingface", _each(inspect, lambda path: _export(path, "torch"))),
     "dcp": ("dcp", _each(inspect, lambda path: _export(path, "torch"))),
     "dcp-load": ("dcp", _dcp_load),
+    "flat-dcp": (
+        "flat-dcp",
+        _each(inspect, lambda path: _export(path, "torch"), lambda path: _export(path, "dcp", "all")),
+    ),
+    "flat-dcp-load": ("flat-dcp", _flat_dcp_load),
+    "adapter": ("adapter", _each(inspect, lambda path: _export(path, "torch"))),
     "zero": ("zero", lambda path: _export(path, "torch")),
     "quantised": ("quantised", _through(_quantised)),
     "snapshot": ("snapshot", _through(_each(verify, load, inspect))),
+    "encoded-snapshot": ("encoded-snapshot", _through(_each(verify, *TORCH))),
     "snapshot-agrees": ("snapshot", _through(agree)),
     "run": ("run-directory", _run),
     "resume": ("run-directory", _resume),

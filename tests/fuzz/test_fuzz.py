@@ -19,10 +19,10 @@ MAIN = Path(fuzz.__file__)
 
 @pytest.mark.slow
 def test_some_cases_of_every_reader_are_clean(tmp_path: Path) -> None:
-    done = run_python(MAIN, "--cases", 32, "--minutes", 1, "--seed", 7, "--found", tmp_path, "--json")
+    done = run_python(MAIN, "--cases", 40, "--minutes", 1, "--seed", 7, "--found", tmp_path, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
-    assert (result["cases"], result["failure"]) == (32, None)
+    assert (result["cases"], result["failure"]) == (40, None)
     assert result["by_reader"].keys() == readers.READERS.keys()
 
 
@@ -39,6 +39,7 @@ def test_what_failed_once_does_not_again(tmp_path: Path) -> None:
 BAD: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an error of Python's": ("KeyError", lambda directory: {}["key"]),
     "memory": ("took", lambda directory: bytearray(b"x") * (600 << 20)),
+    "time": ("of a processor", lambda directory: sum(range(10_000_000))),
     "a file elsewhere": ("must not", lambda directory: (directory.parent / "elsewhere").write_text("x")),
     "a program": ("must not", lambda directory: subprocess.run(["true"], check=True)),
     "an input that is changed": ("changed", lambda directory: (directory / "drives.json").write_text("x")),
@@ -56,6 +57,8 @@ def test_the_fuzzer_notices(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     said, read = BAD[kind]
     if kind == "a hang":
         monkeypatch.setattr(fuzz, "MAX_CASE_S", 0.5)
+    if kind == "time":
+        monkeypatch.setattr(fuzz, "MAX_CPU_S", 0.05)
     monkeypatch.setitem(readers.READERS, "drives", ("drives", read))
     fuzzer = fuzz.Fuzzer(tmp_path / "scratch", 1, ["drives"])
     failure = fuzzer.run(float("inf"), 3)

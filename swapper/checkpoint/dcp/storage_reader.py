@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from swapper.codecs import CODECS, StateCodec
 from swapper.errors import CheckpointError
 from swapper.formats.sources import opened
 from swapper.formats.stored import StoredTensor
+from swapper.formats.torch_zip.bounded_load import load_bytes
 from swapper.formats.torch_zip.pickle_reader import TensorView
 from swapper.formats.torch_zip.torch_file import read_item
 from swapper.io.engines import drain, open_for, shared_engine
@@ -201,10 +201,7 @@ class _OpenFile:
 
     def _unpickled(self, request: ReadItem, info: Any) -> torch.Tensor:
         """Return an item as torch reads it."""
-        try:
-            whole = torch.load(io.BytesIO(self._bytes(info)), map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, ValueError, TypeError, EOFError, KeyError) as error:
-            raise CheckpointError(f"{self._path}: {request.storage_index.fqn} is damaged: {error}") from error
+        whole = load_bytes(self._bytes(info), self._path)
         if not isinstance(whole, torch.Tensor):
             raise CheckpointError(f"{self._path}: {request.storage_index.fqn} is no tensor")
         return whole

@@ -6,7 +6,6 @@ import copy
 import importlib
 import inspect
 import itertools
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -18,6 +17,8 @@ from torch import nn
 
 from swapper.errors import ConfigError
 from swapper.formats.safetensors import DTYPES, MAX_HEADER_BYTES, METADATA_KEY, SIZE_BYTES
+from swapper.io.beneath import read_small
+from swapper.runtime.records import parse_json
 
 KINDS = "a Hugging Face config.json or its directory, a .safetensors file or its index, or package.module:function"
 INDEX = "model.safetensors.index.json"
@@ -129,8 +130,8 @@ def _check_sizes(path: Path, content: Mapping[str, Any]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+        content = parse_json(read_small(path, MAX_HEADER_BYTES, follow=True), finite=False)
+    except ValueError as error:
         raise ConfigError(f"{path} is not JSON ({error}): give {KINDS}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} has a {type(content).__name__} instead of an object: give {KINDS}")
@@ -157,9 +158,9 @@ def _header_of(path: Path) -> dict[str, Any]:
     if len(text) < size or not size:
         raise ConfigError(f"{path} is cut off in its header of {size} bytes: read at least {SIZE_BYTES + size} bytes")
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         return {name: entry for name, entry in header.items() if name != METADATA_KEY}
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is not a safetensors file: its header is not a JSON object") from error
 
 

@@ -40,6 +40,7 @@ from swapper.formats.torch_zip.zip_writer import (
     payload_offset,
 )
 from swapper.io.elements import device_errors
+from swapper.runtime import records
 
 ALIGNMENT = 4096
 """Bytes. Payload offsets and sizes, header chunks and tails are multiples of this, as direct I/O needs."""
@@ -261,7 +262,7 @@ class Manifest:
             CheckpointError: it is not one, or of another version.
         """
         try:
-            content = json.loads(data)
+            content = records.parse_json(data)
             if content["format"] != FORMAT:
                 raise CheckpointError(f"manifest format {str(content['format'])[:20]}; this swapper reads {FORMAT}")
             chunks = [ChecksumChunk(*map(int, row)) for row in content["chunks"]]

@@ -82,6 +82,8 @@ class Skeleton:
     """In the order in which the pickle requests them, with repetitions."""
     nbytes: int
     """Bytes of the pickle."""
+    globals: frozenset[str]
+    """Classes and functions that the pickle names, dtypes aside."""
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
         """Yield every dense tensor by its path in the tree: {"model": {"a.weight": t}} gives "model.a.weight"."""
@@ -124,7 +126,8 @@ def read_skeleton(data: bytes, name: str) -> Skeleton:
     Raises:
         CheckpointError: it is damaged or hostile, or its tensors do not fit their storages.
     """
-    return Skeleton(*_read(io.BytesIO(data), len(data), name), len(data))
+    reader = _read(io.BytesIO(data), len(data), name)
+    return Skeleton(reader.tree, reader.storages, len(data), reader.names)
 
 
 def check_pickles(file: io.BufferedIOBase, count: int, nbytes: int, name: str) -> None:
@@ -137,10 +140,11 @@ def check_pickles(file: io.BufferedIOBase, count: int, nbytes: int, name: str) -
         _read(file, nbytes, name)
 
 
-def _read(file: Any, nbytes: int, name: str) -> tuple[Any, list[StorageId]]:
+def _read(file: Any, nbytes: int, name: str) -> _Reader:
     reader = _Reader(file, nbytes)
     try:
-        return reader.load(), reader.storages
+        reader.tree = reader.load()
+        return reader
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
     except Exception as error:  # a damaged pickle can raise any exception
@@ -177,6 +181,11 @@ class _Reader(BoundedUnpickler):
     def __init__(self, file: Any, nbytes: int) -> None:
         super().__init__(file, nbytes)
         self.storages: list[StorageId] = []
+        self.tree: Any = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(f"{module}.{name}" for module, name in self._globals)
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:
@@ -185,7 +194,20 @@ class _Reader(BoundedUnpickler):
 
     def make(self, made: Global, arguments: tuple[Any, ...]) -> Any:
         rebuild = _REBUILDS.get((made.module, made.name))
+        if arguments and made.module in ("torch", "torch.storage") and made.name.endswith(("Storage", "Tensor")):
+            self._check_content(arguments)
         return super().make(made, arguments) if rebuild is None else rebuild(made, *arguments[:_MAX_ARGUMENTS])
+
+    def _check_content(self, arguments: Sequence[Any]) -> None:
+        """Check what a class makes a storage or a tensor of: not a size, which would be memory by a number."""
+        if any(isinstance(argument, int) for argument in arguments):
+            raise CheckpointError("it requests memory by its size, which no checkpoint does")
+        todo = list(arguments)
+        while todo:
+            part = todo.pop()
+            if isinstance(part, list | tuple):
+                self._count_copies(len(part))
+                todo += part
 
     def persistent_load(self, pid: Any) -> StorageId:
         kind, storage_type, key, location, numel = pid[:5] if isinstance(pid, tuple) and len(pid) >= 5 else (None,) * 5

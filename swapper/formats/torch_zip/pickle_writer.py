@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import io
 import pickle
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,13 @@ _PLAIN_GLOBALS = frozenset(
         *(_REBUILD_LEGACY, _REBUILD_UNTYPED, torch.UntypedStorage, *LEGACY_STORAGES.values()),
     }
 )
+
+
+def plain_global_names() -> frozenset[str]:
+    """Return the names of what `pickle_state` writes, as pickles have them: plain classes, and what the user allows torch."""
+    entries: list[Any] = [*_PLAIN_GLOBALS, *torch.serialization.get_safe_globals()]
+    names = {e[1] if isinstance(e, tuple) else f"{e.__module__}.{e.__qualname__}" for e in entries}
+    return frozenset(names | {re.sub(r"^builtins\.", "__builtin__.", name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

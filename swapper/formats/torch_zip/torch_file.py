@@ -86,7 +86,12 @@ def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
         IoError: it cannot be read.
     """
     with opened(path) as descriptor:
-        return _read_zip(descriptor, path, read_index(descriptor, path, calculate=calculate))
+        return read_open_file(descriptor, path, calculate=calculate)
+
+
+def read_open_file(descriptor: int, path: Path, *, calculate: bool = False) -> TorchFile:
+    """As `read_torch_file`, for an open file; `path` is for messages."""
+    return _read_zip(descriptor, path, read_index(descriptor, path, calculate=calculate))
 
 
 def read_item(descriptor: int, path: Path, offset: int, nbytes: int) -> TorchFile:

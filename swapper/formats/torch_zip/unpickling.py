@@ -19,6 +19,8 @@ MAX_KEY_CHARS = 4096
 _MAPPINGS = {("collections", name) for name in ("OrderedDict", "Counter", "defaultdict")}
 _BY_NUMBER = {(module, name) for module in ("builtins", "__builtin__") for name in ("bytearray", "bytes")}
 
+_COPYING = ("set", "frozenset", "bytes", "bytearray", "encode")
+"""What copies its first argument."""
 
 _Unpickler: Any = pickle._Unpickler
 
@@ -83,6 +85,12 @@ def check_key(key: Any) -> None:
     raise CheckpointError(f"it has a key of a kind or size that checkpoints do not have ({type(key).__name__})")
 
 
+def _is_latin(arguments: tuple[Any, ...]) -> bool:
+    """Return True if `encode` makes bytes of these. Other codecs make longer ones of bytes, again and again."""
+    of_text = bool(arguments) and isinstance(arguments[0], str)
+    return of_text and arguments[1:] in (("latin1",), ("latin-1",))
+
+
 def name_of_key(key: Any) -> str:
     """Return the display form of a key that is not a string."""
     if isinstance(key, tuple):
@@ -120,8 +128,11 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
             return self._mapped(arguments)
         if made.name in ("set", "frozenset"):
             for item in arguments[0] if arguments and isinstance(arguments[0], list | tuple) else ():
-                self._count_copies(1)
                 check_key(item)
+        if made.name in _COPYING:
+            self._count_copies(sum(len(part) for part in arguments[:1] if isinstance(part, str | bytes | list | tuple)))
+        if (made.module, made.name) == ("_codecs", "encode") and not _is_latin(arguments):
+            raise CheckpointError("it encodes something that is not bytes, which no checkpoint does")
         if (made.module, made.name) in _BY_NUMBER and any(isinstance(argument, int) for argument in arguments[:1]):
             raise CheckpointError(f"it requests {made.name} by number, which no checkpoint does")
         return Opaque(made)

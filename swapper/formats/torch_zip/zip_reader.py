@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swapper.errors import CheckpointError
-from swapper.formats.sources import read_at
+from swapper.formats.sources import read_filled
 from swapper.formats.torch_zip.zip_writer import (
     DIRECTORY_ENTRY,
     END,
@@ -283,7 +283,7 @@ def _name(path: Path, encoded: bytes) -> str:
 
 
 def _read_at(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
-    data = read_at(descriptor, path, offset, nbytes)
+    data = read_filled(descriptor, path, offset, nbytes)
     if len(data) < nbytes:
         raise _bad(path, f"it ends at {offset + len(data)}, before what it says to have there")
     return data

@@ -186,12 +186,7 @@ def shape_of(stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | Non
     """
     if layout is None or isinstance(stored, ChunkedTensor):
         return stored.shape
-    if stored.dtype != torch.uint8 or stored.stride is not None or stored.shape[-1:] != (layout.row_bytes,):
-        raise CheckpointError(
-            f"{stored.path}: {stored.name!r} is a tensor of {stored.dtype} {list(stored.shape)}, and quantized in {layout.bits} "
-            f"bits it would be of uint8 and have rows of {layout.row_bytes}"
-        )
-    return (*stored.shape[:-1], layout.columns)
+    return layout.values_shape(stored)
 
 
 def _memory_of(parameter: nn.Parameter) -> Hashable:
