@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from swapper.errors import StateError
+from swapper.errors import ColdParameterError, StateError
 from swapper.modules.guarded import RunWith, answering_handler, forget, guarded_parameters, handler_of, name_of, refuse
 from swapper.modules.torch_functions import (
     AFTER_ANOTHER,
@@ -93,6 +93,19 @@ def aliases() -> Iterator[None]:
 def is_aliasing() -> bool:
     """Return whether this is within `aliases()`."""
     return getattr(_thread, "aliases", False)
+
+
+SAME_FORM = (
+    "Assign values of the same shape and dtype (`p.data = x` copies them to the parameter), or change them inside `with "
+    "manager.gather(..., write=True)`; change shapes, dtypes or devices before manager.offload"
+)
+"""A user's remedy."""
+
+ASSIGNED_BESIDE_ALIAS = (
+    "was assigned another tensor (`p.data = x`), and something still refers to its memory from before, which keeps the old "
+    "values in plain torch and would get the new ones here: keep a copy instead (`backup = p.data.clone()`), or write the "
+    "values in place (`p.data.copy_(x)`)"
+)
 
 
 class ColdParameter(nn.Parameter):
@@ -226,10 +239,33 @@ def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0] is args[1]:  # Module.to, where nothing changes
+    """`p.data = x`: with the form of `p`, a write. The values are copied when the lease for it ends."""
+    target, source = args
+    if target is source:  # Module.to, where nothing changes
         return None
-    cold = next(tensor for tensor in args if isinstance(tensor, Cold))
-    refuse(owner_of(cold), "setting .data")
+    if isinstance(source, Cold):  # in plain torch both would share memory from then on
+        if _is_all_of(source, target):
+            return None
+        refuse(owner_of(source), "setting .data of another tensor to it (copy it: `.clone()`, or `x.data.copy_(p)`)")
+    if type(target) is ColdView:
+        refuse(target.swapper_owner, "setting .data of a view")
+    fault_handler = answering_handler(target, "setting .data")
+    with torch._C.DisableTorchFunctionSubclass():
+        is_alike = source.shape == target.shape and source.dtype == target.dtype and source.device == target.device
+    if not is_alike or source.layout is not torch.strided:
+        raise ColdParameterError(
+            f"parameter {fault_handler.describe(target)} has {target.dtype} {list(target.shape)}, and .data was set to "
+            f"{source.dtype} {list(source.shape)} on {source.device}. {SAME_FORM}"
+        )
+    fault_handler.check_assignable(target)
+    return NotImplemented
+
+
+def _is_all_of(view: Cold, parameter: torch.Tensor) -> bool:
+    """Return True if `view` shows `parameter` as it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        is_same_form = view.shape == parameter.shape and view.stride() == parameter.stride()
+        return owner_of(view) is parameter and is_same_form and view.dtype == parameter.dtype
 
 
 def _without_data_of_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

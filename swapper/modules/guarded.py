@@ -52,6 +52,14 @@ class FaultHandler(Protocol):
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: do it as other operations."""
 
+    def check_assignable(self, parameter: nn.Parameter) -> None:
+        """Raise ColdParameterError if `parameter.data = x` cannot be a write of its values."""
+        return
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor lies in the memory of parameters."""
+        return False
+
     def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
         """Return `parameter[index]` without reading all of `parameter`; None: do it as other operations."""
         return None

@@ -25,7 +25,7 @@ from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.counters import Counters
 from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.train_device import TrainingDevice
-from swapper.train.gradients.grads import Gradients
+from swapper.train.gradients.grads import Gradients, is_gradient_aliased
 from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
@@ -137,7 +137,7 @@ class OffloadedModel:
         if self._update == "backward":
             return StepInBackward(
                 self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived,
-                self.model.is_sharded,
+                lambda trainable: self._find_aliased([trainable], self._sweep.all_groups) is not None, self.model.is_sharded,
             )  # fmt: skip
         return Updates(self._sweep)
 
@@ -351,7 +351,12 @@ class OffloadedModel:
     def _may_begin_early(self) -> bool:
         self.follow_groups()
         more_to_train = any(parameter.requires_grad for parameter in self._membership.untrained)
-        if self.gathering.is_open or more_to_train or self._conditions.all_gradients_matter or not self._may_defer():
+        if (
+            self.gathering.is_open
+            or more_to_train
+            or self._conditions.all_gradients_matter
+            or self._shown_shard() is not None
+        ):
             return False
         if self._current.training_step.is_open:
             return False
@@ -377,6 +382,9 @@ class OffloadedModel:
             StateError: a step was begun in backward.
         """
         self.updates.finish(in_order)
+        for group in self.groups:
+            if group.may_be_assigned:
+                group.take_in_assigned()
 
     def _make_finish(self) -> Callable[[], None]:
         """Return a function that finishes the last step before the user looks at shards. It keeps nothing alive."""
@@ -391,17 +399,42 @@ class OffloadedModel:
 
         return finish
 
-    def _may_defer(self) -> bool:
-        """Return False if a tensor shows the memory of a shard, which could not be hidden from it."""
+    def _may_defer(self, member: int) -> bool:
+        """Return False if something would show an open step of an optimizer: it refers to memory of a parameter or gradient."""
+        shown = self._shown_shard() or self._find_aliased(self._trainables, self._sweep.groups_of(member))
+        if shown is not None:
+            self._warn_of_alias(shown)
+        return shown is None
+
+    def _shown_shard(self) -> str | None:
         shown = None if self._binding is None else self._binding.shown()
-        if shown is not None and not self._has_warned:
+        if shown is not None:
+            self._warn_of_alias(shown)
+        return shown
+
+    def _find_aliased(self, trainables: Iterable[Trainable], groups: range) -> str | None:
+        """Return the name of a parameter in these groups of the optimizers to whose memory, or gradient's, something refers."""
+        if self.model.is_sharded:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            for trainable in trainables:
+                aliased = set(self.groups[trainable.group].aliased())
+                members = zip(trainable.parameters, trainable.places, trainable.settings, strict=True)
+                for parameter, places, number in members:
+                    if number not in groups or parameter.grad is None:
+                        continue
+                    if places.name in aliased or is_gradient_aliased(parameter.grad):
+                        return places.name
+        return None
+
+    def _warn_of_alias(self, name: str) -> None:
+        if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "a tensor shows the memory of parameter %s (of to_local, or a state_dict that is kept): as long as there is one, "
-                "steps are done whole in optimizer.step()",
-                shown,
+                "a tensor or an array shares the memory of parameter %s or of its gradient (.data, a view, to_local, a state_dict "
+                "that is kept, a graph without its backward): as long as there is one, steps are done whole in optimizer.step()",
+                name,
             )  # fmt: skip
-        return shown is None
 
     def step_undone(self) -> None:
         """Restore the rest, after all sections were restored to the state before the last step."""

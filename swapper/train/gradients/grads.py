@@ -26,6 +26,7 @@ from torch import nn
 
 from swapper.errors import IoError, UnsupportedError
 from swapper.io import beneath
+from swapper.modules.leased_group import count_uses
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
 from swapper.runtime.free_memory import note_freed
@@ -139,6 +140,11 @@ class Gradients:
         self.paged.settle(parameters)
 
 
+def is_gradient_aliased(gradient: torch.Tensor) -> bool:
+    """Return True if something else refers to the memory of a parameter's gradient."""
+    return type(gradient) is not ColdGradient and gradient.numel() > 0 and count_uses(gradient) > 1
+
+
 class HostGradients:
     """Owns the gradients' slots.
 
@@ -200,7 +206,9 @@ class _HostSlot:
         if gradient is None or gradient.requires_grad or self.accumulation.was_there(gradient):
             return
         check_dense(self._name, gradient)
-        if not self.is_idle():  # by this gradient, or by an earlier one, of which somebody keeps a tensor, view or array
+        if (
+            not self.is_idle()
+        ):  # by this gradient, or by an earlier one, of which somebody keeps a tensor, view or array
             return
         note_freed(gradient.nbytes)
         self._is_filling = True
@@ -220,7 +228,7 @@ class _HostSlot:
         memory = (ctypes.c_uint8 * self._place.nbytes).from_address(self._place.data_ptr())
         memory.owner = self._place  # type: ignore[attr-defined]  # keeps its memory alive
         self._memory = weakref.ref(memory)
-        return torch.frombuffer(memory, dtype=self._place.dtype).view(self._place.shape)
+        return torch.frombuffer(memory, dtype=self._place.dtype).view(self._place.shape).data  # without a base
 
 
 class GradientStash:
