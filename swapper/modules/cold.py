@@ -73,6 +73,14 @@ def materialize(parameter: nn.Parameter) -> None:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
+def follow(tensor: torch.Tensor, parameter: nn.Parameter, offset: int) -> None:
+    """Make `tensor` a view of `parameter`, from element `offset` on, with the shape and strides that it has."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.data = parameter.data.as_strided(tensor.shape, tensor.stride(), offset)
+        if is_cold(parameter):
+            _watch(tensor, parameter, None, torch.Tensor.as_strided)
+
+
 def is_cold(parameter: torch.Tensor) -> bool:
     return type(parameter) is ColdParameter
 
@@ -289,6 +297,18 @@ def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _watched(result, [owner], {} if whole is None else {id(owner): whole}, [first], func)
 
 
+def _to_array(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """numpy(): a copy that cannot be written to, as an array can neither follow the parameter nor expire."""
+    first = _only_first_is_cold(args, kwargs)
+    if first is None or first.requires_grad:
+        return _refuse_form(func, args, kwargs)
+    if not isinstance(first, ColdView) and _fault_in([first], func):
+        return NotImplemented
+    array = native(func, (_copy(first), *args[1:]), kwargs)
+    array.flags.writeable = False
+    return array
+
+
 def _refuse_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cold = _cold_among((args, kwargs))
     if not _fault_in([owner_of(tensor) for tensor in cold], func):
@@ -310,6 +330,8 @@ _ACTIONS: dict[Function, _Action] = {
     **dict.fromkeys(CONVERSIONS, _convert),
     **dict.fromkeys(AFTER_ANOTHER - CONVERSIONS, _follow_form),
     SET_DATA: _set_data,
+    torch.Tensor.numpy: _to_array,
+    torch.Tensor.__array__: _to_array,
     torch.autograd.grad: _differentiate,
     torch.Tensor.backward: _without_data_of_first,
     torch.Tensor.detach: _detach,

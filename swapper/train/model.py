@@ -17,6 +17,7 @@ from torch import nn
 
 from swapper import _C
 from swapper.errors import StateError
+from swapper.modules.cold import follow
 from swapper.modules.groups import Group, changes_itself
 from swapper.modules.own_hook import outside_transforms
 from swapper.paging.pager import Pager
@@ -30,6 +31,7 @@ from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
+from swapper.train.layout.shared_memory import find_shared_attributes
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.conditions import Conditions, Membership
 from swapper.train.optimizer.optim import OtherOptimizers
@@ -148,6 +150,8 @@ class OffloadedModel:
             content: fills the sections. None if they have their content already: the model's values are dropped.
         """
         self._warn_of_strides()
+        follows = self._on_device is None and not self.model.is_sharded
+        attributes = find_shared_attributes(self.model.module) if follows else []
         state_sections: dict[int, list[Section]] = {}
         for section in self._sections:
             if section.plan.family == "state":
@@ -166,6 +170,11 @@ class OffloadedModel:
             parameters.adopt(content)
         if content is not None:
             content.begin(())
+        for shared in attributes:
+            follow(shared.tensor, shared.parameter, shared.offset)
+        for parameters in self.groups:
+            if parameters.paged:  # its views are ColdViews
+                parameters.note_uses()
 
     def _warn_of_strides(self) -> None:
         """Log a warning for parameters that are not contiguous: in their sections all are."""

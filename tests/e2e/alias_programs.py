@@ -6,12 +6,21 @@ Each program trains a model for a few steps and returns what plain torch shows. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+import swapper
+from e2e.twins import Twins, assert_same
 
 WIDTH = 160  # a layer's weight is larger than what stays in memory
 
@@ -397,3 +406,118 @@ OTHER_MEMORY = [
     another_dtype,
     gradients_in_a_flat_buffer,
 ]
+
+
+# --- running them -----------------------------------------------------------------------------------------------------------
+
+REFUSED = {averages_swapped_in_with_aliases, swapped_with_another, anothers_memory, another_shape, another_dtype}
+BETWEEN_BACKWARDS_AND_STEP = {  # refused with updates in backward
+    gradient_over_zero_grad,
+    gradients_added_together,
+    projected_gradients,
+    gradient_changed_before_the_step,
+    gradient_changed_by_a_kept_alias,
+    gradient_changed_after_the_step,  # arrays are read-only
+    parameter_read_before_the_step,
+    parameter_changed_before_the_step,
+    assigned_before_the_step,
+}
+
+
+def may_refuse(program: Any, alias: str, update: str, gradients: str, size: str) -> bool:
+    """Return True if a program need not be followed. All others must be."""
+    if program in REFUSED or (update == "backward" and program in BETWEEN_BACKWARDS_AND_STEP):
+        return True
+    if program in GRADIENTS:
+        return gradients == "nvme" and (size == "large" or program is projected_gradients)
+    is_copy = alias in ("detach", "numpy", "data.numpy")
+    return program in PARAMETERS and size == "large" and is_copy and program is not parameter_taken_in_a_forward
+
+
+def is_of_a_copy(program: Any, alias: str, size: str) -> bool:
+    """Return True if an array of a large parameter is kept, which is a read-only copy."""
+    of_parameters = program in PARAMETERS and program is not parameter_taken_in_a_forward
+    return of_parameters and size == "large" and alias in ("numpy", "data.numpy")
+
+
+@contextmanager
+def no_gather(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+def check(pair: Twins, program: Any, alias: str, size: str, may_be_refused: bool) -> bool:
+    """Run a program on both. Return False if it is refused by name; else both have the same results and state."""
+    at, name = SIZES[size]
+    state = torch.get_rng_state()
+    outcomes: list[Any] = []
+    for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.swapped, pair.optimizer)):
+        assert pair.manager is not None
+        gather = pair.manager.gather if model is pair.swapped else no_gather
+        torch.set_rng_state(state)
+        try:
+            outcomes.append(program(Run(model, optimizer, gather, at, name, ALIASES[alias])))
+        except (RuntimeError, swapper.SwapperError, ValueError) as error:
+            outcomes.append(error)
+    expected, actual = outcomes
+    if isinstance(actual, Exception):
+        is_torchs_own = "Cannot swap" in str(actual) or "read-only" in str(actual)
+        assert may_be_refused and (isinstance(actual, swapper.SwapperError) or is_torchs_own), actual
+        with suppress(swapper.StateError):  # parameters that have another form cannot be written
+            pair.close()
+        return False
+    if is_of_a_copy(program, alias, size):
+        return True
+    assert_same(actual, expected)
+    pair.assert_same_parameters()
+    pair.assert_same_state()
+    pair.check_pager()
+    return True
+
+
+def run_random(directory: Path, seed: int) -> str:
+    """Run up to four random programs one after another on one pair. Returns what was run."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    update, gradients = chance.choice(["step", "deferred", "backward"]), chance.choice(["host", "host", "nvme"])
+    params = chance.choice(["nvme", "nvme", "host"])
+    depth = chance.randint(2, 5)
+    options = {"update": update, "params": params, **({"gradients": gradients} if params == "nvme" else {})}
+    pair = Twins(directory, make_model(depth), room_bytes=chance.choice([1 << 18, 1 << 19, 1 << 21]), **options)
+    done = []
+    try:
+        for _ in range(4):
+            program = chance.choice([*GRADIENTS, *PARAMETERS, *OTHER_MEMORY])
+            alias, size = chance.choice(list(ALIASES)), chance.choice(list(SIZES))
+            if program not in GRADIENTS and alias == "itself":
+                alias = "data"
+            done.append(f"{program.__name__}({alias}, {size})")
+            may_be_refused = may_refuse(program, alias, update, gradients, size)
+            if not check(pair, program, alias, size, may_be_refused):
+                break
+            pair.both(lambda _, optimizer: optimizer.zero_grad())
+    except BaseException:
+        print(f"seed {seed}: depth {depth}, {options}: {', '.join(done)}", flush=True)
+        raise
+    finally:
+        with suppress(swapper.StateError):
+            pair.close()
+    return f"{options}: {', '.join(done)}"
+
+
+def main() -> None:
+    count, first = (int(argument) for argument in sys.argv[1:3])
+    logging.disable(logging.WARNING)
+    failed = []
+    for seed in range(first, first + count):
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                run_random(Path(directory), seed)
+            except Exception as error:  # each is told, and the next one is run
+                failed.append(seed)
+                print(f"  {type(error).__name__}: {str(error)[:300]}", flush=True)
+    print(f"{count} cases from seed {first}: {len(failed)} failed {failed}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -90,10 +90,14 @@ class GroupParameters(LeasedGroup):
                 parameter.data = tensor
             self._addresses.append(parameter.data_ptr())
             guard(parameter, self._fault_handler)
-        self._uses = [count_uses(tensor) for tensor in self._at_places]
+        self.note_uses()
         self.own_storages = frozenset(storage_of(tensor) for tensor in self._at_places if tensor.numel())
         if self.paged:
             self._dematerialize()
+
+    def note_uses(self) -> None:
+        """Note that all that refers to the parameters' memory now may see a step that is open."""
+        self._uses = [count_uses(tensor) for tensor in self._at_places]
 
     def aliased(self) -> Iterator[str]:
         """Yield the names of the parameters to whose memory something else refers: a view, `.data`, an array, a graph."""
