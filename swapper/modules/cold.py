@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from swapper.errors import StateError
+from swapper.errors import ColdParameterError, StateError
 from swapper.modules.guarded import RunWith, answering_handler, forget, guarded_parameters, handler_of, name_of, refuse
 from swapper.modules.own_hook import not_traced
 from swapper.modules.torch_functions import (
@@ -75,6 +75,14 @@ def materialize(parameter: nn.Parameter) -> None:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
+def follow(tensor: torch.Tensor, parameter: nn.Parameter, offset: int) -> None:
+    """Make `tensor` a view of `parameter`, from element `offset` on, with the shape and strides that it has."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.data = parameter.data.as_strided(tensor.shape, tensor.stride(), offset)
+        if is_cold(parameter):
+            _watch(tensor, parameter, None, torch.Tensor.as_strided)
+
+
 def is_cold(parameter: torch.Tensor) -> bool:
     return type(parameter) is ColdParameter
 
@@ -95,6 +103,19 @@ def aliases() -> Iterator[None]:
 def is_aliasing() -> bool:
     """Return whether this is within `aliases()`."""
     return getattr(_thread, "aliases", False)
+
+
+SAME_FORM = (
+    "Assign values of the same shape and dtype (`p.data = x` copies them to the parameter), or change them inside `with "
+    "manager.gather(..., write=True)`; change shapes, dtypes or devices before manager.offload"
+)
+"""A user's remedy."""
+
+ASSIGNED_BESIDE_ALIAS = (
+    "was assigned another tensor (`p.data = x`), and something still refers to its memory from before, which keeps the old "
+    "values in plain torch and would get the new ones here: keep a copy instead (`backup = p.data.clone()`), or write the "
+    "values in place (`p.data.copy_(x)`)"
+)
 
 
 class ColdParameter(nn.Parameter):
@@ -242,13 +263,36 @@ def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0] is args[1]:  # Module.to, where nothing changes
+    """`p.data = x`: with the form of `p`, a write. The values are copied when the lease for it ends."""
+    target, source = args
+    if target is source:  # Module.to, where nothing changes
         return None
-    parameter, data = args
-    fault_handler = handler_of(parameter) if is_cold(parameter) and not isinstance(data, Cold) else None
-    if fault_handler is None or not fault_handler.let_go(parameter):
-        refuse(owner_of(parameter if isinstance(parameter, Cold) else data), "setting .data")
-    return func(parameter, data)
+    if isinstance(source, Cold):  # in plain torch both would share memory from then on
+        if _is_all_of(source, target):
+            return None
+        refuse(owner_of(source), "setting .data of another tensor to it (copy it: `.clone()`, or `x.data.copy_(p)`)")
+    if type(target) is ColdView:
+        refuse(target.swapper_owner, "setting .data of a view")
+    handler = handler_of(target) if is_cold(target) else None
+    if handler is not None and handler.let_go(target):
+        return func(target, source)
+    fault_handler = answering_handler(target, "setting .data")
+    with torch._C.DisableTorchFunctionSubclass():
+        is_alike = source.shape == target.shape and source.dtype == target.dtype and source.device == target.device
+    if not is_alike or source.layout is not torch.strided:
+        raise ColdParameterError(
+            f"parameter {fault_handler.describe(target)} has {target.dtype} {list(target.shape)}, and .data was set to "
+            f"{source.dtype} {list(source.shape)} on {source.device}. {SAME_FORM}"
+        )
+    fault_handler.check_assignable(target)
+    return NotImplemented
+
+
+def _is_all_of(view: Cold, parameter: torch.Tensor) -> bool:
+    """Return True if `view` shows `parameter` as it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        is_same_form = view.shape == parameter.shape and view.stride() == parameter.stride()
+        return owner_of(view) is parameter and is_same_form and view.dtype == parameter.dtype
 
 
 def _without_data_of_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -272,6 +316,18 @@ def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _watched(result, [owner], {} if whole is None else {id(owner): whole}, [first], func)
 
 
+def _to_array(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """numpy(): a copy that cannot be written to, as an array can neither follow the parameter nor expire."""
+    first = _only_first_is_cold(args, kwargs)
+    if first is None or first.requires_grad:
+        return _refuse_form(func, args, kwargs)
+    if not isinstance(first, ColdView) and _fault_in([first], func):
+        return NotImplemented
+    array = native(func, (_copy(first), *args[1:]), kwargs)
+    array.flags.writeable = False
+    return array
+
+
 def _refuse_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cold = _cold_among((args, kwargs))
     if not _fault_in([owner_of(tensor) for tensor in cold], func):
@@ -293,6 +349,8 @@ _ACTIONS: dict[Function, _Action] = {
     **dict.fromkeys(CONVERSIONS, _convert),
     **dict.fromkeys(AFTER_ANOTHER - CONVERSIONS, _follow_form),
     SET_DATA: _set_data,
+    torch.Tensor.numpy: _to_array,
+    torch.Tensor.__array__: _to_array,
     torch.autograd.grad: _differentiate,
     torch.Tensor.backward: _without_data_of_first,
     torch.Tensor.detach: _detach,

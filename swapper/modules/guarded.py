@@ -63,6 +63,14 @@ class FaultHandler(Protocol):
         """
         return NotImplemented
 
+    def check_assignable(self, parameter: nn.Parameter) -> None:
+        """Raise ColdParameterError if `parameter.data = x` cannot be a write of its values."""
+        return
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor lies in the memory of parameters."""
+        return False
+
     def note_change(self, group: Any, names: list[str]) -> None:
         """Note that a forward or backward changed parameters of `group` in place; their pages, if any, are being written back."""
         return

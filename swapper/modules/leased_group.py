@@ -87,12 +87,15 @@ class LeasedGroup(ABC):
         self._leases -= 1
         if self._leases:
             return
-        changed = self._changed()
+        changed: list[str] | None = None
         try:
-            self._give_back(bool(changed))
+            changed = self._changed()
         finally:
-            if changed:
-                self._note_change(changed)
+            try:
+                self._give_back(changed is None or bool(changed))
+            finally:
+                if changed:
+                    self._note_change(changed)
 
     def forget_leases(self) -> None:
         """Forget the leases of abandoned passes. The pager forgets its own by itself."""
@@ -144,3 +147,16 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:  # sparse and opaque tensors, and those that functorch has wrapped
         return None
+
+
+def count_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors and arrays hold the storage of `tensor`, itself included; 0 if it has no memory of its own."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # a sparse tensor, or one that functorch has wrapped
+        return 0
+    return int(torch._C._storage_Use_Count(storage._cdata)) - _OF_COUNTING
+
+
+_OF_COUNTING = 0
+_OF_COUNTING = count_uses(torch.empty(1)) - 1

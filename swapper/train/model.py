@@ -17,6 +17,7 @@ from torch import nn
 
 from swapper import _C
 from swapper.errors import StateError
+from swapper.modules.cold import follow
 from swapper.modules.groups import Group, changes_itself
 from swapper.modules.own_hook import outside_transforms
 from swapper.paging.pager import Pager
@@ -25,11 +26,12 @@ from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.counters import Counters
 from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.train_device import TrainingDevice
-from swapper.train.gradients.grads import Gradients
+from swapper.train.gradients.grads import Gradients, is_gradient_aliased
 from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
+from swapper.train.layout.shared_memory import find_shared_attributes
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.conditions import Conditions, Membership
 from swapper.train.optimizer.optim import OtherOptimizers
@@ -137,7 +139,7 @@ class OffloadedModel:
         if self._update == "backward":
             return StepInBackward(
                 self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived,
-                self.model.is_sharded,
+                lambda trainable: self._find_aliased([trainable], self._sweep.all_groups) is not None, self.model.is_sharded,
             )  # fmt: skip
         return Updates(self._sweep)
 
@@ -148,6 +150,8 @@ class OffloadedModel:
             content: fills the sections. None if they have their content already: the model's values are dropped.
         """
         self._warn_of_strides()
+        follows = self._on_device is None and not self.model.is_sharded
+        attributes = find_shared_attributes(self.model.module) if follows else []
         state_sections: dict[int, list[Section]] = {}
         for section in self._sections:
             if section.plan.family == "state":
@@ -166,6 +170,11 @@ class OffloadedModel:
             parameters.adopt(content)
         if content is not None:
             content.begin(())
+        for shared in attributes:
+            follow(shared.tensor, shared.parameter, shared.offset)
+        for parameters in self.groups:
+            if parameters.paged:  # its views are ColdViews
+                parameters.note_uses()
 
     def _warn_of_strides(self) -> None:
         """Log a warning for parameters that are not contiguous: in their sections all are."""
@@ -351,7 +360,12 @@ class OffloadedModel:
     def _may_begin_early(self) -> bool:
         self.follow_groups()
         more_to_train = any(parameter.requires_grad for parameter in self._membership.untrained)
-        if self.gathering.is_open or more_to_train or self._conditions.all_gradients_matter or not self._may_defer():
+        if (
+            self.gathering.is_open
+            or more_to_train
+            or self._conditions.all_gradients_matter
+            or self._shown_shard() is not None
+        ):
             return False
         if self._current.training_step.is_open:
             return False
@@ -377,6 +391,9 @@ class OffloadedModel:
             StateError: a step was begun in backward.
         """
         self.updates.finish(in_order)
+        for group in self.groups:
+            if group.may_be_assigned:
+                group.take_in_assigned()
 
     def settle_update(self) -> None:
         """Finish the last step, and wait until its results are in host memory. Raises as `finish_update`, or DeviceError."""
@@ -406,17 +423,42 @@ class OffloadedModel:
 
         return finish
 
-    def _may_defer(self) -> bool:
-        """Return False if a tensor shows the memory of a shard, which could not be hidden from it."""
+    def _may_defer(self, member: int) -> bool:
+        """Return False if something would show an open step of an optimizer: it refers to memory of a parameter or gradient."""
+        shown = self._shown_shard() or self._find_aliased(self._trainables, self._sweep.groups_of(member))
+        if shown is not None:
+            self._warn_of_alias(shown)
+        return shown is None
+
+    def _shown_shard(self) -> str | None:
         shown = None if self._binding is None else self._binding.shown()
-        if shown is not None and not self._has_warned:
+        if shown is not None:
+            self._warn_of_alias(shown)
+        return shown
+
+    def _find_aliased(self, trainables: Iterable[Trainable], groups: range) -> str | None:
+        """Return the name of a parameter in these groups of the optimizers to whose memory, or gradient's, something refers."""
+        if self.model.is_sharded:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            for trainable in trainables:
+                aliased = set(self.groups[trainable.group].aliased())
+                members = zip(trainable.parameters, trainable.places, trainable.settings, strict=True)
+                for parameter, places, number in members:
+                    if number not in groups or parameter.grad is None:
+                        continue
+                    if places.name in aliased or is_gradient_aliased(parameter.grad):
+                        return places.name
+        return None
+
+    def _warn_of_alias(self, name: str) -> None:
+        if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "a tensor shows the memory of parameter %s (of to_local, or a state_dict that is kept): as long as there is one, "
-                "steps are done whole in optimizer.step()",
-                shown,
+                "a tensor or an array shares the memory of parameter %s or of its gradient (.data, a view, to_local, a state_dict "
+                "that is kept, a graph without its backward): as long as there is one, steps are done whole in optimizer.step()",
+                name,
             )  # fmt: skip
-        return shown is None
 
     def step_undone(self) -> None:
         """Restore the rest, after all sections were restored to the state before the last step."""

@@ -22,6 +22,7 @@ from swapper import _C
 
 MakeTwins = Callable[..., Twins]
 WIDTH = 640
+PLACES = [{"params": "host"}, {"params": "nvme"}, {"params": "nvme", "gradients": "nvme"}]
 
 
 class HeldWrites:
@@ -129,12 +130,12 @@ def test_a_graph_over_a_graph_finds_parameters_whose_frames_are_promised(twins: 
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
-@pytest.mark.parametrize("params", ["host", "nvme"])
+@pytest.mark.parametrize("places", PLACES, ids=lambda places: "-".join(places.values()))
 def test_a_penalty_on_gradients_that_parameters_have_is_bit_equal(
-    twins: MakeTwins, params: str, update: str, accumulates: bool
+    twins: MakeTwins, places: dict[str, str], update: str, accumulates: bool
 ) -> None:
     """`backward(create_graph=True)` leaves gradients with a graph; one is there already where a backward came before."""
-    pair = twins(layers(), params=params, update=update, room_bytes=1 << 20)
+    pair = twins(layers(), update=update, room_bytes=1 << 20, **places)
     assert pair.manager is not None
 
     def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -152,4 +153,4 @@ def test_a_penalty_on_gradients_that_parameters_have_is_bit_equal(
         return [loss.detach(), *(gradient.detach() for gradient in gradients)]
 
     pair.train(run, steps=3)
-    pair.finish(paged=params == "nvme")
+    pair.finish(paged=places["params"] == "nvme")

@@ -74,16 +74,13 @@ class Detached(Layers):
         return hidden
 
 
-def test_parameters_that_other_modules_use_detached_wait_for_the_step_or_are_refused(backward: MakeTwins) -> None:
-    """Where parameters are on NVMe each use is seen. In memory torch finds the ones that come too late."""
+@pytest.mark.parametrize("params", ["nvme", "host"])
+def test_parameters_that_other_modules_use_detached_wait_for_the_step(backward: MakeTwins, params: str) -> None:
+    """Where parameters are on NVMe each use is seen. In memory the graph holds another tensor of theirs."""
     run = layered(lambda turn: (0, 1, 2, 3, 4, 5))
-    pair = backward(Detached(), partial(SGD, lr=1e-2), room_bytes=2 << 20)
+    pair = backward(Detached(), partial(SGD, lr=1e-2), room_bytes=2 << 20, params=params)
     pair.train(run, steps=3)
     pair.finish(paged=False)
-    pair = backward(Detached(), partial(SGD, lr=1e-2), params="host")
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        run(pair.swapped, pair.optimizer)
-    pair.close()
 
 
 class Direct(Net):

@@ -4,8 +4,9 @@ Gradients of parameters that are always in memory, and those that are updated on
 (autograd_grads.py). If parameters are on NVMe and their gradients in host memory, each gradient has a slot in a
 resident section: after autograd has accumulated one, it is copied there and autograd's tensor is released;
 `parameter.grad` is a tensor in the slot. A later backward accumulates into it. So `grad` is an ordinary tensor for
-clipping, scalers and hooks. A reference that is kept beyond `zero_grad` keeps its values: before the slot is reused,
-that tensor gets memory of its own. While no tensor is in the slot, the pager caches pages there (victim_cache.py).
+clipping, scalers and hooks. While anything refers to the slot's memory (the tensor, a view, `.data`, an array), also
+beyond `zero_grad`, it keeps its values: the next gradient stays autograd's own then. While nothing does, the pager
+caches pages there (victim_cache.py).
 
 A gradient that has a graph (`backward(create_graph=True)`) stays autograd's own: a penalty must reach the parameters.
 """
@@ -25,6 +26,7 @@ from torch import nn
 
 from swapper.errors import IoError, UnsupportedError
 from swapper.io import beneath
+from swapper.modules.leased_group import count_uses
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
 from swapper.runtime.free_memory import note_freed
@@ -138,6 +140,11 @@ class Gradients:
         self.paged.settle(parameters)
 
 
+def is_gradient_aliased(gradient: torch.Tensor) -> bool:
+    """Return True if something else refers to the memory of a parameter's gradient."""
+    return type(gradient) is not ColdGradient and gradient.numel() > 0 and count_uses(gradient) > 1
+
+
 class HostGradients:
     """Owns the gradients' slots.
 
@@ -172,10 +179,7 @@ class HostGradients:
 
 
 class _HostSlot:
-    """One parameter's slot, and the tensor there that was its last gradient.
-
-    `cached_pages` may be cached there while it is idle.
-    """
+    """One parameter's slot. `cached_pages` may be cached there while it is idle."""
 
     def __init__(
         self, name: str, parameter: nn.Parameter, place: torch.Tensor, pager: Pager, cached_pages: tuple[int, ...]
@@ -184,7 +188,6 @@ class _HostSlot:
         self._place = place
         self._pager = weakref.ref(pager)  # the garbage collector does not traverse hooks
         self._cached_pages = cached_pages
-        self._last: weakref.ref[torch.Tensor] | None = None
         self._memory: weakref.ref[Any] | None = None  # alive as long as any tensor, view or alias of it
         self._is_filling = False
         self.accumulation = Accumulation(name, parameter)
@@ -198,23 +201,23 @@ class _HostSlot:
         self._place = torch.empty(0)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Copy the parameter's gradient to the slot, unless it is there, is the user's, or has a graph."""
+        """Copy the parameter's gradient to the slot, unless that is in use, or the gradient is the user's or has a graph."""
         gradient = parameter.grad
-        last = self._last() if self._last is not None else None
-        if gradient is None or gradient is last or gradient.requires_grad or self.accumulation.was_there(gradient):
+        if gradient is None or gradient.requires_grad or self.accumulation.was_there(gradient):
             return
         check_dense(self._name, gradient)
+        if (
+            not self.is_idle()
+        ):  # by this gradient, or by an earlier one, of which somebody keeps a tensor, view or array
+            return
         note_freed(gradient.nbytes)
-        if last is not None:
-            last.data = last.clone()  # somebody keeps it
         self._is_filling = True
         try:
             pager = self._pager()
             if self._cached_pages and pager is not None:
                 pager.drop_cached(self._cached_pages)
             self._place.copy_(gradient)
-            parameter.grad = here = self._make()
-            self._last = weakref.ref(here)
+            parameter.grad = self._make()
         finally:
             self._is_filling = False
 
@@ -225,7 +228,7 @@ class _HostSlot:
         memory = (ctypes.c_uint8 * self._place.nbytes).from_address(self._place.data_ptr())
         memory.owner = self._place  # type: ignore[attr-defined]  # keeps its memory alive
         self._memory = weakref.ref(memory)
-        return torch.frombuffer(memory, dtype=self._place.dtype).view(self._place.shape)
+        return torch.frombuffer(memory, dtype=self._place.dtype).view(self._place.shape).data  # without a base
 
 
 class GradientStash:

@@ -231,7 +231,7 @@ class PagedGradients:
         slot.stash, slot.parameter.grad = slot.parameter.grad, None
 
     def _take(self, slot: GradientSlot) -> None:
-        """Move the parameter's gradient to its pages, added to the earlier one; not the user's own.
+        """Move the parameter's gradient to its pages, added to the earlier one; not the user's own, nor one that has a graph.
 
         Raises:
             IoError: a page cannot be leased. The gradient counts as present, and raises until it is zeroed.
@@ -239,8 +239,19 @@ class PagedGradients:
         gradient = slot.parameter.grad
         if gradient is None or type(gradient) is ColdGradient or slot.accumulation.was_there(gradient):
             return
+        if gradient.requires_grad:
+            self._leave_with_graph(slot, gradient)
+            return
         with defer_sigint:
             self._take_held(slot, gradient)
+
+    @torch.enable_grad()
+    def _leave_with_graph(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
+        """Leave `gradient` autograd's own, added to the earlier one: a penalty on it must reach the parameters."""
+        if slot.stash is not None:
+            slot.check_whole()
+            slot.parameter.grad = self._whole(slot).to(gradient.device) + gradient
+            slot.stash = None
 
     def _take_held(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
         check_dense(slot.name, gradient)

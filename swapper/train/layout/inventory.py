@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from swapper.modules.guarded import is_guarded
 from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
+from swapper.train.layout.shared_memory import check_shared
 from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
 from swapper.train.optimizer.entries import StateForm
@@ -149,7 +149,7 @@ def take_inventory(
     if master_weights not in (None, torch.float32):
         raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
     if before is None:
-        _check_model(model, may_be_meta, device, frozen is not None)
+        _check_model(model, may_be_meta, device, frozen is not None, given.is_sharded)
     for member in optimizers.members:
         check_supported(member)
     settings = _settings(model, optimizers)
@@ -342,7 +342,9 @@ def make_sections(
     return sections
 
 
-def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | None, frozen_may_be: bool) -> None:
+def _check_model(
+    model: nn.Module, may_be_meta: bool, device: torch.device | None, frozen_may_be: bool, is_sharded: bool
+) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
     refuse_scripted(model, "manager.offload")
@@ -380,7 +382,7 @@ def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | Non
                 "only plain dense nn.Parameter can be paged"
             )
     _check_modules(model)
-    _check_disjoint(model)
+    check_shared(model, is_sharded)
 
 
 def _check_modules(model: nn.Module) -> None:
@@ -390,24 +392,6 @@ def _check_modules(model: nn.Module) -> None:
                 f"{name or type(module).__name__} makes sparse gradients, which have no fixed place: build the embedding with "
                 "sparse=False"
             )
-
-
-def _check_disjoint(model: nn.Module) -> None:
-    """Refuse different parameters on the same memory: offload would separate them, while plain torch changes both."""
-    stored = [(name, p) for name, p in model.named_parameters() if p.numel() and not p.is_meta]
-    places = sorted((p.data_ptr(), p.data_ptr() + _span(p), name) for name, p in stored)
-    for (_, end, name), (begin, _, other) in itertools.pairwise(places):
-        if begin < end:
-            raise UnsupportedError(
-                f"parameters {name} and {other} share memory without being one object: make them one "
-                "(`a.weight = b.weight`), or give each its own (`b.weight.data = b.weight.data.clone()`), before manager.offload"
-            )
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element to the end of the last, for any strides."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
 
 
 def _check_state(

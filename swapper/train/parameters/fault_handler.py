@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.errors import BudgetError, StateError
-from swapper.modules.cold import is_cold
+from swapper.errors import BudgetError, ColdParameterError, StateError
+from swapper.modules.cold import ASSIGNED_BESIDE_ALIAS, is_cold
 from swapper.modules.guarded import FaultHandler, RunWith
+from swapper.modules.leased_group import storage_of
 from swapper.modules.own_hook import outside_transforms
 from swapper.modules.torch_functions import KEEPS_NOTHING, Function
 from swapper.paging.pager import Pager
@@ -156,6 +157,15 @@ class ParameterFaultHandler(FaultHandler):
         for group in self._groups:
             group.write_back()
         return self.shown.show(self._names[id(parameter)])
+
+    def check_assignable(self, parameter: nn.Parameter) -> None:
+        name = self._names[id(parameter)]
+        if name in self._groups[self._group_of[name]].aliased():
+            raise ColdParameterError(f"parameter {name} {ASSIGNED_BESIDE_ALIAS}")
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        storage = storage_of(tensor)
+        return any(storage in group.own_storages for group in self._groups)
 
     def note_change(self, group: GroupParameters, names: list[str]) -> None:
         """Note that a module's forward has changed its own parameters.

@@ -105,7 +105,7 @@ class Gathering:
 def _unpin(group: GroupParameters, versions: dict[int, int], write: bool, names: list[str]) -> None:
     try:
         seen = [n for n, p in group.group.parameters if p._version != versions[id(p)]]
-        unannounced = [] if write else [*seen, *group.written()]
+        unannounced = [] if write else [*seen, *(group.names[number] for number in group.assigned()), *group.written()]
         if unannounced:  # memory and file must not differ
             group.pin(write=True)
             group.unpin(write=True)

@@ -8,17 +8,17 @@ writes to its own weights, or inside `manager.gather`) are copied back before th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from swapper.device.tier import DeviceCopy
 from swapper.errors import DeviceError, StateError, UnsupportedError
-from swapper.modules.cold import materialize, set_cold, unguard
+from swapper.modules.cold import ASSIGNED_BESIDE_ALIAS, SAME_FORM, materialize, set_cold, unguard
 from swapper.modules.groups import Group
 from swapper.modules.guarded import FaultHandler, guard
-from swapper.modules.leased_group import LeasedGroup, storage_of
+from swapper.modules.leased_group import LeasedGroup, count_uses, storage_of
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
@@ -62,6 +62,9 @@ class GroupParameters(LeasedGroup):
         self.pins: list[Access] = []  # leases outside of the order of a step
         self._external: list[dict[Page, int]] = []  # of each pin to write: checksums of the external pages
         self._addresses: list[int] = []
+        self._at_places: list[torch.Tensor] = []  # the parameters' storages, also while `parameter.data` is another's
+        self._uses: list[int] = []  # of each, by nobody but the run
+        self.own_storages: frozenset[int | None] = frozenset()  # their identities
 
     @property
     def storages(self) -> set[int]:
@@ -79,7 +82,8 @@ class GroupParameters(LeasedGroup):
         """
         if content is not None:
             self._fill(content)
-        for parameter, tensor in zip(self.parameters, self._tensors_at_places(), strict=True):
+        self._at_places = list(self._tensors_at_places())
+        for parameter, tensor in zip(self.parameters, self._at_places, strict=True):
             if parameter.is_meta:
                 real = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, real)  # keeps the object
@@ -87,8 +91,20 @@ class GroupParameters(LeasedGroup):
                 parameter.data = tensor
             self._addresses.append(parameter.data_ptr())
             guard(parameter, self._fault_handler)
+        self.note_uses()
+        self.own_storages = frozenset(storage_of(tensor) for tensor in self._at_places if tensor.numel())
         if self.paged:
             self._dematerialize()
+
+    def note_uses(self) -> None:
+        """Note that all that refers to the parameters' memory now may see a step that is open."""
+        self._uses = [count_uses(tensor) for tensor in self._at_places]
+
+    def aliased(self) -> Iterator[str]:
+        """Yield the names of the parameters to whose memory something else refers: a view, `.data`, an array, a graph."""
+        for name, tensor, uses in zip(self.names, self._at_places, self._uses, strict=True):
+            if tensor.numel() and count_uses(tensor) > uses:
+                yield name
 
     def _tensors_at_places(self) -> Iterable[torch.Tensor]:
         return (section.own_tensor(slot) for section, slot in self.places)
@@ -160,8 +176,9 @@ class GroupParameters(LeasedGroup):
                 self._pager.release(self._write_access, self._write_access.writes)
 
     def _changed(self) -> list[str]:
+        assigned = self.take_in_assigned()
         changed = super()._changed()
-        return changed + [name for name in self.written() if name not in changed]
+        return list(dict.fromkeys([*assigned, *changed, *self.written()]))
 
     def written(self) -> list[str]:
         """Return the names of the parameters written without torch's version counter, and without a lease to write."""
@@ -195,6 +212,7 @@ class GroupParameters(LeasedGroup):
         same: set[int] = set()
         try:
             if write:
+                self.take_in_assigned()
                 self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
                 self._copy_back()
                 now = self._external_pages()
@@ -234,20 +252,58 @@ class GroupParameters(LeasedGroup):
     def _materialize(self) -> None:
         if self.paged:
             super()._materialize()
-        self._check_places()
+        self.take_in_assigned()
+        for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True)):
+            self._check_form(number, parameter, at)
 
-    def _check_places(self) -> None:
-        """Raise StateError unless the parameters are at their locations."""
-        for number, (parameter, (_, slot)) in enumerate(zip(self.parameters, self.places, strict=True)):
-            spec = slot.spec
-            is_same = spec.numel == 0 or self._is_at_place(number, parameter)
-            if not is_same or parameter.shape != spec.shape or parameter.dtype != spec.dtype:
-                raise StateError(
-                    f"parameter {self.names[number]} was replaced or resized behind the manager's back: expected {spec.dtype} "
-                    f"{list(spec.shape)} at its place, found {parameter.dtype} {list(parameter.shape)} on {parameter.device}. "
-                    "Change values inside `with manager.gather(..., write=True)`; change shapes, dtypes or devices before "
-                    "manager.offload"
-                )
+    @property
+    def may_be_assigned(self) -> bool:
+        """True if `parameter.data = x` is torch's own now: the parameters are not cold."""
+        return not self.paged or self._leases > 0 or bool(self.pins)
+
+    def assigned(self) -> list[int]:
+        """Return the numbers of the parameters whose memory is not the run's: `parameter.data = x`, `parameter.set_(x)`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                number
+                for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True))
+                if at.numel() and not self._is_at_place(number, parameter)
+            ]
+
+    def take_in_assigned(self) -> list[str]:
+        """Copy the values of tensors that were assigned (`parameter.data = x`) to the parameters' locations.
+
+        Returns:
+            The names of these parameters.
+
+        Raises:
+            StateError: one has another shape or dtype, or something still refers to the memory from before.
+        """
+        numbers = self.assigned()
+        for number in numbers:
+            self._take_in(number)
+        return [self.names[number] for number in numbers]
+
+    def _take_in(self, number: int) -> None:
+        parameter, at = self.parameters[number], self._at_places[number]
+        self._check_form(number, parameter, at)
+        if count_uses(at) >= self._uses[number]:  # the parameter itself is a use no more
+            raise StateError(f"parameter {self.names[number]} {ASSIGNED_BESIDE_ALIAS}")
+        if self._fault_handler.owns(parameter):
+            raise StateError(
+                f"parameter {self.names[number]} was assigned the memory of another parameter of the model (`p.data = q.data`), "
+                "which it cannot share: assign a copy, `p.data = q.data.clone()`"
+            )
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            at.copy_(parameter.data)
+            parameter.data = at
+
+    def _check_form(self, number: int, parameter: nn.Parameter, at: torch.Tensor) -> None:
+        if parameter.shape != at.shape or parameter.dtype != at.dtype:
+            raise StateError(
+                f"parameter {self.names[number]} was replaced or resized behind the manager's back: expected {at.dtype} "
+                f"{list(at.shape)}, found {parameter.dtype} {list(parameter.shape)} on {parameter.device}. {SAME_FORM}"
+            )
 
     def _is_at_place(self, number: int, parameter: nn.Parameter) -> bool:
         return parameter.data_ptr() == self._addresses[number]
@@ -257,6 +313,7 @@ class GroupParameters(LeasedGroup):
         self._leases = 0
         self.pins.clear()
         self._external.clear()
+        self._at_places.clear()
         for parameter in self.parameters:
             unguard(parameter)
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)

@@ -14,8 +14,9 @@ plain torch's. So any access finishes the step first:
   first. `zero_grad` (to None) only removes it from its parameter;
 - autograd accumulates past both: a hook on each parameter finishes the step before the first gradient of a backward
   arrives;
-- a sharded model's shards and gradients are hidden from DTensor's dispatcher (sharded/open_shards.py); if a tensor shows
-  a shard's memory, the step is not deferred;
+- a sharded model's shards and gradients are hidden from DTensor's dispatcher (sharded/open_shards.py);
+- tensors and arrays that share the memory of a parameter or of its gradient (`.data`, views, a flat buffer) are not
+  hidden: if there are any, the step is not deferred;
 - the optimizer's state, gather, load_state_dict, snapshots, clipping, the next step and closing finish it; commits wait
   for it.
 
@@ -49,13 +50,13 @@ class DeferredStep(Updates):
         sweep: does the updates.
         groups: all groups, by index.
         undo: called with a group whose update failed, or with none if it was no group's.
-        may_defer: returns False if something would show an open step: then that step is done at once.
+        may_defer: returns False if something would show an open step of this optimizer: then it is done at once.
     """
 
     ahead = 0
 
     def __init__(
-        self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Undo, may_defer: Callable[[], bool]
+        self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Undo, may_defer: Callable[[int], bool]
     ) -> None:
         super().__init__(sweep)
         self._groups = groups
@@ -104,7 +105,7 @@ class DeferredStep(Updates):
         self._sweep.take_in_written()
         for group in list(self._begun):
             self._close(group)
-        if not self._may_defer():
+        if not self._may_defer(member):
             self.in_order = False
             super().take_step(member, is_last)
             return

@@ -45,13 +45,15 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from swapper.errors import StateError, UnsupportedError
-from swapper.modules.torch_functions import METADATA, written_among
+from swapper.modules.torch_functions import METADATA, leaves, share_memory, tensors_among, written_among
 from swapper.paging.planning.schedule import Access
 from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.parameters.parameter_group import GroupParameters
@@ -76,6 +78,8 @@ class StepInBackward(Updates):
         undo: see Undo.
         check_usable: raises StateError if undoing has failed.
         have_arrived: returns True if gradients have arrived.
+        is_aliased: returns True if something shows these parameters or their gradients, which could not be hidden from it:
+            then they wait for `step()`.
         fails_at_step: see [Note: a failure that waits].
     """
 
@@ -90,6 +94,7 @@ class StepInBackward(Updates):
         undo: Undo,
         check_usable: Callable[[], None],
         have_arrived: Callable[[Trainable], bool],
+        is_aliased: Callable[[Trainable], bool],
         fails_at_step: bool = False,
     ) -> None:
         super().__init__(sweep)
@@ -99,6 +104,7 @@ class StepInBackward(Updates):
         self._undo = undo
         self._check_usable = check_usable
         self._have_arrived = have_arrived
+        self._is_aliased = is_aliased
         self._trainables = {trainable.group: trainable for trainable in sweep.trainables}
         self._group_of = {id(p): t.group for t in sweep.trainables for p in t.parameters}
         self._done: dict[int, GroupUpdate] = {}  # by group: updates in backward
@@ -236,6 +242,8 @@ class StepInBackward(Updates):
             return  # selective checkpointing has modes of its own, in which nothing else may be computed
         for group, came_in in self._arrivals.items():
             if came_in and group not in self._done and self._is_complete(group, task):
+                if self._is_aliased(self._trainables[group]):
+                    continue
                 if group not in self._next and not self._have_arrived(self._trainables[group]):
                     self._next.add(group)  # see [Note: one module behind]
                     continue
@@ -400,31 +408,33 @@ ADVICE = (
 class UsedGradient(torch.Tensor):
     """A gradient that an update has used while the user may still try to change it.
 
-    Until `step()` it can be read, and an operation that would write to it raises an error. `step()` detects other
-    writes (an earlier alias) by the gradient's version. Never constructed: `protect` and `release` set a tensor's class
-    to it and back.
+    Until `step()` it can be read, and an operation that would write to it, or to a view of it, raises an error; arrays
+    are read-only. `step()` detects other writes by the gradient's version. Never constructed: `protect` and `release`
+    set a tensor's class to it and back.
     """
 
-    swapper_name: str
+    swapper_use: _Use
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.mul_ and _is_one(args[1]):
+        used: list[Any] = [tensor for tensor in tensors_among((args, kwargs)) if is_used(tensor)]
+        if used and func is torch.Tensor.mul_ and _is_one(args[1]):
             return args[0]  # torch's clip_grad_norm_, if it clips nothing
         if func not in METADATA:
-            for tensor in written_among(func, args, kwargs):
-                if type(tensor) is UsedGradient:
+            written: list[Any] = written_among(func, args, kwargs)
+            for tensor in written:
+                if is_used(tensor):
                     raise StateError(
-                        f"{getattr(func, '__name__', func)} would change the gradient of {tensor.swapper_name}, which was used in "
-                        f"backward already: with update='backward' gradients cannot be changed before optimizer.step(); {ADVICE}"
+                        f"{getattr(func, '__name__', func)} would change the gradient of {tensor.swapper_use.name}, which was used "
+                        f"in backward already: with update='backward' gradients cannot be changed before optimizer.step(); {ADVICE}"
                     )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if func == _DATA and type(args[0]) is UsedGradient:
-            protect(result, args[0].swapper_name)  # it has a version counter of its own
+        if func not in METADATA:
+            _protect_among(result, used)
         return result
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -440,18 +450,47 @@ def _is_one(factor: Any) -> bool:
     return is_number and bool(factor == 1)
 
 
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+@dataclass
+class _Use:
+    """The use of the gradient of parameter `name`, until `step()`."""
+
+    name: str
+    is_over: bool = False
 
 
 def protect(gradient: torch.Tensor, name: str) -> None:
     """Make `gradient`, that of the parameter `name`, read-only from now on."""
     if type(gradient) is torch.Tensor:
-        gradient.__class__ = UsedGradient
-        gradient.swapper_name = name  # type: ignore[attr-defined]
+        _protect(gradient, _Use(name))
+
+
+def is_used(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is a used gradient, or a view of one, before `step()`."""
+    if type(tensor) is UsedGradient and tensor.swapper_use.is_over:  # a view that somebody has kept
+        release(tensor)
+    return type(tensor) is UsedGradient
+
+
+def _protect(tensor: torch.Tensor, use: _Use) -> None:
+    tensor.__class__ = UsedGradient
+    tensor.swapper_use = use  # type: ignore[attr-defined]
+
+
+def _protect_among(result: Any, used: Sequence[Any]) -> None:
+    """Make views of used gradients, and arrays, read-only, for as long as those are."""
+    for item in leaves(result) if used else ():
+        if isinstance(item, numpy.ndarray):
+            item.flags.writeable = False
+        elif type(item) is torch.Tensor:
+            for gradient in used:
+                if share_memory(item, gradient):
+                    _protect(item, gradient.swapper_use)
+                    break
 
 
 def release(gradient: torch.Tensor) -> None:
     """Make `gradient` an ordinary tensor again."""
     if type(gradient) is UsedGradient:
         gradient.__class__ = torch.Tensor  # type: ignore[assignment]
-        del gradient.swapper_name
+        gradient.swapper_use.is_over = True
+        del gradient.swapper_use
