@@ -7,7 +7,8 @@ raise `IoError` (an `OSError`), both from `swapper.errors`.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import final
 
 from swapper.errors import IoError
@@ -491,3 +492,45 @@ def codec_torch_adam(
     `numbers` are decay, l2, 1 - beta1, beta2, 1 - beta2, root_scale, eps, step_size (negative), maximize. `uses_fma` adds
     products before they are rounded. `roots` is the address of MKL's vmsSqrt, or 0 for correctly rounded ones.
     """
+
+@final
+class DeferredSignals:
+    """A context manager, which may be nested: in its thread handlers of signals are deferred to the end of the outermost one.
+
+    Its entrance and its exit cannot be interrupted: no exception is raised between one of them and the context's body.
+
+    Args:
+        prepare: called at each entrance until it returns True; has signals handled by `DeferredHandler`.
+    """
+
+    def __init__(self, prepare: Callable[[], bool]) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, type: object, value: object, traceback: object) -> None:
+        """Leaves the context; if it was the outermost, calls handlers of the signals that came, and raises what they raise."""
+
+@final
+class DeferredHandler:
+    """A handler of a signal that calls `handler`, or has it called later. Of SIGINT it calls the second of a context at once."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None: ...
+    @property
+    def handler(self) -> Callable[[int, FrameType | None], object]: ...
+    def __call__(self, number: int, frame: FrameType | None) -> object: ...
+
+@final
+class SteadyLock:
+    """A mutex whose holder is within `signals`.
+
+    Args:
+        expected: the class of errors that leave whole what the lock guards.
+
+    Attributes:
+        broken_by: name of the class of the last other exception that was raised within; empty: there was none.
+    """
+
+    def __init__(self, signals: DeferredSignals, expected: type[BaseException]) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, type: object, value: object, traceback: object) -> None: ...
+    def locked(self) -> bool: ...
+    @property
+    def broken_by(self) -> str: ...

@@ -94,5 +94,6 @@ void bind_memory(nb::module_& module);
 void bind_file(nb::module_& module);
 void bind_engine(nb::module_& module);
 void bind_codecs(nb::module_& module);
+void bind_signals(nb::module_& module);
 
 }  // namespace swapper

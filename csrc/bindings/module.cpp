@@ -70,6 +70,7 @@ NB_MODULE(_C, module) {
   bind_file(module);
   bind_engine(module);
   bind_codecs(module);
+  bind_signals(module);
   module.def("crc32", &crc32_of_buffer, "buffer"_a, "value"_a = 0);
   module.def("crc32_address", &crc32_of_address, "address"_a, "nbytes"_a, "value"_a = 0);
   module.def("crc32_combine", &crc32_combine, "a"_a, "b"_a, "nbytes_b"_a);

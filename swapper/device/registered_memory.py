@@ -19,7 +19,7 @@ from swapper.io.extents import Extents
 from swapper.io.registered import Registration, slabs
 from swapper.paging.host_memory import Pool
 from swapper.paging.section import Page
-from swapper.runtime.interrupts import SteadyLock
+from swapper.runtime.interrupts import make_lock
 
 HEAD_BYTES = 32 << 20
 """Populated before the first piece is given; threads populate the rest."""
@@ -91,7 +91,7 @@ class LockedMemory:
         self._arena = _C.Arena(self.nbytes, head_bytes=min(self.nbytes, HEAD_BYTES), node=device.node)
         self._arena.prefault_rest()
         self._registration = Registration(device, self._arena, slabs(0, self.nbytes, SECTOR_BYTES))
-        self._lock = SteadyLock()
+        self._lock = make_lock()
         self._extents = Extents()
         self._given_back: deque[tuple[int, int]] = deque()  # by finalizers, at any moment
 

@@ -30,7 +30,7 @@ from swapper.paging.section import Page
 from swapper.paging.store.page_store import PageStore
 from swapper.paging.writeback import WriteBack
 from swapper.runtime.counters import FAMILIES, Counters
-from swapper.runtime.interrupts import SteadyLock
+from swapper.runtime.interrupts import make_lock
 
 log = logging.getLogger("swapper")
 
@@ -77,10 +77,15 @@ class Pager:
         self._write_back = WriteBack(pages, self._frames, schedule, pool.frame_count, lazy, max_deferred_writes)
         self._prefetcher = Prefetcher(pages, pool, self._frames, schedule, self._write_back, window_pages)
         self.end_copies: Callable[[], None] = lambda: None
-        self._lock = SteadyLock()
+        self._lock = make_lock()
         self._writes_noted = writes_noted
         self._noted = writes_noted()  # of these none is to be taken in any more
         self._has_warned = False
+
+    @property
+    def broken_by(self) -> str:
+        """The exception that struck while the states of pages were changed, which are not known then; empty: none did."""
+        return self._lock.broken_by
 
     # --- the two verbs: lease and release -------------------------------------------------------------------------
 

@@ -1,66 +1,72 @@
-"""Ctrl-C, deferred where it would leave something half-changed; and closing several things of which each may raise.
+"""Signals, deferred where they would leave something half-changed; and closing several things of which each may raise.
 
-Python runs the handler of SIGINT between any two instructions of the main thread, so that KeyboardInterrupt may arise in the
-middle of a list being changed. Within `defer_sigint` the first Ctrl-C is only noted, and takes effect at the end; a second one
-takes effect at once, for a user who cannot wait.
+Python runs the handler of a signal between any two instructions of the main thread, so that what it raises (KeyboardInterrupt,
+SystemExit, a TimeoutError) may arise in the middle of a list being changed. Within `defer_sigint` signals are only noted, and
+their handlers run at its end. A second Ctrl-C takes effect at once, for a user who cannot wait.
 
-[Note: signals without names] `signal.signal` and `getsignal` make enumerations of numbers and handlers, which would be most of the
-cost here, and the pager defers several times for each page. The functions that they wrap are used instead.
+[Note: handlers in handlers] The first section in the main thread puts a `DeferredHandler` around each handler that Python has,
+and replaces the functions below `signal.signal` and `signal.getsignal`, so that later handlers get one too and a program sees
+its own. Where a signal arrives (in another thread, by `_thread.interrupt_main`) or when (just before the section) makes no
+difference then, and a section costs no system call.
 """
 
 from __future__ import annotations
 
-import _signal as unnamed  # [Note: signals without names]
+import _signal as unnamed  # what `signal.signal` calls, by these names
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from contextlib import AbstractContextManager
 from typing import Any
 
+from swapper import _C
+from swapper.errors import SwapperError
 from swapper.runtime.process import is_off
-
-SIGINT: int = unnamed.SIGINT
 
 log = logging.getLogger("swapper")
 
+_set_handler, _get_handler = unnamed.signal, unnamed.getsignal
 
-class DeferredSigint:
-    """A context manager that may be nested. In threads other than the main one, which get no signals, it does nothing."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._pending: tuple[int, FrameType | None] | None = None
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
-
-    def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            return
-        if self._depth == 0:
-            handler = unnamed.getsignal(SIGINT)
-            self._handler = handler if callable(handler) else None  # ignored, or not Python's
-            if self._handler is not None:
-                unnamed.signal(SIGINT, self._note)
-        self._depth += 1
-
-    def __exit__(self, *exception: object) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            return
-        self._depth -= 1
-        if self._depth or self._handler is None:
-            return
-        handler, pending, self._pending = self._handler, self._pending, None
-        unnamed.signal(SIGINT, handler)
-        if pending is not None:
-            handler(*pending)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._pending is not None and self._handler is not None:
-            self._handler(number, frame)
-        self._pending = (number, frame)
+PROMPT = "_swapper_prompt"
+"""Attribute of a handler that is not deferred: it raises nothing, and is needed in the middle of a wait."""
 
 
-defer_sigint: AbstractContextManager[None] = nullcontext() if is_off("sigint") else DeferredSigint()
+def _deferred(handler: Any) -> Any:
+    """Return what Python is to call in place of `handler`, which may also be one of the system's, a number."""
+    if not callable(handler) or isinstance(handler, _C.DeferredHandler) or hasattr(handler, PROMPT):
+        return handler
+    return _C.DeferredHandler(handler)
+
+
+def _original(handler: Any) -> Any:
+    return handler.handler if isinstance(handler, _C.DeferredHandler) else handler
+
+
+def _set_deferred(number: int, handler: Any, /) -> Any:
+    return _original(_set_handler(number, _deferred(handler)))
+
+
+def _get_original(number: int, /) -> Any:
+    return _original(_get_handler(number))
+
+
+def _prepare() -> bool:
+    """Have handlers deferred. Returns False in a thread that may not change them; may be ended by one, and begin again."""
+    if is_off("signals"):
+        return True
+    if threading.get_ident() != threading.main_thread().ident:
+        return False
+    unnamed.signal, unnamed.getsignal = _set_deferred, _get_original
+    for number in unnamed.valid_signals():
+        if callable(handler := _get_handler(number)):
+            unnamed.signal(number, handler)
+    return True
+
+
+_signals = _C.DeferredSignals(_prepare)
+
+defer_sigint: AbstractContextManager[None] = _signals
+"""In the main thread, handlers of signals wait for the end of this context, which may be nested. In others it does nothing."""
 
 
 def run_uninterrupted(action: Callable[[], None]) -> None:
@@ -77,22 +83,9 @@ def run_uninterrupted(action: Callable[[], None]) -> None:
         raise
 
 
-class SteadyLock:
-    """A mutex within which Ctrl-C is deferred: what it guards is never left half-changed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        defer_sigint.__enter__()
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-        defer_sigint.__exit__(None, None, None)
-
-    def locked(self) -> bool:
-        return self._lock.locked()
+def make_lock() -> _C.SteadyLock:
+    """Return a mutex within which signals are deferred. It notes an error that is not swapper's within: see `broken_by`."""
+    return _C.SteadyLock(_signals, SwapperError)
 
 
 def close_all(endings: Iterable[Callable[[], object]]) -> None:

@@ -19,7 +19,7 @@ CHANGES = {
     "mallopt": "glibc keeps freed memory until swapper gives it back",
     "mlock": "memory of transfers is locked",
     "optimizers": "another optimizer's step on parameters of a manager is refused",
-    "sigint": "Ctrl-C is deferred for moments",
+    "signals": "handlers of signals are deferred for moments",
     "sigsegv": "memory that is away is read when it is touched, and writes are noted",
     "sigusr1": "the signal asks for a dump",
     "watchdog": "a thread looks for waits that are too long",

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from swapper.runtime.counters import Counters, Wait
+from swapper.runtime.interrupts import PROMPT
 from swapper.runtime.process import is_off
 
 log = logging.getLogger("swapper")
@@ -96,6 +97,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     if not watchdogs:  # the last run was dropped and not closed: do what the system does by default
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+setattr(_on_signal, PROMPT, True)
 
 
 def _take_signal() -> None:

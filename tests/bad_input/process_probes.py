@@ -101,7 +101,7 @@ def mlock(directory: Path) -> None:
         say(locked=locked_kb() > 0, refused=str(error))
 
 
-def sigint(directory: Path) -> None:
+def signals(directory: Path) -> None:
     from swapper.runtime.interrupts import defer_sigint
 
     reached = False
@@ -208,7 +208,7 @@ def everything(directory: Path) -> None:
 
 PROBES = {
     probe.__name__: probe
-    for probe in (sigsegv, mallopt, mlock, sigint, sigusr1, watchdog, fork, optimizers, ddp, everything)
+    for probe in (sigsegv, mallopt, mlock, signals, sigusr1, watchdog, fork, optimizers, ddp, everything)
 } | {"atexit": at_end}
 
 

@@ -20,9 +20,9 @@ PAGE = ROOT / "docs" / "reference" / "environment.md"
 PROBES = Path(__file__).with_name("process_probes.py")
 
 WAYS = {
-    r"sigaction\(|(?<!_)signal\.signal\(|unnamed\.signal\(": {
+    r"sigaction\(|(?<!_)signal\.signal\(|unnamed\.signal\b": {
         "csrc/memory/fault.cpp": "sigsegv",
-        "swapper/runtime/interrupts.py": "sigint",
+        "swapper/runtime/interrupts.py": "signals",
         "swapper/runtime/watchdog.py": "sigusr1",
     },
     r"\"mallopt\", None": {"swapper/runtime/free_memory.py": "mallopt"},
@@ -68,7 +68,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"before": False, "handler": True, "step": 1, "same": True, **ENDED},
         {"before": False, "handler": False, "step": 1, "code": -signal.SIGSEGV},
     ),
-    "sigint": ({"deferred": True, **ENDED}, {"deferred": False, **ENDED}),
+    "signals": ({"deferred": True, **ENDED}, {"deferred": False, **ENDED}),
     "sigusr1": (
         {"handler": True, "dump": True, "went_on": True, **ENDED},
         {"handler": False, "dump": True, "code": -signal.SIGUSR1},
@@ -125,7 +125,7 @@ def test_without_mlock_nothing_is_locked(results: dict[str, dict[str, Any]]) -> 
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("said, unknown", [("sigsev", "sigsev"), ("fork, maloc,sigint", "maloc"), ("ALL", "ALL")])
+@pytest.mark.parametrize("said, unknown", [("sigsev", "sigsev"), ("fork, maloc,signals", "maloc"), ("ALL", "ALL")])
 def test_a_word_that_is_not_known_is_refused_at_import(said: str, unknown: str) -> None:
     variables = {**environment(), "SWAPPER_OFF": said}
     done = subprocess.run([sys.executable, "-c", "import swapper"], env=variables, capture_output=True, text=True)
@@ -135,9 +135,9 @@ def test_a_word_that_is_not_known_is_refused_at_import(said: str, unknown: str) 
 
 def test_words_may_have_spaces_between_them() -> None:
     program = "import swapper.runtime.process as p; print(sorted(p._off))"
-    variables = {**environment(), "SWAPPER_OFF": " fork, sigint,,"}
+    variables = {**environment(), "SWAPPER_OFF": " fork, signals,,"}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
-    assert done.stdout == "['fork', 'sigint']\n"
+    assert done.stdout == "['fork', 'signals']\n"
 
 
 def test_the_page_has_every_word_and_no_other() -> None:

@@ -27,7 +27,7 @@ import torch
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.registered_memory import LockedMemory
 from swapper.errors import BudgetError, DeviceError, IoError
-from swapper.runtime.interrupts import SteadyLock
+from swapper.runtime.interrupts import make_lock
 from swapper.runtime.sizes import format_bytes
 from swapper.train.activations.saved_tensor_cache import Arrival, SavedTensorCache, Stored, page_aligned
 
@@ -99,7 +99,7 @@ class DeviceTensorCache:
         self._going_down: deque[tuple[Any, torch.Tensor]] = deque()  # event, host memory
         self._going_up: deque[tuple[Any, torch.Tensor]] = deque()
         self._down, self._up = device.new_stream(), device.new_stream()
-        self._lock = SteadyLock()
+        self._lock = make_lock()
         self._order = count()
         self._live: dict[int, weakref.ref[DeviceStored]] = {}  # by number, in order
         self._here: dict[int, weakref.ref[DeviceStored]] = {}  # those with memory, in order of allocation

@@ -28,7 +28,7 @@ from swapper.io.engines import Engine, Transfer
 from swapper.io.extents import SpillFile
 from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING, Resident
 from swapper.runtime.free_memory import note_freed
-from swapper.runtime.interrupts import SteadyLock
+from swapper.runtime.interrupts import make_lock
 
 
 class Arrival:
@@ -111,7 +111,7 @@ class SavedTensorCache:
         self._limit_bytes = limit_bytes
         self._keep_bytes = keep_bytes
         self._file = file
-        self._lock = SteadyLock()
+        self._lock = make_lock()
         self._order = count()
         self._live: dict[int, weakref.ref[Stored]] = {}  # by number, in order
         self._here: dict[int, int] = {}  # never written ones, oldest first: by number, bytes

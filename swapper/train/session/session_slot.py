@@ -123,6 +123,12 @@ class SessionSlot:
                 f"step {self._failed_step} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
                 "Close the manager and resume from the last commit (resume='auto') or snapshot"
             ) from self._failure
+        if self.run is not None and self.run.pager.broken_by:
+            raise StateError(
+                f"{self.run.pager.broken_by} was raised in the middle of a change of pages (by another thread, or a second "
+                "Ctrl-C): memory is in no known state, and nothing more is committed. Close the manager and resume from the "
+                "last commit (resume='auto') or snapshot"
+            )
 
     def lose_ranks(self, error: BaseException) -> None:
         """Refuse every use from now on: this rank has left a collective, for the reason `error`, and others wait in it."""
@@ -161,7 +167,8 @@ class SessionSlot:
 
     @property
     def has_failed(self) -> bool:
-        return self._failure is not None
+        """True if memory holds a mix of two steps, or is in no known state: nothing of it is to be committed."""
+        return self._failure is not None or (self.run is not None and bool(self.run.pager.broken_by))
 
     def end(self) -> None:
         """Mark it closed, and drop the session."""
@@ -342,4 +349,6 @@ class SessionSlot:
 
     def _may_undo(self, run: TrainingSession, sections: Sequence[Section] | None) -> bool:
         """Return True if in this training step nothing has changed the sections but the step that failed."""
+        if run.pager.broken_by:
+            return False
         return sections is None or self.training_step.may_undo(run.model.members_of(sections))
