@@ -255,7 +255,7 @@ class GroupParameters(LeasedGroup):
         self._external.clear()
         for parameter in self.parameters:
             unguard(parameter)
-            parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            parameter.data = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
 
     def _dematerialize(self) -> None:
         if not self._leases and not self.pins:
