@@ -44,7 +44,7 @@ class Corpus:
         """Return batch `number`, the same each time: tokens and targets, int64, each (size, context)."""
         tokens = self.validation if validation else self.train
         generator = torch.Generator().manual_seed(number)
-        starts = torch.randint(len(tokens) - context - 1, (size,), generator=generator).tolist()
+        starts = torch.randint(len(tokens) - context - 1, (size,), generator=generator, device="cpu").tolist()
         rows = torch.stack([tokens[start : start + context + 1] for start in starts]).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 

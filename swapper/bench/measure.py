@@ -95,7 +95,7 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
     span_bytes = max(span_bytes // pattern.piece_bytes, 1) * pattern.piece_bytes
     slots = max(OPERATIONS_AHEAD // 2, pattern.memory_bytes // lanes // span_bytes)
     nbytes = span_bytes * slots * lanes
-    memory = torch.ones(nbytes + SECTOR_BYTES if ordinary else 0, dtype=torch.uint8)
+    memory = torch.ones(nbytes + SECTOR_BYTES if ordinary else 0, dtype=torch.uint8, device="cpu")
     arena = None if ordinary else _C.Arena(nbytes)
     address = round_up(memory.data_ptr(), SECTOR_BYTES) if arena is None else arena.address
     engine = _C.Engine(backend=backend, depth=pattern.depth, piece_bytes=pattern.piece_bytes, arena=arena)
@@ -138,7 +138,11 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
 
 def measure_while_computing(pattern: Pattern, paths: dict[str, Path], backend: str = "auto") -> Speed:
     """Measure the bytes a second of swapper's engine while torch computes on all its threads."""
-    left, right, large = torch.ones(128, 1024), torch.ones(1024, 1024), torch.ones(16 << 20)
+    left, right, large = (
+        torch.ones(128, 1024, device="cpu"),
+        torch.ones(1024, 1024, device="cpu"),
+        torch.ones(16 << 20, device="cpu"),
+    )
     parts = itertools.cycle(torch.split(large, 1 << 20))  # more than a cache has, as in a step
     with ThreadPoolExecutor(1) as pool:
         measured = pool.submit(measure_engine, pattern, paths, backend)

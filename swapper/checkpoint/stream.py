@@ -117,7 +117,7 @@ class StreamWriter:
         ring_bytes = blocks * BLOCK_BYTES
         self._arena = None if pinned else _C.Arena(ring_bytes)
         if self._arena is None:
-            self._memory = torch.empty(ring_bytes, dtype=torch.uint8, pin_memory=True)
+            self._memory = torch.empty(ring_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         else:
             self._memory = torch.frombuffer(self._arena.view(0, ring_bytes), dtype=torch.uint8)
         begin = self._memory.data_ptr()

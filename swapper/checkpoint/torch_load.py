@@ -176,7 +176,7 @@ def _needs_torch(checkpoint: TorchFile, records: Mapping[str, ZipRecord], map_lo
         or any(record.compressed for record in records.values())
         or str(map_location).startswith("meta")
         or any(name in checkpoint.pickle for name in _NEEDS_PLAIN_LOCATION)
-        or type(torch.empty(0)) is not torch.Tensor  # within a FakeTensorMode
+        or type(torch.empty(0, device="cpu")) is not torch.Tensor  # within a FakeTensorMode
     )
 
 

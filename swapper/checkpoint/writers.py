@@ -97,7 +97,7 @@ class Payloads:
     def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> _Reading:
         """Begin to read elements [begin, end) of `parts`, in order; none has strides. Returns memory and tickets."""
         itemsize = parts[0].dtype.itemsize
-        memory = torch.empty(end - begin, dtype=parts[0].dtype)
+        memory = torch.empty(end - begin, dtype=parts[0].dtype, device="cpu")
         tickets = []
         first = 0  # the part's first element
         for part in parts:
@@ -118,7 +118,7 @@ class Payloads:
     def strided(self, part: StoredTensor) -> torch.Tensor:
         """Read a tensor with strides into memory."""
         engine, file = self._open(part.path)
-        memory = torch.empty(part.nbytes, dtype=torch.uint8)
+        memory = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
         engine.read(file, part.offset, memory.data_ptr(), part.nbytes, keep=memory).wait()
         return memory.view(part.dtype).as_strided(part.shape, part.stride or ())
 
@@ -262,7 +262,7 @@ class AssembledTensor(ExportTensor):
 
     def _assembled(self, box: Box, readings: Sequence[_Reading]) -> torch.Tensor:
         """Return a box's elements, flat, when they are read."""
-        whole = torch.empty(box.shape, dtype=self.dtype)
+        whole = torch.empty(box.shape, dtype=self.dtype, device="cpu")
         for piece, reading in zip(box.pieces, readings, strict=True):
             whole[piece.at] = arrived(*reading).reshape(piece.shape)
         return whole.view(-1)

@@ -246,7 +246,7 @@ def _measure(task: DemoTask, directory: Path, snapshot: Path, watch: Watch) -> D
 def _start_torch() -> None:
     """Take one step of a tiny model, so that torch's imports, allocations and threads are not measured."""
     config = GptConfig(vocabulary=256, context=8, layers=1, width=64)
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     plain.PlainTraining(make_gpt(config, torch.bfloat16), LEARNING_RATE, masters=True).step(tokens, tokens)
 
 

@@ -148,7 +148,7 @@ class Device:
     def empty_on_host(self, nbytes: int) -> torch.Tensor:
         """Return page-locked memory, for copies that nobody waits for: uint8 of shape (nbytes,)."""
         with self.named(f"host memory of {nbytes} bytes"):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu", device="cpu")
 
     def copy(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> QueuedCopy:
         """Queue copies on `stream`, and return them. Both sides must stay until they are over.

@@ -76,7 +76,7 @@ class HostSide:
         for registration in self._registrations:
             registration.close()
         self._registrations.clear()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class LockedMemory:

@@ -176,8 +176,12 @@ def encode_commit(record: CommitRecord) -> bytes:
         "nbytes": [section.nbytes for section in record.sections],
         "piece_bytes": [section.piece_bytes for section in record.sections],
         "counts": [len(section.files) for section in record.sections],
-        "files": torch.tensor([file for section in record.sections for file in section.files], dtype=torch.int32),
-        "crc32s": torch.tensor([crc for section in record.sections for crc in section.crc32s], dtype=torch.int64),
+        "files": torch.tensor(
+            [file for section in record.sections for file in section.files], dtype=torch.int32, device="cpu"
+        ),
+        "crc32s": torch.tensor(
+            [crc for section in record.sections for crc in section.crc32s], dtype=torch.int64, device="cpu"
+        ),
     }
     return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build([])
 

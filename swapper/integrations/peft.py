@@ -40,7 +40,7 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 absent.append((module, name, parameter))
-                zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                zeros = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
                 stand_in = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
                 module._parameters[name] = stand_ins.setdefault(id(parameter), stand_in)
     try:

@@ -174,7 +174,9 @@ def record(
 
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad, device="cpu"
+    )
 
 
 def _without_memory(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Module:
@@ -264,8 +266,9 @@ class OperationTimes:
 
     def _measure_calls(self) -> dict[str, float]:
         """Compare a model of small operations with the operations alone."""
-        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
-        x = torch.zeros(1, 64)
+        with torch.device("cpu"):
+            model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+        x = torch.zeros(1, 64, device="cpu")
         recorded = record(model, (), (x,), {}, True).counts
         spent: dict[str, list[float]] = {"forward": [], "backward": []}
         for _ in range(2 * TRIALS):
@@ -340,9 +343,11 @@ class OperationTimes:
         if not isinstance(leaf, TensorForm):
             return leaf
         if not leaf.dtype.is_floating_point:
-            return torch.zeros(leaf.span, dtype=leaf.dtype).as_strided(leaf.shape, leaf.stride)
+            return torch.zeros(leaf.span, dtype=leaf.dtype, device="cpu").as_strided(leaf.shape, leaf.stride)
         if leaf.dtype not in self._scratch:
-            self._scratch[leaf.dtype] = torch.zeros(SCRATCH_BYTES // leaf.dtype.itemsize, dtype=leaf.dtype)
+            self._scratch[leaf.dtype] = torch.zeros(
+                SCRATCH_BYTES // leaf.dtype.itemsize, dtype=leaf.dtype, device="cpu"
+            )
         scratch = self._scratch[leaf.dtype]
         begin = self._next[leaf.dtype]
         begin = begin if begin + leaf.span <= scratch.numel() else 0
@@ -406,7 +411,9 @@ class ColdCaches:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.ones(SCRATCH_BYTES, dtype=torch.uint8)  # untouched pages are one page of zeros
+        self._memory = torch.ones(
+            SCRATCH_BYTES, dtype=torch.uint8, device="cpu"
+        )  # untouched pages are one page of zeros
 
     def make(self) -> None:
         _C.crc32_address(self._memory.data_ptr(), SCRATCH_BYTES)
@@ -424,7 +431,7 @@ def median_seconds(act: Callable[[], object], times: int) -> float:
 
 def cold_seconds(act: Callable[[], object], times: int) -> float:
     """Return the median of the seconds of several calls, each with cold caches, and while torch's threads spin as in a pass."""
-    caches, found, shared = ColdCaches(), [], torch.zeros(SHARED_ELEMENTS)
+    caches, found, shared = ColdCaches(), [], torch.zeros(SHARED_ELEMENTS, device="cpu")
     for _ in range(times):
         caches.make()
         shared.add_(1)

@@ -189,7 +189,9 @@ class DryRun:
         pages = [page for section in sections for page in section.pages]
         self._transient = [page.index for page in pages if page.section.transient]
         for section in sections:
-            section.attach(torch.empty(0, dtype=torch.uint8), NoWindow() if drive is None else VirtualWindow(drive))
+            section.attach(
+                torch.empty(0, dtype=torch.uint8, device="cpu"), NoWindow() if drive is None else VirtualWindow(drive)
+            )
         for page in pages:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)

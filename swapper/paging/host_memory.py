@@ -72,7 +72,7 @@ class HostMemory:
                 self._views.append(weakref.ref(view))
                 cursor += round_up(nbytes, SECTOR_BYTES)
             elif not windows:
-                section.attach(torch.empty(0, dtype=torch.uint8), NoWindow())
+                section.attach(torch.empty(0, dtype=torch.uint8, device="cpu"), NoWindow())
             else:
                 window = arena.window(nbytes)
                 section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)

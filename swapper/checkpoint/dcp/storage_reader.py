@@ -174,7 +174,7 @@ class _OpenFile:
         self, request: ReadItem, target: torch.Tensor, stored: StoredTensor, offset: int, nbytes: int, first: int
     ) -> None:
         """Read rows from `first` on into a buffer, and copy the target's part from it."""
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         rows = memory.view(stored.dtype)
         if stored.stride is not None:
             rows = rows.as_strided(stored.shape, stored.stride)
@@ -224,7 +224,7 @@ class _OpenFile:
             )
 
     def _bytes(self, info: Any) -> bytes:
-        memory = torch.empty(info.length, dtype=torch.uint8)
+        memory = torch.empty(info.length, dtype=torch.uint8, device="cpu")
         self._engine.read(self._file, info.offset, memory.data_ptr(), info.length, keep=memory).wait()
         return memory.numpy().tobytes()
 
@@ -238,7 +238,7 @@ class EncodedTensor:
 
     def decode(self, request: ReadItem, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return what `request` asks for, of parts with its rows."""
-        rows = torch.empty(parts[0].shape)
+        rows = torch.empty(parts[0].shape, dtype=torch.float32, device="cpu")
         self.codec.decode([part.view(-1) for part in parts], rows.view(-1))
         for dim, (begin, length) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
             rows = rows.narrow(dim, begin, length) if dim else rows
@@ -301,7 +301,7 @@ def read_encoded(
         part: Any = metadata.state_dict_metadata[name]
         columns = tuple(part.size[1:])
         begin = torch.Size([request.storage_index.offset[0], *[0] * len(columns)])  # type: ignore[index]
-        targets[name] = torch.empty((rows, *columns), dtype=part.properties.dtype)
+        targets[name] = torch.empty((rows, *columns), dtype=part.properties.dtype, device="cpu")
         zeros = [0] * len(columns)
         items.append(
             ReadItem(

@@ -103,7 +103,7 @@ def locate(
 
 def _view(place: tuple[torch.Tensor, int] | None, stored: StoredTensor) -> torch.Tensor:
     if place is None:  # it has no bytes
-        return torch.empty(stored.shape, dtype=stored.dtype)
+        return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     memory, offset = place
     return view_of(own_storage(memory[offset : offset + stored.nbytes]), 0, stored)
 

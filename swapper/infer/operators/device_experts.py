@@ -59,7 +59,7 @@ class DeviceExperts(Generic[Key]):
         """Return host memory, uint8 of shape (nbytes,). If the registered one is in too small pieces it is other memory."""
         self._copies.collect()
         found = self._memory.take(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8) if found is None else found
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if found is None else found
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries

@@ -281,7 +281,7 @@ class Experts:
                 part.parts.append(view_of(memory, 0, stored))
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8) if self.there is None else self.there.take(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if self.there is None else self.there.take(nbytes)
 
     def _make_room(self, nbytes: int) -> None:
         idle = (key for key, part in list(self._cache.items()) if not part.leases)

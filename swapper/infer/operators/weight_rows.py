@@ -121,7 +121,7 @@ class RowLookup:
 
 
 def _empty(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _there(copies: NewCopies, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:

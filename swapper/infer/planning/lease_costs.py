@@ -74,16 +74,16 @@ class _HookedModules:
     """A module for each access of a trial, with the hooks of a loaded model. Call it to use one."""
 
     def __init__(self, makes: bool, pager: Pager, section: Section | None, accesses: Sequence[Access]) -> None:
-        made = torch.zeros(1)
+        made = torch.zeros(1, device="cpu")
         recipe = Recipe((), (lambda parts, empty: made) if makes else None, made.dtype)
         self._handler = cast(FaultHandler, _NoFaults())  # kept here: guards are weak
         self._modules: dict[Access, _Module] = {}
         units, groups = [], []
         for number, access in enumerate(accesses):
-            part = torch.zeros(1)
+            part = torch.zeros(1, device="cpu")
             if section is not None:
                 part = section.memory[access.pages[0] * (section.page_bytes or 0) :][: made.nbytes].view(made.dtype)
-            module = self._modules[access] = _Module(nn.Parameter(torch.zeros(1), requires_grad=False))
+            module = self._modules[access] = _Module(nn.Parameter(torch.zeros(1, device="cpu"), requires_grad=False))
             weight = PagedWeight("weight", module.weight, [part], recipe)
             groups.append(GroupWeights(number, [weight], access.pages, (), pager, self._handler))
             units.append(Unit(str(number), module, (number,)))

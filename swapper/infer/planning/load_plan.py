@@ -356,7 +356,7 @@ def _made_seconds(weight: Weight) -> float:
     rows = (
         weight.recipe.rows(0, min(-(-TRIAL_ELEMENTS * shape[0] // weight.parameter.numel()), shape[0])) or weight.recipe
     )
-    parts = [torch.zeros(part.shape, dtype=part.dtype) for part in rows.parts]
+    parts = [torch.zeros(part.shape, dtype=part.dtype, device="cpu") for part in rows.parts]
     made = MadeMemory(weight.made_bytes)
     with torch.no_grad():
         numel = max(rows.from_parts(parts, made.empty).numel(), 1)
@@ -366,11 +366,11 @@ def _made_seconds(weight: Weight) -> float:
 def _parts_seconds(linear: RowPartitionedLinear, times: OperationTimes) -> float:
     """Return what it takes to multiply a vector by parts of a matrix that are in memory, over the product with all of it."""
     outputs, inputs, dtype = linear.row_count, linear.columns, linear.weight.recipe.dtype
-    memory = torch.zeros(PARTS_IN_MEMORY * linear.slot_bytes, dtype=torch.uint8)
+    memory = torch.zeros(PARTS_IN_MEMORY * linear.slot_bytes, dtype=torch.uint8, device="cpu")
     there = VirtualDrive()  # its reads are over at once
     made = MadeMemory(linear.made_bytes)
     parts = RowPrefetcher(memory, lambda stored, offset, into: there.read(into.nbytes, None), empty=made.empty)
-    x = torch.zeros(1, inputs, dtype=dtype)
+    x = torch.zeros(1, inputs, dtype=dtype, device="cpu")
     with torch.no_grad():
         parts.multiply(linear, x)
         seconds = cold_seconds(lambda: parts.multiply(linear, x), TRIALS)

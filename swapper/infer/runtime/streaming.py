@@ -91,7 +91,7 @@ class Streaming(Resources[WeightFiles]):
             tickets.append(self.store.read_into(run.path, run.file_offset, section.memory[:nbytes]))
         tensors = []
         for stored in (part for recipe in buffers for part in recipe.parts):
-            memory = torch.empty(stored.nbytes, dtype=torch.uint8)
+            memory = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
             tickets.append(self.store.read_into(stored.path, stored.offset, memory))
             tensors.append(view_of(memory, 0, stored))
         self.pager.back_cold_pages()  # for accesses past the guard

@@ -404,7 +404,7 @@ def compare(opened: Opened, offset: int, tensor: torch.Tensor, op: str) -> None:
     per_chunk = COMPARED_BYTES // tensor.element_size()
     for start in range(0, tensor.numel(), per_chunk):
         stop = min(start + per_chunk, tensor.numel())
-        expected = torch.empty(stop - start, dtype=tensor.dtype)
+        expected = torch.empty(stop - start, dtype=tensor.dtype, device="cpu")
         copy_out(tensor.detach(), start, stop, expected)
         wanted = expected.view(torch.uint8)
         at = offset + start * tensor.element_size()

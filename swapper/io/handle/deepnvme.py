@@ -296,7 +296,7 @@ def new_locked_tensor(elements: int, dtype: torch.dtype, *, must_lock: bool = Tr
         raise ConfigError(f"num_elem={elements!r} must be a number of elements, 0 or more")
     nbytes = elements * dtype.itemsize
     if nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     arena = _C.Arena(nbytes, huge_pages=nbytes >= _HUGE_BYTES)
     if must_lock and not arena.locked:
         reason = arena.lock_reason

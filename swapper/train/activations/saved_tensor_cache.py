@@ -378,7 +378,7 @@ def _again(error: IoError) -> IoError:
 
 def page_aligned(nbytes: int) -> torch.Tensor:
     """Return uint8 memory that begins at a page, so that a drive transfers straight into it."""
-    raw = torch.empty(nbytes + SECTOR_BYTES, dtype=torch.uint8)
+    raw = torch.empty(nbytes + SECTOR_BYTES, dtype=torch.uint8, device="cpu")
     shift = -raw.data_ptr() % SECTOR_BYTES
     return raw[shift : shift + nbytes]
 

@@ -76,7 +76,7 @@ class DeviceResidentState:
         group = _GroupState(
             storage,
             {place: view.view(-1) for place, view in zip(places, views, strict=True)},
-            {place: torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype) for place in others},
+            {place: torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype, device="cpu") for place in others},
         )
         for section in dict.fromkeys(place.section for place in (*others, *places)):
             for copy in page_copies(section, spans.get(section, ()), _in_frame):

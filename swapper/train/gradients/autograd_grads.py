@@ -107,7 +107,7 @@ class GradientsOnDevice(AutogradGradients):
     def parts(self, name: str) -> Iterator[torch.Tensor]:
         parameter = self._parameters[name]
         if parameter.grad is None:
-            self._arriving[name] = torch.empty(parameter.numel(), dtype=parameter.dtype)
+            self._arriving[name] = torch.empty(parameter.numel(), dtype=parameter.dtype, device="cpu")
             yield self._arriving[name]
         else:
             yield parameter.grad.detach().reshape(-1).cpu()

@@ -198,7 +198,7 @@ class _HostSlot:
 
     def release(self) -> None:
         """Release all memory except that of a gradient that is still held; no gradient will follow."""
-        self._place = torch.empty(0)
+        self._place = torch.empty(0, device="cpu")
 
     def take(self, parameter: torch.Tensor) -> None:
         """Copy the parameter's gradient to the slot, unless that is in use, or the gradient is the user's or has a graph."""

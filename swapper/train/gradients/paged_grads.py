@@ -142,7 +142,7 @@ class PagedGradients:
     def _whole(self, slot: GradientSlot) -> torch.Tensor:
         """Return a gradient in memory, unchanged."""
         at = slot.place.slot
-        whole = torch.empty(at.spec.shape, dtype=at.spec.dtype)
+        whole = torch.empty(at.spec.shape, dtype=at.spec.dtype, device="cpu")
         flat = whole.view(-1)
         for view, begin, end in self._pages(slot):
             flat[begin:end] = slot.content.of(view)

@@ -79,10 +79,15 @@ class GivenSource(SectionSource):
         is_value = spec.kind in ("param", MASTER)
         value = self._values.get(spec.owner) if is_value else self._states[spec.owner].get(spec.kind)
         if value is not None:
-            view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
+            view.copy_(as_tensor(value).reshape(-1)[begin:end])
 
     def value(self, name: str) -> torch.Tensor | None:
         return self._values.get(name)
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """Return `value`, a tensor or a number, as a tensor; a number on the CPU, whatever torch's default device is."""
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
 
 
 class CommittedFiles:
@@ -167,7 +172,7 @@ class CarriedSource(SectionSource):
             self._files.read(place, begin, end, view)
         elif spec.kind == MASTER:
             rounded = self._places[spec.owner, "param"]
-            value = torch.empty(end - begin, dtype=rounded.slot.spec.dtype)
+            value = torch.empty(end - begin, dtype=rounded.slot.spec.dtype, device="cpu")
             self._files.read(rounded, begin, end, value)
             view.copy_(value)
         else:
@@ -223,7 +228,7 @@ def iter_section_pages(
 
 def copy_of(place: TensorLocation, pager: Pager) -> torch.Tensor:
     """Return a copy of the tensor at a location; on an accelerator, of what its copy there was made from."""
-    copied = torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype)
+    copied = torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype, device="cpu")
     for _, begin, end, view in iter_section_pages(place.section, pager, only=[place.slot]):
         copied.view(-1)[begin:end] = view
     return copied

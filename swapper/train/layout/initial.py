@@ -140,7 +140,7 @@ class Values:
                 for name, target in targets:
                     stored = self._stored[name]
                     straight = stored.dtype == target.dtype and stored.stride is None
-                    landing = target if straight else torch.empty(stored.nbytes, dtype=torch.uint8)
+                    landing = target if straight else torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
                     for at, extent in self._source.extents(stored.path, stored.offset, stored.nbytes):
                         if extent.path not in files:
                             files[extent.path] = _C.File(str(extent.path), read_only=True)

@@ -66,7 +66,7 @@ class CodedTensors:
         """Return a decoded copy; `on_drive`, in a file without a name, so that it takes no memory for long."""
         places = self._of[name]
         shape = places.param.slot.spec.shape
-        found = self._make(places.numel) if on_drive else torch.empty(places.numel)
+        found = self._make(places.numel) if on_drive else torch.empty(places.numel, dtype=torch.float32, device="cpu")
         for begin, end, parts, param in self._pieces(places, places.coded[key], write=False):
             places.coded[key].codec.decode(parts, found[begin:end], param)
         return found.view(shape)
@@ -77,7 +77,9 @@ class CodedTensors:
         coded, flat = places.coded[key], value.detach().reshape(-1)
         for begin in range(0, places.numel, RESIDENT_ELEMENTS):
             piece = flat[begin : begin + RESIDENT_ELEMENTS].float().contiguous()
-            made = [torch.empty(count, dtype=dtype) for _, dtype, count in coded.codec.parts(piece.numel())]
+            made = [
+                torch.empty(count, dtype=dtype, device="cpu") for _, dtype, count in coded.codec.parts(piece.numel())
+            ]
             lost = coded.codec.encode(piece, made)
             if lost:
                 raise ValueError(

@@ -188,7 +188,7 @@ class MappedState:
         section, slot = place.section, place.slot
         if section.resident:
             return self.only_shown(section.tensor(slot).clone())
-        copied = torch.empty(slot.spec.nbytes, dtype=torch.uint8)
+        copied = torch.empty(slot.spec.nbytes, dtype=torch.uint8, device="cpu")
         for page in pages:
             begin, end = max(page.offset, slot.offset), min(page.offset + page.nbytes, slot.end)
             at = page.stored_offset + begin - page.offset

@@ -126,8 +126,8 @@ class OptimizerProbe:
         if isinstance(self._optimizers.members[member], SGD):
             return {}
         clone = copy_for_trial(self._optimizers.members[member])
-        vars(clone).update(found_inf=torch.ones(()), grad_scale=None)
-        work = Work(local, torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), {})
+        vars(clone).update(found_inf=torch.ones((), dtype=torch.float32, device="cpu"), grad_scale=None)
+        work = Work(local, torch.zeros(1, dtype=dtype, device="cpu"), torch.zeros(1, dtype=dtype, device="cpu"), {})
         with torch.no_grad():
             OptimizerProxy(clone).update([work])
         is_zero = not any(isinstance(value, torch.Tensor) and value.any() for value in work.state.values())
@@ -268,7 +268,7 @@ class _Trial:
 
             def make(shape: tuple[int, ...], known: dict[str, Any] = dict(state)) -> dict[str, Any]:  # noqa: B006
                 return {
-                    key: torch.full(shape, value.reshape(-1)[0].item(), dtype=self._dtype)
+                    key: torch.full(shape, value.reshape(-1)[0].item(), dtype=self._dtype, device="cpu")
                     if isinstance(value, torch.Tensor) and value.dim() and value.numel()
                     else copy.deepcopy(value)
                     for key, value in known.items()
@@ -395,7 +395,7 @@ def _may_depend_on_its_elements_only(cls: type[Optimizer], group: dict[str, Any]
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     made = torch.complex64 if dtype.is_complex else torch.float32
-    return torch.randn(shape, generator=generator, dtype=made).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=made, device="cpu").to(dtype)
 
 
 def _axes(

@@ -21,7 +21,7 @@ from swapper.paging.section import Section
 from swapper.runtime.interrupts import defer_sigint
 from swapper.train.device.resident_state import DeviceResidentState
 from swapper.train.device.train_device import TrainingDevice
-from swapper.train.layout.content import copy_of, iter_section_pages
+from swapper.train.layout.content import as_tensor, copy_of, iter_section_pages
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER
@@ -183,7 +183,7 @@ class OptimizerState:
         self.entries.take(name, state)
         for key, value in state.items():
             if self._coded.has(name, key):
-                self._coded.write(name, key, torch.as_tensor(value))
+                self._coded.write(name, key, as_tensor(value))
 
     @property
     def packed_entries(self) -> dict[str, Any]:
@@ -258,13 +258,13 @@ class OptimizerState:
             for slot, begin, end, view in iter_section_pages(section, self._pager, write=True, only=slots):
                 owner, key = slot.spec.owner, slot.spec.kind  # masters belong to the parameters
                 if self.entries[owner].get(key) is PAGED:
-                    view.copy_(torch.as_tensor(values[owner, key]).reshape(-1)[begin:end])
+                    view.copy_(as_tensor(values[owner, key]).reshape(-1)[begin:end])
                 else:
                     view.zero_()
         for name in states:
             for key in self._coded.keys(name):
                 is_kept = self.entries[name].get(key) is PAGED
-                self._coded.write(name, key, torch.as_tensor(values[name, key]) if is_kept else None)
+                self._coded.write(name, key, as_tensor(values[name, key]) if is_kept else None)
         self.expire(why)
 
     def _is_plain(self, slot: Slot) -> bool:
@@ -286,7 +286,7 @@ class OptimizerState:
         if state and (tensors - shapes.keys() or form.always - state.keys()):
             raise ValueError(f"the state of {places.name} has {sorted(state)}; this optimizer keeps {sorted(shapes)}")
         for key in tensors:
-            given = torch.as_tensor(state[key])
+            given = as_tensor(state[key])
             if given.shape != shapes[key]:
                 both = f"{list(given.shape)}; this optimizer's is {list(shapes[key])}"
                 raise ValueError(f"the state {key!r} of {places.name} has the shape {both}")

@@ -316,7 +316,7 @@ class GroupParameters(LeasedGroup):
         self._at_places.clear()
         for parameter in self.parameters:
             unguard(parameter)
-            parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            parameter.data = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
 
     def _dematerialize(self) -> None:
         if not self._leases and not self.pins:

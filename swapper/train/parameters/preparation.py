@@ -135,7 +135,7 @@ def _only_copies(convert: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        like = torch.ones((2,) * tensor.dim(), dtype=tensor.dtype)
+        like = torch.ones((2,) * tensor.dim(), dtype=tensor.dtype, device="cpu")
         try:
             copy = convert(like)
             is_like = (copy.device, copy.dtype, copy.stride()) == (like.device, like.dtype, like.stride())

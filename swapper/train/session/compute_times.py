@@ -166,7 +166,7 @@ def _recorded_times(recording: Recording, inventory: Inventory) -> ComputeTimes:
 
 def _copying_seconds() -> float:
     """Return how long it takes to copy a byte of a gradient."""
-    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device="cpu")
     target = torch.zeros_like(source)
     return min_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
 

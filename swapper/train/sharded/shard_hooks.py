@@ -125,7 +125,7 @@ class ShardHooks:
                 if isinstance(getattr(shard.parameter.grad, "_local_tensor", None), ColdShard):
                     shard.parameter.grad = None
                 if not keep_cold:
-                    shard.fsdp_param._sharded_param_data = torch.empty(0, dtype=shard.local.dtype)
+                    shard.fsdp_param._sharded_param_data = torch.empty(0, dtype=shard.local.dtype, device="cpu")
                 if not keep_cold or id(shard.local) in self._paged:
                     shard.parameter._local_tensor = _ClosedShard(shard.parameter._local_tensor)  # type: ignore[attr-defined]
 

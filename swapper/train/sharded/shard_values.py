@@ -66,7 +66,7 @@ class ShardValues(Values):
         for name, shard in own.items():
             whole = self._whole.get(id(shard.parameter))
             if whole is None:
-                zeros = torch.zeros(shard.parameter.shape, dtype=shard.local.dtype)
+                zeros = torch.zeros(shard.parameter.shape, dtype=shard.local.dtype, device="cpu")
                 whole = nn.Parameter(zeros, requires_grad=shard.local.requires_grad)
             module._parameters[name] = whole
         try:

@@ -78,7 +78,7 @@ class AdamWKernel:
 def update_by_kernel(one: Update, group: Mapping[str, Any], seed: int | None = None) -> None:
     """Update one slice, whose state is zeros if there is none yet; `group` has its settings."""
     work = one.work
-    before = work.state.get("step", torch.zeros(()))
+    before = work.state.get("step", torch.zeros((), dtype=torch.float32, device="cpu"))
     first, second = one.state_tensors["exp_avg"], one.state_tensors["exp_avg_sq"]
     part = AdamWSlice(
         work.tensor.view(-1),

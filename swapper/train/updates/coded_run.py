@@ -75,7 +75,7 @@ class CodedRun:
 
     def _take(self, numel: int) -> torch.Tensor:
         if self._memory is None:
-            self._memory = torch.empty(self._numel)
+            self._memory = torch.empty(self._numel, dtype=torch.float32, device="cpu")
         begin, self._used = self._used, self._used + numel
         if self._used > self._numel:
             raise InvariantError(f"a run decodes {self._used} elements, and its scratch has {self._numel}")

@@ -564,6 +564,6 @@ class UpcastBuffer:
         if end > self._numel or (begin > 0 and (self._memory is None or self._memory.dtype != dtype)):
             return gradient.to(dtype)
         if self._memory is None or self._memory.dtype != dtype:
-            self._memory = torch.empty(self._numel, dtype=dtype)
+            self._memory = torch.empty(self._numel, dtype=dtype, device="cpu")
         self._used = -(-end // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
         return self._memory[begin:end].view(gradient.shape).copy_(gradient)

@@ -166,7 +166,7 @@ def _measure(
     )  # fmt: skip
     sections = make_sections(plans, [0] * len(plans), lambda plan: True, page_bytes)
     for section in sections:
-        section.attach(torch.zeros(section.plan.nbytes, dtype=torch.uint8), None)
+        section.attach(torch.zeros(section.plan.nbytes, dtype=torch.uint8, device="cpu"), None)
     trainable = find_trainables(trial, find_places(sections))[0]
     proxies = OptimizerProxies(OptimizerSet([copy_for_trial(member) for member in optimizers.members]))
     counters = Counters()
@@ -174,7 +174,7 @@ def _measure(
         [trainable], proxies, StateEntries(trial.forms), cast(Pager, _NoPager()), page_bytes, counters,
         lambda _, gradient, begin, end: gradient.view(-1)[begin:end], lambda _: None,
     )  # fmt: skip
-    gradients = tuple(torch.full(tuple(shape), 1e-3, dtype=like.dtype) for _ in named)
+    gradients = tuple(torch.full(tuple(shape), 1e-3, dtype=like.dtype, device="cpu") for _ in named)
     member = optimizers.locate(index)[0]
 
     def update() -> float:
@@ -268,12 +268,12 @@ def _try(optimizer: Optimizer) -> tuple[float, int] | None:
     if not optimizer.param_groups or not any(group["params"] for group in optimizer.param_groups):
         return None
     proxy = OptimizerProxy(copy_for_trial(optimizer))
-    tensor = torch.zeros(ELEMENTS)
-    work = Work(0, tensor, torch.ones(ELEMENTS), {})
+    tensor = torch.zeros(ELEMENTS, dtype=torch.float32, device="cpu")
+    work = Work(0, tensor, torch.ones(ELEMENTS, dtype=torch.float32, device="cpu"), {})
     in_one_pass = find_torchs_pass(kind_of(optimizer), settings := optimizer.param_groups[0])
 
     def update() -> None:
-        gradient = torch.ones(ELEMENTS)
+        gradient = torch.ones(ELEMENTS, dtype=torch.float32, device="cpu")
         if in_one_pass is not None and work.state:
             states = {key: CodedState(CODECS["fp32"], (work.state[key],)) for key in MOMENTS}
             in_one_pass(tensor, gradient, states, 1.0, settings)
