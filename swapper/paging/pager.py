@@ -209,6 +209,10 @@ class Pager:
             with self._lock:
                 self._write_back.write_all()
 
+    @property
+    def frame_bytes(self) -> int:
+        return self._pool.frame_bytes
+
     def flush(self) -> None:
         """Write every changed page that is not leased, and wait until no write is in flight.
 

@@ -370,7 +370,9 @@ class DeviceSweep(Sweep):
             for key in places.others:
                 if isinstance(value := state.get(key), torch.Tensor):
                     state[key] = self._on_device(value, target.device, self._counts_there(settings, by_kernel))
-            work, rounded = Work(settings, target.detach(), gradient, state), None if master is None else param
+            marks, passes = vars(trainable.parameters[piece.parameter]), self._entries.passes(places.name)
+            work = Work(settings, target.detach(), gradient, state, marks, passes)
+            rounded = None if master is None else param
             yield Update(work, places, begin, end, state_tensors, target, rounded, decoded, by_kernel)
 
     def _update_by_kernels(self, run: list[Update]) -> list[Work]:

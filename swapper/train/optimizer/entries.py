@@ -15,7 +15,7 @@ import copy
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -44,6 +44,16 @@ class StateKey:
         return self.axes == tuple(range(ndim))
 
 
+class Passes(NamedTuple):
+    """How often unknown code goes through a group's parameters: in any call, and more for each of them.
+
+    [Note: unknown code], optimizer_proxy.py
+    """
+
+    fixed: int
+    each: int
+
+
 @dataclass(frozen=True, slots=True)
 class StateForm:
     """An optimizer's state for parameters of one kind.
@@ -55,6 +65,7 @@ class StateForm:
         starts_together: parameters must get their first gradients in one step: SGD(foreach=True, momentum=...) in bf16
             rounds differently in a step in which any of them is new.
         sets: names of settings in its groups that a step changes.
+        passes: of unknown code, in the trial.
     """
 
     keys: tuple[StateKey, ...]
@@ -62,6 +73,7 @@ class StateForm:
     may_cut: bool
     starts_together: bool = False
     sets: frozenset[str] = frozenset()
+    passes: Passes | None = None
 
     def find(self, name: str) -> StateKey | None:
         return next((key for key in self.keys if key.name == name), None)
@@ -94,6 +106,10 @@ class StateEntries:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def passes(self, name: str) -> Passes | None:
+        """Return what is allowed in an update of a parameter. See StateForm."""
+        return self._forms[name].passes
 
     def replace(self, name: str, entries: dict[str, Any]) -> None:
         if entries != self._entries[name]:

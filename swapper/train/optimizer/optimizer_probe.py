@@ -8,7 +8,8 @@ everything is compared bit for bit.
 would give other values; refused. *Whole and cut differ*: parameters are updated whole (Adafactor, Muon). The pieces of
 the trial are shorter than a run of torch's vector code, so equality means that an element's position does not matter at
 all. torch's fused kernels do depend on it, within runs of 8 (fp32) or 16 (bf16, fp16) elements: they are cut at
-multiples of 64 (train/layout/slices.py), in the trial too.
+multiples of 64 (train/layout/slices.py), in the trial too. Code that is not torch's own may look at more later, or from some
+size on: it must be elementwise by its names too (own_code.py).
 
 [Note: bf16 and fp16] There torch's vector and scalar code round differently in most operations that unfused optimizers
 use, in one element of a few thousand: plain torch itself then depends on the number of threads. A short trial may miss
@@ -23,9 +24,15 @@ of smaller ones: bitsandbytes of all, torchao of those in whole blocks of 256. A
 one more step, and its state must have the form that the small ones showed. Not if that state had more than
 MAX_TRIAL_STATE elements: Shampoo has two square matrices for a vector, and takes minutes for the root of a large one.
 
+[Note: what happens later] Unknown code may have rules that begin later: a warm-up, something every hundredth step. So more steps
+are tried from advanced counters: those of its state, groups and attributes that grew by one in a step are set to just below each
+whole number in its code and settings, and to large ones. There are more tensors in such a step, as a rule may look at places in a
+group, with larger and smaller gradients. What such steps do not show is found in the step that does it (optimizer_proxy.py).
+
 [Note: tried once] The behavior of torch's own classes follows from their settings, and from torch's default dtype
 (counters): one trial serves all instances. Other classes may depend on the instance, and each has trials of its own:
-one for all values of the settings that a step itself changes (counters), else there would be one a step.
+one for all values of the settings that a step itself changes (counters), else there would be one a step. Of numbers that only
+scale (a rate, betas, decay) the type and the sign count: schedules change them at every step.
 """
 
 from __future__ import annotations
@@ -40,9 +47,11 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, Rprop
 
 from swapper.errors import UnsupportedError
-from swapper.train.optimizer.entries import StateForm, StateKey, flat, order_of
-from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
+from swapper.train.optimizer.entries import Passes, StateForm, StateKey, flat, order_of
+from swapper.train.optimizer.late_steps import advanced, targets_of
+from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, coupling, is_same
 from swapper.train.optimizer.optimizer_set import NARROW, OptimizerSet, check_settings, has_modes, kind_of
+from swapper.train.optimizer.own_code import is_known, may_be_elementwise, sees_places
 
 STEPS = 4
 """Of the trial: state that appears later is not seen. More where a setting says so: see `steps_of`."""
@@ -73,6 +82,14 @@ CUT_NARROW_FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, Adagrad)
 
 PLAIN = (int, float, bool, str, type(None))
 
+MAX_FORMS = 256
+"""Of an optimizer, or of all of torch's: the oldest are tried again."""
+CROWD = 4
+"""Tensors in addition to the two; as many as the group has, up to MAX_CROWD, of code that may look at places."""
+MAX_CROWD = 64
+LATE_SCALES = (1.0, 1e-3, 1e3)
+"""Of gradients, by step. See [Note: what happens later]."""
+
 _of_torch: dict[Any, StateForm] = {}
 """See [Note: tried once]."""
 
@@ -83,7 +100,7 @@ class OptimizerProbe:
     def __init__(self, optimizers: OptimizerSet) -> None:
         self._optimizers = optimizers
         self._forms: list[dict[Any, StateForm]] = [
-            _of_torch if type(member).__module__.startswith("torch.optim.") else {} for member in optimizers.members
+            _of_torch if is_known(member) else {} for member in optimizers.members
         ]
         self._counters: list[set[str]] = [set() for _ in optimizers.members]  # see [Note: tried once]
 
@@ -95,27 +112,30 @@ class OptimizerProbe:
         """
         member, local = self._optimizers.locate(settings)
         optimizer, forms = self._optimizers.members[member], self._forms[member]
-        group = optimizer.param_groups[local]
+        group, known = optimizer.param_groups[local], forms is _of_torch
 
         def key_of() -> Any:
             left_out = {"params", NAMES, *self._counters[member]}
-            chosen = sorted(
-                (key, type(value).__name__ if key in LR_NAMES else repr(value))
-                for key, value in group.items()
-                if key not in left_out
-            )
+            if known:  # torch's code reads no others
+                left_out |= group.keys() - optimizer.defaults.keys()
+            chosen = sorted((key, _structure(value, key, known)) for key, value in group.items() if key not in left_out)
             return type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, torch.get_default_dtype()
 
         key = key_of()
         if key not in forms:
             if ndim >= len(SHAPES):
                 raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")
-            check_settings(optimizer, group, dtype)
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                form = _Trial(optimizer, local, dtype, SHAPES[ndim]).run()
+            form = self._try(optimizer, local, dtype, ndim)
             self._counters[member] |= form.sets
             forms[key := key_of()] = form
+            while len(forms) > MAX_FORMS:
+                del forms[next(iter(forms))]
         return forms[key]
+
+    def _try(self, optimizer: Optimizer, local: int, dtype: torch.dtype, ndim: int) -> StateForm:
+        check_settings(optimizer, optimizer.param_groups[local], dtype)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return _Trial(optimizer, local, dtype, SHAPES[ndim]).run()
 
     def skipped_state(self, settings: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the state of an element of `dtype` after a first step that torch.amp.GradScaler has skipped.
@@ -145,6 +165,10 @@ class _Trial:
         self._dtype = dtype
         self._shapes = shapes
         self._kind = kind_of(optimizer)
+        self._is_known = is_known(optimizer)
+        self._marks = _marks_in(optimizer.param_groups[settings], len(shapes[0]))
+        self._passed: dict[int, int] = {}  # the most passes of a call, by how many tensors it had
+        self._after: list[tuple[list[Any], Any]] = []  # after each of the first steps: states, and the optimizer
         generator = torch.Generator().manual_seed(0x5AFE)
         self._values = [_random(shape, dtype, generator) for shape in shapes]
         self._steps = steps_of(optimizer.param_groups[settings])
@@ -157,18 +181,56 @@ class _Trial:
         together = self._take_steps([[0, 1]])
         apart = self._take_steps([[0], [1]])
         if not is_same(together, apart):
-            raise UnsupportedError(
-                f"{self._kind} cannot be paged: what it does to one parameter depends on the others, on how often it is called "
-                "or on chance, so updating them one after the other would give other values. Use an optimizer that treats "
-                "parameters separately; if it estimates its learning rate (Prodigy, D-Adaptation), use AdamW with the rate that it "
-                "finds for a smaller model in memory"
-            )
+            raise coupling(self._kind)
+        if not self._is_known:
+            self._check_crowd()
+            for target in targets_of(self._optimizer, is_slow=self._has_factors()):
+                self._check_late(target)
         keys = tuple(self._key(name) for name in self._seen[0])
         always = frozenset(self._always or ())
         self._check_large(keys)
         sets = self._changed_settings(together[1])
         may_cut = self._may_cut(keys, apart[0][0])
-        return StateForm(keys, always, may_cut, starts_together=not self._may_start_late(), sets=sets)
+        starts_together = not self._may_start_late()
+        return StateForm(keys, always, may_cut, starts_together, sets, None if self._is_known else self._passes())
+
+    def _passes(self) -> Passes:
+        """Return how often calls may go through parameters, which grows with their number at most as in the trial."""
+        counts = sorted(self._passed)
+        each = max([0, *(-(-(self._passed[n] - self._passed[1]) // (n - 1)) for n in counts if n > 1)])
+        return Passes(max(0, *(self._passed[n] - each * n for n in counts)), each)
+
+    def _has_factors(self) -> bool:
+        """Return True if it keeps matrices of another shape than the parameter's, whose roots and bases take long."""
+        found = (t for seen in self._seen[:1] for tensors in seen.values() for t in tensors[:1])
+        return any(t.dim() > 1 and t.shape != self._values[0].shape for t in found)
+
+    def _check_crowd(self) -> None:
+        """Raise UnsupportedError if a tensor's place in its group, or how many there are, matters."""
+        many = self._crowd()
+        crowded = self._take_steps([many], count=len(many), steps=2)
+        if not _is_alike(crowded, self._take_steps([[0], [1]], steps=2)):
+            raise coupling(self._kind)
+
+    def _crowd(self) -> list[int]:
+        group = self._optimizer.param_groups[self._settings]
+        more = min(len(group["params"]), MAX_CROWD) if sees_places(self._optimizer) else CROWD
+        return list(range(2 + more))[::-1]
+
+    def _check_late(self, target: int) -> None:
+        """Raise UnsupportedError if a step with this number couples parameters. See [Note: what happens later]."""
+        many = self._crowd()
+        try:
+            crowded, apart = (
+                self._take_steps(calls, count=len(many), steps=len(LATE_SCALES), late=target)
+                for calls in ([many], [[0], [1]])
+            )
+        except UnsupportedError:
+            raise
+        except Exception:  # numbers that no run reaches
+            return
+        if not _is_alike(crowded, apart):
+            raise coupling(self._kind, f"in step {target} or later")
 
     def _check_large(self, keys: Sequence[StateKey]) -> None:
         """Raise UnsupportedError unless a large tensor's state has the same form. See [Note: large tensors]."""
@@ -178,7 +240,7 @@ class _Trial:
             return
         generator = torch.Generator().manual_seed(0x5AFE)
         value, gradient = (_random(shape, self._dtype, generator) for _ in range(2))
-        work = Work(self._settings, value, gradient, self._initial(shape))
+        work = self._work(value, gradient, self._initial(shape))
         self._try(OptimizerProxy(copy_for_trial(self._optimizer)), [work])
         for name, kept in work.state.items():
             self._check_kept(name, kept)
@@ -204,30 +266,52 @@ class _Trial:
         except UnsupportedError:  # torch's fused SGD with momentum fails there by itself
             return False
 
-    def _take_steps(self, calls: list[list[int]], start: int = 0) -> Any:
+    def _take_steps(
+        self, calls: list[list[int]], start: int = 0, count: int = 2, steps: int | None = None, late: int | None = None
+    ) -> Any:
         """Take the steps, in calls with these tensors; return these with their state, and the optimizer's own changes.
 
-        The second tensor has its first gradient in step `start`.
+        The second tensor has its first gradient in step `start`. There are `count`, each like the first or the second. If it is
+        `late`, counters begin just below that number.
         """
-        tensors = [value.clone() for value in self._values]
+        tensors = [self._values[i % 2].clone() for i in range(count)]
         clone = copy_for_trial(self._optimizer)
+        states: list[dict[str, Any]] = [{} for _ in tensors]
+        if late is not None:
+            states = [self._move_on(clone, i % 2, late) for i in range(count)]
         proxy = OptimizerProxy(clone)
-        states: list[dict[str, Any]] = [{}, {}]
-        for step in range(self._steps):
-            for members in [[i for i in call if i == 0 or step >= start] for call in calls]:
+        for step in range(self._steps if steps is None else steps):
+            scale = 1.0 if late is None else LATE_SCALES[step]
+            for members in [[i for i in call if i != 1 or step >= start] for call in calls]:
                 if not members:
                     continue
                 for i in members:
-                    if step == start * i:
-                        states[i] = self._initial(self._shapes[i])
-                works = [Work(self._settings, tensors[i], self._gradients[step][i].clone(), states[i]) for i in members]
+                    if step == (start if i == 1 else 0) and late is None:
+                        states[i] = self._initial(self._shapes[i % 2])
+                works = [self._work(tensors[i], self._gradients[step][i % 2] * scale, states[i]) for i in members]
                 self._try(proxy, works)
+                self._passed[len(works)] = max(self._passed.get(len(works), 0), proxy.passed)
                 for index, work in zip(members, works, strict=True):
                     tensors[index], states[index] = work.tensor, work.state
-                    self._look_at(index, work.state)
+                    self._look_at(index % 2, work.state)
             proxy.end_step()
+            if not self._is_known and len(self._after) < self._steps and len(calls[0]) == 2 and late is None:
+                self._after.append((copy.deepcopy(states), copy_for_trial(clone)))
         own = {name: value for name, value in vars(clone).items() if is_plain(value) or isinstance(value, torch.Tensor)}
         return list(zip(tensors, states, strict=True)), clone.param_groups, own
+
+    def _work(self, tensor: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> Work:
+        return Work(self._settings, tensor, gradient.clone(), state, self._marks)
+
+    def _move_on(self, clone: Optimizer, index: int, target: int) -> dict[str, Any]:
+        """Advance a clone's counters, and return the advanced state of a tensor. See [Note: what happens later]."""
+        (states, before), (later, after) = self._after[-2:]
+        for group, old, new in zip(clone.param_groups, before.param_groups, after.param_groups, strict=True):
+            group.update({k: advanced(old.get(k), v, target) for k, v in new.items() if k != "params"})
+        own = {k: v for k, v in vars(after).items() if k not in ("state", "param_groups") and not k.endswith("_hooks")}
+        vars(clone).update({k: advanced(vars(before).get(k), v, target) for k, v in own.items() if is_plain(v)})
+        state: dict[str, Any] = advanced(states[index], later[index], target)
+        return state
 
     def _try(self, proxy: OptimizerProxy, works: list[Work]) -> None:
         """Update; begin with existing state if it must exist before the first step (Adagrad makes it in __init__)."""
@@ -315,6 +399,8 @@ class _Trial:
         group = self._optimizer.param_groups[self._settings]
         if numel < 2 or not _may_depend_on_its_elements_only(type(self._optimizer), group, self._dtype):
             return False
+        if not self._is_known and not may_be_elementwise(self._optimizer):
+            return False
         step = 64 if group.get("fused") else 13
         pieces = [(begin, min(begin + step, numel)) for begin in range(0, numel, step)]
         like = {key.name for key in keys if key.is_like(len(self._shapes[0]))}
@@ -329,7 +415,7 @@ class _Trial:
             for gradients in self._gradients:
                 flat = gradients[0].reshape(-1)
                 works = [
-                    Work(self._settings, part, flat[begin:end].clone(), state)
+                    self._work(part, flat[begin:end], state)
                     for part, state, (begin, end) in zip(parts, states, pieces, strict=True)
                 ]
                 proxy.update(works)
@@ -346,6 +432,30 @@ class _Trial:
             else all(is_same(s[name], value) for s in states)
             for name, value in state.items()
         )
+
+
+def _structure(value: Any, key: str, known: bool) -> Any:
+    """Return what of a setting may decide about state and arithmetic. See [Note: tried once]."""
+    if key in LR_NAMES:
+        return type(value).__name__
+    if isinstance(value, list | tuple):
+        return tuple(_structure(one, key, known) for one in value)
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), bool(value.any())
+    if isinstance(value, float) or (known and type(value) is int):
+        return type(value).__name__, (value > 0) - (value < 0)
+    return repr(value)
+
+
+def _is_alike(crowded: Any, two: Any) -> bool:
+    """Return True if each of many tensors is like the first or the second of two, and the optimizers like each other."""
+    pairs = all(is_same(one, two[0][number % 2]) for number, one in enumerate(crowded[0]))
+    return pairs and is_same(crowded[1:], two[1:])
+
+
+def _marks_in(group: Mapping[str, Any], ndim: int) -> dict[str, Any]:
+    """Return the attributes that the user has set on parameters of a group."""
+    return next((dict(vars(p)) for p in group["params"] if p.dim() == ndim and vars(p)), {})
 
 
 def steps_of(group: Mapping[str, Any]) -> int:

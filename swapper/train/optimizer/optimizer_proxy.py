@@ -9,22 +9,32 @@ optimizer outside of its parameters' state, in its groups (`group["k"] += 1`) or
 with each call. So every call of a step begins with copies of the same settings and attributes, those of `begin_step`,
 and `end_step` copies the last call's back to the user's. So a step may continue (train/updates/at_step.py) while the
 user's settings are already those of the next one.
+
+[Note: unknown code] may begin to couple parameters in any step, so each call is watched (see own_code.py for what is known).
+It sees all groups, in which only the tensors of the call are, each a Parameter with the marks of the user's. It must not go
+through a group's parameters more often than in the trial (the norm of all needs one more time), must leave the same settings
+and attributes as the other calls of the step, and draw no random numbers.
 """
 
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from swapper.errors import UnsupportedError
-from swapper.train.optimizer.entries import flat, nested
+from swapper.train.optimizer.entries import Passes, flat, nested
 from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
+from swapper.train.optimizer.own_code import is_known, may_draw
 
 NAMES = "param_names"
 """Settings of named parameters. As many as parameters, and only for people."""
@@ -36,12 +46,16 @@ class Work:
 
     `settings` is the number of the parameter's group in the OptimizerSet. `state` is `self.state[tensor]` before
     the update, and afterwards what the optimizer left there: possibly other tensors. [Note: state in lists], entries.py
+    `marks` are the attributes that the user has set on the parameter, `passes` what is allowed: None in a trial, where
+    anything is. See [Note: unknown code].
     """
 
     settings: int
     tensor: torch.Tensor
     gradient: torch.Tensor
     state: dict[str, Any]
+    marks: Mapping[str, Any] = field(default_factory=dict)
+    passes: Passes | None = None
 
 
 class OptimizerProxy:
@@ -50,14 +64,18 @@ class OptimizerProxy:
     Attributes:
         kind: the optimizer's qualified class name.
         first: the number in the OptimizerSet of its first group. Constant between `begin_step` and `end_step`.
+        passed: how often the last call went through the parameters of a group, of unknown code.
     """
 
+    passed = 0
     first = 0
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.kind = kind_of(optimizer)
         self._step = _unhooked_step(type(optimizer))
+        self._is_known = is_known(optimizer)
+        self._may_draw = not self._is_known and may_draw(optimizer)
         # The groups and attributes of the step.
         self._begun: tuple[list[_Settings], dict[str, Any]] | None = None
         self._groups: list[dict[str, Any]] = []  # of the optimizer when the step began
@@ -81,8 +99,12 @@ class OptimizerProxy:
         """
         settings, attributes = self._begun or self.begin_step()
         groups: dict[int, dict[str, Any]] = {}
+        if not self._is_known:
+            groups = {index: {**one.copy(), "params": _Watched()} for index, one in enumerate(settings)}
         state: dict[torch.Tensor, dict[str, Any]] = {}
         for work in works:
+            if not self._is_known:
+                work.tensor = _marked(work)
             work.tensor.grad = work.gradient
             state[work.tensor] = nested(work.state)
             index = work.settings - self.first
@@ -92,13 +114,31 @@ class OptimizerProxy:
         before = {index: dict(group) for index, group in groups.items()}
         proxy = object.__new__(type(self._optimizer))
         proxy.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
+        chance = _chance() if self._may_draw else None
         self._step(proxy)
         if len(proxy.state) != len(works):
             raise UnsupportedError(f"{kind_of(self._optimizer)} keeps state that belongs to none of its parameters")
+        if not self._is_known:
+            self._check_call(works, [group["params"] for group in groups.values()], chance)
         for work in works:
             work.tensor.grad = None
             work.state = flat(proxy.state[work.tensor])
         self._note_changes(settings, attributes, proxy, groups, before)
+
+    def _check_call(self, works: Sequence[Work], lists: Sequence[_Watched], chance: Any) -> None:
+        """Raise UnsupportedError if a call of unknown code did what the trial did not. See [Note: unknown code]."""
+        self.passed = max(one.passes for one in lists)
+        allowed = [work.passes for work in works if work.passes is not None]
+        if allowed and self.passed > max(one.fixed for one in allowed) + sum(one.each for one in allowed):
+            raise coupling(self.kind, "it goes through its parameters more often than in its first steps")
+        if self._may_draw and not is_same(_chance(), chance):
+            raise coupling(self.kind, "it draws random numbers")
+        for work in works:
+            if not is_same(dict(vars(work.tensor)), dict(work.marks)):
+                raise UnsupportedError(
+                    f"{self.kind} cannot be paged: it keeps {set(vars(work.tensor)) - set(work.marks) or 'marks'} on the parameter "
+                    "itself; keep that in self.state[parameter]"
+                )
 
     def changed_setting(self) -> str | None:
         """Return the setting that the user has changed since `begin_step`, in words; None if none."""
@@ -147,14 +187,20 @@ class OptimizerProxy:
         known = {**attributes, "param_groups": proxy.param_groups, "state": proxy.state}
         for name, value in proxy.__dict__.items():
             if name not in known or value is not known[name]:
-                self._attributes[name] = value
+                self._note(self._attributes, name, value)
         for index, group in groups.items():
             theirs = settings[index].values
             for key, value in group.items():
                 if key == "params" or value is theirs.get(key, self):
                     continue
                 if value is not before[index].get(key, self) or not is_same(value, theirs.get(key)):
-                    self._settings.setdefault(index, {})[key] = value
+                    self._note(self._settings.setdefault(index, {}), key, value)
+
+    def _note(self, changed: dict[str, Any], name: str, value: Any) -> None:
+        """Note a changed value. Raise UnsupportedError if another call of the step has left another one."""
+        if not self._is_known and name in changed and not is_same(changed[name], value) and _is_number(value):
+            raise coupling(self.kind, f"it leaves another {name!r} with each of them")
+        changed[name] = value
 
 
 class OptimizerProxies:
@@ -213,6 +259,54 @@ class OptimizerProxies:
 
     def _proxy(self, number: int) -> OptimizerProxy:
         return next(proxy for proxy in reversed(self._proxies) if number >= proxy.first)
+
+
+class _Watched(list[Any]):
+    """A group's parameters. Counts in `passes` how often code, but swapper's, goes through them or asks for their number."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._note(sys._getframe(1))
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._note(sys._getframe(1))
+        return super().__len__()
+
+    def _note(self, caller: FrameType) -> None:
+        self.passes += not caller.f_globals.get("__name__", "").startswith(
+            "swapper."
+        )  # its hook on all steps looks at them
+
+
+def _marked(work: Work) -> torch.Tensor:
+    """Return the tensor as a Parameter, which has the marks of the user's."""
+    if isinstance(work.tensor, nn.Parameter):
+        return work.tensor
+    parameter = nn.Parameter(work.tensor)
+    vars(parameter).update(work.marks)
+    return parameter
+
+
+def _chance() -> Any:
+    """Return the states of the generators of random numbers of torch and Python."""
+    return torch.get_rng_state(), hash(random.getstate())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | int | float | str | None)
+
+
+def coupling(kind: str, found: str = "") -> UnsupportedError:
+    """Return the error for an optimizer that does not treat parameters separately, for the reason `found`, if known."""
+    return UnsupportedError(
+        f"{kind} cannot be paged: what it does to one parameter depends on the others, on how often it is called or on chance"
+        + (f" ({found})" if found else "")
+        + ", so updating them one after the other would give other values. Use an optimizer that treats parameters separately; "
+        "if it estimates its learning rate (Prodigy, D-Adaptation), use AdamW with the rate that it finds for a smaller model in "
+        "memory"
+    )
 
 
 class _Settings:

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Optimizer, SparseAdam
 
 from swapper.errors import ConfigError, UnsupportedError
 from swapper.train.optimizer.entries import flat
+from swapper.train.optimizer.own_code import is_known, is_of_torch, replaced_methods
 
 
 class HoldsOptimizers(Protocol):
@@ -92,8 +93,9 @@ class OptimizerSet:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return the optimizer's qualified class name."""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    """Return the optimizer's qualified class name; of a class of torch's of which somebody has replaced a method with a note."""
+    is_changed = is_of_torch(type(optimizer)) and not is_known(optimizer)
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" + (" (changed)" if is_changed else "")
 
 
 MODES = ("train", "eval")
@@ -187,6 +189,11 @@ def check_supported(optimizer: Optimizer) -> None:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}({option}=True) cannot be paged: build it with {option}=False"
                 )
+    for name in replaced_methods(optimizer):
+        raise UnsupportedError(
+            f"{kind} cannot be paged: its method {name!r} was replaced on the instance (optimizer.{name} = ...), which swapper's "
+            "calls would not follow: define it in a subclass, and build that"
+        )
     _check_attributes(kind, optimizer)
 
 
@@ -239,10 +246,11 @@ def _check_attributes(kind: str, optimizer: Optimizer) -> None:
                 f"{kind} cannot be paged: its attribute {name!r} is an optimizer of its own, which would update parameters that "
                 "are cold. Offload that one, and do what the wrapper does in the training loop"
             )
-        if id(value) in own:
+        if id(value) in own or (type(value) is int and value in own):
             raise UnsupportedError(
-                f"{kind} cannot be paged: its attribute {name!r} holds parameters, which may be cold when it uses them; "
-                "an optimizer must find them in its param_groups"
+                f"{kind} cannot be paged: its attribute {name!r} holds parameters or their id(), which may be cold when it uses "
+                "them, and are updated as others; an optimizer must find them in its param_groups. A group of its own, or an "
+                "attribute of the parameter, marks one"
             )
         if isinstance(value, dict) and depth < 3:
             pending += [(name, item, depth + 1) for pair in value.items() for item in pair]

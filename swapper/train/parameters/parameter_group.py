@@ -193,6 +193,11 @@ class GroupParameters(LeasedGroup):
         """Pages that are in frames as long as the group is pinned."""
         return self._read_access.pages if self.paged else ()
 
+    @property
+    def frame_bytes(self) -> int:
+        """The bytes of the frames of its pages."""
+        return len(self.pages_to_pin) * self._pager.frame_bytes
+
     def pin(self, write: bool) -> None:
         """Bring the parameters in, until `unpin`."""
         access = self._write_access if write else self._read_access

@@ -12,6 +12,11 @@ keeps its lease). A tensor that a call received and returns is not its output: i
 long after the call's backward (T5's layers all return the position bias that the first one makes). Counting gradients
 instead would release a frozen weight that a later node still multiplies with. The others end with the backward.
 
+[Note: loops in a forward] A forward may touch parameters of other units: those stay leased until it ends, and in its backward. A
+loop over all parameters (an average that follows in MoCo, a norm) would fill the pool. So where there is no room, groups that were
+touched without autograd are released: no graph has them, and they are read again if they are touched again. On an accelerator
+they stay, since a graph made later in the same forward may have them, whose reads nobody would answer there.
+
 [Note: what a graph holds] Autograd's nodes hold their hooks, and Python's garbage collector does not traverse nodes. A
 module that keeps a tensor with a graph (RecurrentGemma its state) would so keep itself alive, and the memory of a closed
 session. So a tensor's hook has a weak reference to `TrainingHooks`, and a `TrainingCall` of names and numbers.
@@ -46,6 +51,7 @@ from swapper.modules.turns import Turns, frame_of_backward, frame_of_call, is_in
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.free_memory import note_used
 from swapper.runtime.interrupts import close_all
+from swapper.runtime.sizes import format_bytes
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Updates
@@ -57,7 +63,7 @@ if TYPE_CHECKING:  # whose micro-batches these hooks run
 class TrainingCall(Call):
     """A call whose groups are leased again in its backward. See [Note: what a graph holds]."""
 
-    __slots__ = ("backward_task", "end", "given", "is_functional", "start", "use")
+    __slots__ = ("backward_task", "brought", "end", "given", "is_functional", "start", "use")
 
     def __init__(self, module: str, start: int) -> None:
         super().__init__(module)
@@ -67,6 +73,7 @@ class TrainingCall(Call):
         self.use = -1  # see PendingUses
         self.is_functional = False  # with other parameters than the model's
         self.given: list[Any] = []  # autograd's nodes of its arguments, while the forward runs
+        self.brought: list[int] = []  # those of its groups that it touched without autograd: [Note: loops in a forward]
 
 
 class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
@@ -170,7 +177,12 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     def _lease(self, group: GroupParameters) -> None:
         """Lease `group`, when the batches that pass together have come to it."""
         if self._batches is None:
-            group.lease()
+            try:
+                group.lease()
+            except BudgetError:
+                if not self._release_brought():
+                    raise
+                group.lease()
             return
         self._batches.arrive(group)
         self._lease_with_room(group)
@@ -202,9 +214,36 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         return not is_in_backward()
 
     def _lease_more(self, call: TrainingCall, group: GroupParameters) -> None:
-        self._lease(group)
+        try:
+            self._lease(group)
+        except BudgetError as error:
+            raise self._no_room_to_touch(call, group) from error
         call.groups.append(group.index)
+        if not torch.is_grad_enabled() and self._on_device is None:
+            call.brought.append(group.index)
         self._updates.uses.brought(call, group.index)
+
+    def _release_brought(self) -> bool:
+        """Release groups that running passes touched without autograd. Return True if there are any."""
+        found = [(call, index) for call in (*self._running, *self._backward) for index in call.brought]
+        for call, index in found:
+            call.brought.remove(index)
+            call.groups.remove(index)
+        close_all(self._groups[index].release for _, index in found)
+        return bool(found)
+
+    def _no_room_to_touch(self, call: TrainingCall, group: GroupParameters) -> BudgetError:
+        """Return the error of a forward that touches too many parameters of other units with autograd."""
+        module = self._modules[call.module]()
+        inside = {id(p) for p in module.parameters()} if module is not None else set()
+        needed = sum(one.frame_bytes for one in self._groups if any(id(p) in inside for p in one.parameters))
+        how = ", or under torch.no_grad() if no gradient is wanted" if torch.is_grad_enabled() else ""
+        return BudgetError(
+            f"the forward of {call.module or 'the model'} itself reads parameters of modules inside it ({group.names[0]} and "
+            "others), which stay in memory until it and its backward are over: raise host_memory by "
+            f"{format_bytes(needed)} ({needed} bytes), which is enough for all of them; or do that outside of the forward (a "
+            f"penalty in the training loop), where each is in memory for its operation only{how}"
+        )
 
     def follow(self, parameters: Iterable[nn.Parameter], run: Callable[[], Any]) -> Any:
         """Return the result of `run`, an operation outside of modules on `parameters`, which are in memory.

@@ -404,7 +404,9 @@ class Sweep:
         if not places.may_cut:
             gradient = gradient.view(target.shape)
         state = self._state(places, begin, end, state_tensors)
-        work = Work(trainable.settings[number], target.detach(), self._upcast.widen(gradient, target.dtype), state)
+        wide = self._upcast.widen(gradient, target.dtype)
+        marks, passes = vars(trainable.parameters[number]), self._entries.passes(places.name)
+        work = Work(trainable.settings[number], target.detach(), wide, state, marks, passes)
         rounded = None if master is None else param
         return Update(work, places, begin, end, state_tensors, target, rounded, decoded)
 
