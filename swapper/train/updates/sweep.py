@@ -280,13 +280,20 @@ class Sweep:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _hand_over(self, access: Access | None) -> None:
-        """Lease `access`, if any, before the last slice's lease is released."""
-        if access is not None:
-            self._pager.lease(access)
-        last, self._last = self._last, access
+        """Lease `access`, if any, before the last slice's lease is released.
+
+        The last slice is updated, so it is released as changed even if the lease fails, as by an earlier slice's write: its
+        update may be of a group that is done, which nobody undoes.
+        """
+        last, self._last = self._last, None
         changed, self._changed = self._changed, None
-        if last is not None:
-            self._pager.release(last, last.writes if changed is None else changed)
+        try:
+            if access is not None:
+                self._pager.lease(access)
+                self._last = access
+        finally:
+            if last is not None:
+                self._pager.release(last, last.writes if changed is None else changed)
         if access is not None:
             self._pager.wait(access)
 
