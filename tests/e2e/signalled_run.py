@@ -4,7 +4,8 @@ Usage: signalled_run.py DIRECTORY SEED SIGNALS. A child trains, and ticks as in 
 after a random number of ticks. Three kinds take turns: SIGTERM, whose handler calls sys.exit; SIGUSR1, whose handler raises what
 nobody catches; SIGALRM, whose handler raises a TimeoutError that the loop catches and repeats the step. After an end the next
 child resumes. All placements and update times take turns, each in the smallest budget that works. Losses, random numbers,
-parameters and state must equal those of plain torch, no child may hang or raise anything else, and none may give up its session.
+parameters and state must equal those of plain torch, no child may hang or raise anything else, and none may give up its session,
+except that with update="backward" a step is not repeated between its backward and `optimizer.step()`: that is refused, and resumed.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ def take_step(manager: Any, model: Any, optimizer: Any, number: int, tries: list
             optimizer.step()
         except TimeoutError:
             tries.append(f"step {number}")
+        except swapper.StateError as error:  # between a backward that updates and its step there is nothing to repeat
+            if "optimizer.step() has not been called" not in str(error) or not tries:
+                raise
+            raise Ended from error
     return None if loss is None else loss.item()
 
 
