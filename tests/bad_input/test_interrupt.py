@@ -16,6 +16,58 @@ def test_ctrl_c_at_any_place_of_a_step_leaves_it_whole_or_untaken(tmp_path: Path
     assert sum(line.startswith("interrupted") for line in lines) > 30
 
 
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_a_handler_that_raises_at_any_instruction_of_a_step_leaves_it_whole_or_untaken(
+    tmp_path: Path, update: str
+) -> None:
+    done = run_python("-m", "bad_input.injected", tmp_path, "signal", update, 24, 1)
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
+
+
+def test_any_signal_is_deferred_however_its_handler_was_set_and_wherever_it_arrives(tmp_path: Path) -> None:
+    done = run_python("-c", DEFERRED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "raised at the end: set before, set after, by a thread, interrupt_main, twice\n"
+
+
+DEFERRED = """
+import _thread, os, signal, threading
+from swapper.runtime.interrupts import defer_sigint, make_lock
+
+class Raised(Exception):
+    pass
+def handler(number, frame):
+    raise Raised
+def is_deferred(send):
+    reached = False
+    try:
+        with defer_sigint, make_lock():
+            send()
+            os.getpid()
+            reached = True
+        return False
+    except Raised:
+        return reached
+def by_thread():
+    thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGALRM))
+    thread.start()
+    thread.join()
+signal.signal(signal.SIGTERM, handler)
+cases = {
+    "set before": lambda: signal.raise_signal(signal.SIGTERM),
+    "set after": lambda: (signal.signal(signal.SIGALRM, handler), signal.raise_signal(signal.SIGALRM)),
+    "by a thread": by_thread,
+    "interrupt_main": lambda: (signal.signal(signal.SIGINT, handler), _thread.interrupt_main()),
+    "twice": lambda: [signal.raise_signal(signal.SIGTERM) for _ in range(2)],
+}
+deferred = [name for name, send in cases.items() if is_deferred(send)]
+assert all(signal.getsignal(number) is handler for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT))
+assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is handler and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+print("raised at the end:", ", ".join(deferred))
+"""
+
+
 LOOP = """
 import signal, sys, torch, swapper
 from e2e.models import Net, train_step, loss_of, tokens

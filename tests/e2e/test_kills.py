@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from e2e import corrupted, killed_calls, killed_run, synced_run
+from e2e import corrupted, killed_calls, killed_run, signalled_run, synced_run
 from e2e.processes import run_python
 from e2e.stopped_calls import why_not
 
 
 def test_killed_at_random_instants_a_run_goes_on_exactly(tmp_path: Path) -> None:
     done = run_python(Path(killed_run.__file__), tmp_path, 1, 4)
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
+
+
+def test_a_run_whose_signal_handlers_raise_at_random_instants_goes_on_exactly(tmp_path: Path) -> None:
+    done = run_python(Path(signalled_run.__file__), tmp_path, 1, 4)
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
 
