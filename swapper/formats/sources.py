@@ -135,6 +135,7 @@ class Source:
         stamps: of every file that a tensor lies in, taken when its header was read.
         metadata: the format's own remarks, text to text.
         joined: files in `tensors` that do not exist: their bytes are extents of others.
+        lazy: names of tensors that are lazy conjugates or negations, which are not read; not in `tensors`.
         grids: tensors in chunks along several dimensions, which no such file can hold; not in `tensors`.
     """
 
@@ -145,6 +146,7 @@ class Source:
     metadata: Mapping[str, str]
     joined: Mapping[Path, ConcatenatedFile] = field(default_factory=dict)
     grids: Mapping[str, ChunkedTensor] = field(default_factory=dict)
+    lazy: Sequence[str] = ()
 
     @property
     def everything(self) -> dict[str, StoredTensor | ChunkedTensor]:

@@ -102,6 +102,14 @@ def halve(alias: Any) -> None:
     alias *= 0.5
 
 
+@contextmanager
+def removing(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 # --- aliases of gradients -------------------------------------------------------------------------------------------------
 
 
@@ -135,8 +143,8 @@ def gradient_changed_before_the_step(run: Run) -> list[torch.Tensor]:
 def gradient_changed_by_a_kept_alias(run: Run) -> list[torch.Tensor]:
     kept: list[Any] = []
     handle = run.parameter.register_post_accumulate_grad_hook(lambda p: kept.append(run.alias(p.grad)))
-    backward(run.model)
-    handle.remove()
+    with removing(handle):
+        backward(run.model)
     halve(kept[0])
     run.optimizer.step()
     return [run.step()]
@@ -243,9 +251,9 @@ def parameter_changed_before_the_step(run: Run) -> list[torch.Tensor]:
 def parameter_taken_in_a_forward(run: Run) -> list[torch.Tensor]:
     kept: list[Any] = []
     handle = run.model[run.at].register_forward_pre_hook(lambda *_: kept.append(run.alias(run.parameter)))
-    found = [backward(run.model), shown(kept[0])]
-    run.optimizer.step()
-    handle.remove()
+    with removing(handle):
+        found = [backward(run.model), shown(kept[0])]
+        run.optimizer.step()
     found += [shown(kept[0]), run.step(), shown(kept[0])]
     halve(kept[0])
     return [*found, run.step(), shown(kept[0]), run.step()]
@@ -285,8 +293,8 @@ def clamped_in_each_forward(run: Run) -> list[torch.Tensor]:
         run.parameter.data = torch.clamp(run.parameter.data, -0.05, 1.0)
 
     handle = run.model[run.at].register_forward_pre_hook(clamp)
-    found = [run.step() for _ in range(3)]
-    handle.remove()
+    with removing(handle):
+        found = [run.step() for _ in range(3)]
     return [*found, shown(run.parameter), run.step()]
 
 

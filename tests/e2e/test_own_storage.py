@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,21 +67,29 @@ def test_of_a_model_that_was_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("when", ["pre-hook", "between"])
-def test_a_parameter_that_is_set_to_other_memory_is_named(twins: MakeTwins, when: str) -> None:
+@pytest.mark.parametrize("form", ["same", "other"])
+def test_a_parameter_that_is_set_to_other_memory_gets_its_values_or_is_named(
+    twins: MakeTwins, when: str, form: str
+) -> None:
     pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))
-    weight = pair.swapped[3].weight
 
-    def exchange(*_: Any) -> None:
-        with torch.no_grad():
-            weight.set_(torch.ones(WIDTH, WIDTH))
+    def run(model: Any, _: Any) -> list[torch.Tensor]:
+        @torch.no_grad()
+        def exchange(*_: Any) -> None:
+            values = torch.ones(WIDTH, WIDTH) if form == "same" else torch.ones(1, WIDTH).expand(WIDTH, WIDTH).double()
+            model[3].weight.set_(values)
 
-    if when == "pre-hook":
-        pair.swapped[3].register_forward_pre_hook(exchange)
-        with pytest.raises(swapper.StateError, match=r"3\.weight was replaced or resized"):
-            pair.swapped(torch.randn(4, WIDTH)).sum().backward()
-            pair.swapped(torch.randn(4, WIDTH))
-    else:
-        with pytest.raises((swapper.ColdParameterError, swapper.StateError), match=r"3\.weight (is away|was replaced)"):
+        if when == "pre-hook":
+            model[3].register_forward_pre_hook(exchange)
+        else:
             exchange()
-            pair.swapped(torch.randn(4, WIDTH))
-    pair.close()
+        model(torch.randn(4, WIDTH)).sum().backward()
+        return [model(torch.randn(4, WIDTH)).detach()]
+
+    if form == "same":
+        pair.both(run)
+    else:
+        with pytest.raises((RuntimeError, swapper.SwapperError)):
+            run(pair.swapped, None)
+    with contextlib.suppress(swapper.StateError):
+        pair.close()

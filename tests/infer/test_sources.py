@@ -81,3 +81,15 @@ def test_a_torch_checkpoint_of_every_dtype_is_read_in_place(tmp_path, aligned):
     for name, tensor in reference.state_dict().items():
         assert torch.equal(state[name].view(torch.uint8), tensor.view(torch.uint8)), name
     swapper.loaded(model).unload()
+
+
+@pytest.mark.parametrize("lazy", [lambda values: values.conj(), lambda values: values.conj().imag])
+def test_a_tensor_that_was_saved_lazily_is_named(tmp_path, lazy):
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(lazy(torch.randn(8, dtype=torch.cfloat)))
+
+    torch.save(Complex().state_dict(), tmp_path / "model.pt")
+    with pytest.raises(swapper.CheckpointError, match=r"lazy conjugates or negations: weight: save .*resolve_conj\(\)"):
+        swapper.load(Complex(), tmp_path / "model.pt", host_memory=BUDGET)

@@ -73,6 +73,12 @@ class TensorView:
         return True
 
 
+class LazyTensor(Opaque):
+    """A tensor that was saved as a lazy conjugate or negation: its storage does not have its values."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Skeleton:
     """The result of `read_skeleton`."""
@@ -262,7 +268,7 @@ def _tensor_v3(
 ) -> Any:
     if hooks is not None and not isinstance(hooks, dict):
         raise CheckpointError("it has a tensor with invalid backward hooks")
-    return Opaque(made) if metadata else _view(storage, dtype, offset, size, stride)
+    return LazyTensor(made) if metadata else _view(storage, dtype, offset, size, stride)
 
 
 def _parameter(made: Global, data: Any, *rest: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, Source, opened
 from swapper.formats.stored import StoredTensor
-from swapper.formats.torch_zip.pickle_reader import Skeleton, StorageId, TensorView, read_skeleton
+from swapper.formats.torch_zip.pickle_reader import LazyTensor, Skeleton, StorageId, TensorView, read_skeleton
 from swapper.formats.torch_zip.zip_reader import ZipIndex, ZipRecord, read_index
 
 _MAX_PICKLE_BYTES = 1 << 30  # of a sane file; it is read whole
@@ -143,7 +143,8 @@ def read(path: Path) -> Source:
         tensors[name] = file.stored(name, view)
     metadata = {"alignment": str(file.alignment)} if file.alignment else {}
     in_file_order = dict(sorted(tensors.items(), key=lambda item: item[1].offset))
-    return Source(path, "torch", in_file_order, {path: file.stamp}, metadata)
+    lazy = tuple(name for name, value in file.skeleton.leaves() if isinstance(value, LazyTensor))
+    return Source(path, "torch", in_file_order, {path: file.stamp}, metadata, lazy=lazy)
 
 
 def _root(index: ZipIndex) -> str:

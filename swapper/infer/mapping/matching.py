@@ -84,6 +84,9 @@ class BufferPlace:
     recipe: Recipe
 
 
+LAZY_REMEDY = "tensor.resolve_conj().resolve_neg() in their places"
+
+
 @dataclass(frozen=True)
 class Match:
     """The result of `match`."""
@@ -154,6 +157,7 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
             f"{source.path} does not fit the model: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}. "
             "Map names with rename=, or pass strict=False to skip unexpected names and keep the model's own values "
             "for missing ones"
+            + (f". {_listed('lazy conjugates or negations', source.lazy)}: save {LAZY_REMEDY}" if source.lazy else "")
         )
     check_values(model, {id(weight.parameter) for weight in weights}, buffers)
     return Match(weights, buffers)
@@ -272,7 +276,7 @@ def check_values(model: nn.Module, loaded: set[int], buffers: list[BufferPlace])
         )
 
 
-def _listed(what: str, names: list[str]) -> str:
+def _listed(what: str, names: Sequence[str]) -> str:
     if not names:
         return f"{what}: none"
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
