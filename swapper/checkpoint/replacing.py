@@ -28,6 +28,8 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool | None, durable: 
         overwrite: allow an existing file; None: no, and the caller has no such option. A write-protected one stays.
         durable: sync file and directory, so that a power loss costs at most the new file.
 
+    The new file has the permissions of the one that it replaces.
+
     Raises:
         CheckpointError: an existing `path` must not be replaced, or there is no such directory.
         IoError: the directory cannot be written to.
@@ -74,6 +76,8 @@ def _publish(temporary: Path, target: Path, overwrite: bool | None, durable: boo
         if durable:
             sync(temporary)
         if overwrite:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
             temporary.rename(target)
         else:
             _rename_to_new(temporary, target)

@@ -129,6 +129,13 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
                 return True
         return False
 
+    def _part_of_running(self, unit: Unit | None) -> str | None:
+        """Return the name of `unit` if it is inside of the module whose forward runs; None: it is that, or another one."""
+        outer = next((call.module for call in self._running), None)
+        if unit is None or outer is None or unit.name == outer:
+            return None
+        return unit.name if not outer or unit.name.startswith(outer + ".") else None
+
     def _end(self, unit: Unit) -> CallT | None:
         """Remove and return the running call of `unit`. None: it never began, or its pass was abandoned."""
         if all(call.module != unit.name for call in self._running):

@@ -7,22 +7,31 @@ thread can die in one: a waiting thread checks by the owner's frame whether the 
 from __future__ import annotations
 
 import logging
+import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 import torch
 from torch import nn
 
+from swapper.errors import StateError
 from swapper.runtime.interrupts import defer_sigint
 
 PATIENCE_S = 0.5
 """How long a thread waits for another's pass before it checks whether that thread is still inside."""
 
 _WARN_AFTER_S = 60.0
+
+_CHECKS = 3
+"""How often in a row the owner is found waiting, at the same instruction, before that counts as a deadlock."""
+
+_WAITING = frozenset({threading.__file__, selectors.__file__})
+"""Files of Python whose innermost frame waits: for futures, threads, queues and events; for asyncio's tasks."""
 
 log = logging.getLogger("swapper")
 
@@ -45,16 +54,25 @@ class Turns:
         """Whether this thread is inside."""
         return self.owner is threading.current_thread()
 
-    def take(self, frame: FrameType | None = None) -> bool:
+    def take(self, frame: FrameType | None = None, part: Callable[[], str | None] = lambda: None) -> bool:
         """Wait until no other thread is inside. Returns whether the turn is new: False if this thread had it already.
 
         Args:
             frame: of the pass; once it has returned the turn counts as abandoned. None: once the thread has ended.
+            part: returns the name of what this thread runs if it is a part of what the owner runs; else None.
+
+        Raises:
+            StateError: the owner's forward waits for this thread, which runs a part of it.
         """
         if self.is_mine and (self._frame is None or is_running(self._frame)):
             return False
         began, has_warned = time.monotonic(), False
+        waits: list[object] = []
         while not self._try_to_take(frame):
+            at = self._where_owner_waits()
+            waits = [*waits, at] if at is not None and (not waits or waits[-1] == at) else []
+            if len(waits) >= _CHECKS and (name := part()) is not None:
+                self._refuse_part(name)
             if not has_warned and time.monotonic() - began > _WARN_AFTER_S:
                 has_warned = True
                 self._warn()
@@ -94,6 +112,21 @@ class Turns:
         if not owner.is_alive() or wanted is None:
             return owner.is_alive()
         return is_running(wanted) or self._frame is not wanted
+
+    def _where_owner_waits(self) -> object:
+        """Return the instruction at which the owner waits for other threads or for tasks; None if it does not."""
+        owner = self.owner
+        frame = None if owner is None else sys._current_frames().get(owner.ident or 0)
+        if frame is None or frame.f_code.co_filename not in _WAITING:
+            return None
+        return owner, id(frame), frame.f_lasti
+
+    def _refuse_part(self, name: str) -> NoReturn:
+        raise StateError(
+            f"{name} is run by thread {threading.current_thread().name}, while the forward that contains it waits in thread "
+            f"{getattr(self.owner, 'name', '?')}: a pass uses its weights in one thread. Run {name} in the thread of the forward, "
+            "without a pool or asyncio.to_thread"
+        )
 
     def _warn(self) -> None:
         log.warning(

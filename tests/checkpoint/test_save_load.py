@@ -269,3 +269,13 @@ def test_what_comes_from_a_device_goes_through_a_ring_of_fixed_size(tmp_path: Pa
         writer.append_device(data, checksum)
     assert checksum.value == zlib.crc32(data.numpy().tobytes())
     assert (tmp_path / "x").read_bytes() == b"begin" + data.numpy().tobytes()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o755], ids=oct)
+def test_a_replaced_file_keeps_its_permissions(tmp_path, mode):
+    path = tmp_path / "saved.pt"
+    path.write_bytes(b"before")
+    path.chmod(mode)
+    swapper.checkpoint.save({"x": torch.ones(3)}, path, overwrite=True)
+    assert path.stat().st_mode & 0o7777 == mode
+    assert torch.equal(torch.load(path)["x"], torch.ones(3))

@@ -123,7 +123,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         with outside_transforms():
             _check_not_traced(unit)
-            if not self._take_turn():
+            if not self._take_turn(unit):
                 return
             self._drop_stale()
             if not self._running:
@@ -150,9 +150,9 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 
-    def _take_turn(self) -> bool:
-        """Wait until no other thread is inside the model. Return False if the hooks were removed meanwhile."""
-        if not self._turns.take():
+    def _take_turn(self, unit: Unit | None = None) -> bool:
+        """Wait until no other thread is inside the model, to run `unit`. Return False if the hooks were removed meanwhile."""
+        if not self._turns.take(part=lambda: self._part_of_running(unit)):
             return True
         if self._is_unloaded:
             self._turns.give()

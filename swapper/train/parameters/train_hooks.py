@@ -263,7 +263,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        with outside_transforms(), self._my_turn():
+        with outside_transforms(), self._my_turn(unit):
             if self._batches is not None and unit.groups and not is_in_backward():
                 self._batches.arrive(self._groups[unit.groups[0]])
                 if self._updates.is_open and not self._updates.follows_backward:
@@ -472,17 +472,22 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- turns ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _my_turn(self) -> Iterator[None]:
-        """Take the turn, and return a context in which no other thread of the same backward runs a hook."""
-        self._take_turn()
+    def _my_turn(self, unit: Unit | None = None) -> Iterator[None]:
+        """Take the turn for `unit` or a backward. Return a context in which no other thread of that backward runs a hook."""
+        self._take_turn(unit)
         with self._alone:
             yield
 
-    def _take_turn(self) -> None:
-        """Wait until no other thread uses the model. See [Note: turns]."""
+    def _take_turn(self, unit: Unit | None = None) -> None:
+        """Wait until no other thread uses the model. See [Note: turns].
+
+        Raises:
+            StateError: the running forward waits for this thread, which runs `unit`, a part of it.
+        """
         if _in_thread_of_autograd():
             return
-        if self._turns.take(frame_of_backward() if is_in_backward() else frame_of_call()):
+        frame = frame_of_backward() if is_in_backward() else frame_of_call()
+        if self._turns.take(frame, lambda: self._part_of_running(unit)):
             self._tasks.clear()
             if self._running or self._backward:
                 self.abandon_pass()  # a thread ended it without giving the turn
