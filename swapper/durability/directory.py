@@ -105,6 +105,12 @@ class LockedDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            if holder == str(os.getpid()):
+                raise DirectoryError(
+                    f"{self.path} is in use by another run of this process (a notebook cell again?): call its manager's close(), "
+                    "or use `with SwapManager(...) as manager:`. If no variable has it any more its model still does: `del model, "
+                    "optimizer; import gc; gc.collect()`"
+                ) from None
             raise DirectoryError(
                 f"{self.path} is in use by another run (process {holder}): wait for it, or choose another directory"
             ) from None

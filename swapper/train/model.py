@@ -104,6 +104,10 @@ class OffloadedModel:
             self._membership, inventory, self._trainables, self._places, state_sections, pager, session_guard, self.settle_update,
             on_device, plan.request.manager.drives.directories[0],
         )  # fmt: skip
+        if self._update == "backward":
+            self.optimizer_state.hidden = (
+                "update='backward' has used the gradients up when it begins. Offload with update='step'"
+            )
         self._sweep = self._make_sweep(plan.budget.page_bytes, current.clock.counters)
         self._conditions = Conditions(inventory, self._trainables, self._membership, self.optimizer_state.entries)
         self.groups: list[GroupParameters] = []

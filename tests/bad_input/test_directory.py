@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -269,3 +270,19 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
         manager.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "old.swap").read_text() == "mine too"
+
+
+def test_a_run_of_this_process_is_ended_by_its_close_or_with_its_model(tmp_path: Path) -> None:
+    """What a notebook cell does that runs again, and a function that has dropped its manager."""
+    for end in ("close", "collect"):
+        manager = swapper.SwapManager(tmp_path / end, "64MiB")
+        model, optimizer = manager.offload(model := torch.nn.Linear(8, 8), torch.optim.AdamW(model.parameters()))
+        with pytest.raises(
+            swapper.DirectoryError, match=r"run of this process.*close\(\), or use `with.*del model, opt"
+        ):
+            swapper.SwapManager(tmp_path / end, "64MiB")
+        if end == "close":
+            manager.close()
+        del manager, model, optimizer
+        gc.collect()
+        swapper.SwapManager(tmp_path / end, "64MiB", resume="discard").close()

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import swapper
+from e2e import third_party
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, assert_same, scalers_of
 
@@ -329,4 +330,58 @@ def test_adafactor_with_a_group_for_each_dtype_is_exact(twins: MakeTwins) -> Non
         parameter.grad, other.grad = torch.ones(other.shape, dtype=other.dtype), torch.ones_like(other)
     pair.optimizer.step()
     pair.plain_optimizer.step()
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("update", ["step", "deferred"])
+@pytest.mark.parametrize("params", ["nvme", "host"])
+def test_a_method_of_the_users_class_reads_gradients_and_changes_state(
+    twins: MakeTwins, params: str, update: str
+) -> None:
+    pair = twins(Net(), third_party.Sophia, params=params, update=update)
+
+    def estimate(model: Any, optimizer: Any) -> int:
+        loss_of(model, tokens(2)).backward()
+        count: int = optimizer.update_hessian(scale=0.5)
+        optimizer.zero_grad()
+        return count
+
+    random_state = torch.get_rng_state()
+    with pytest.raises(swapper.StateError, match=r"Sophia\.update_hessian\(\).*call it after the first step"):
+        estimate(pair.swapped, pair.optimizer)
+    pair.optimizer.zero_grad()
+    torch.set_rng_state(random_state)
+    for _ in range(2):
+        pair.train(train_step, steps=2)
+        pair.both(estimate)
+    assert pair.original.estimates == 2
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"update": "backward"}, r"update='step'"), ({"master": True}, "Leave out master_weights")],
+    ids=["backward", "masters"],
+)
+def test_a_method_that_would_not_see_gradients_is_refused(
+    twins: MakeTwins, options: dict[str, Any], reason: str
+) -> None:
+    pair = twins(Net().bfloat16(), third_party.Sophia, **options)
+    pair.train(train_step, steps=1)
+    with pytest.raises(swapper.UnsupportedError, match=rf"Sophia\.update_hessian\(\) cannot be called.*{reason}"):
+        pair.optimizer.update_hessian()
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
+
+
+def test_the_default_dtype_may_change_after_the_first_step(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    pair.train(train_step, steps=1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        pair.train(train_step, steps=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pair.train(train_step, steps=1)
     pair.finish(paged=False)

@@ -97,6 +97,22 @@ def test_torch_s_own_clipping_by_any_norm_is_bit_equal(paged: MakeTwins, order: 
     assert read and pair.manager.counters.read_bytes["grad"] == before, "a known norm was read back for"
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0, torch.inf])
+def test_torch_s_own_clipping_of_lists_is_bit_equal(paged: MakeTwins, order: float) -> None:
+    pair = paged()
+
+    def clipped(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        backward(model)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=order, foreach=True)
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    pair.train(clipped, steps=3)
+    pair.finish(paged=False)
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("update", ["step", "deferred"])
 def test_gradients_that_are_zeroed_and_kept_are_bit_equal(paged: MakeTwins, update: str, foreach: bool) -> None:

@@ -250,3 +250,34 @@ class SquareOfVectors(PerParameter):
         flat = p.grad.reshape(-1, 1)
         state["square"] = state.get("square", 0) + flat @ flat.T
         p.sub_(p.grad / (1 + state["square"].diagonal().sqrt().view_as(p)), alpha=group["lr"])
+
+
+class Sophia(PerParameter):
+    """Divides by a curvature that another method estimates from gradients, every few steps."""
+
+    SETTINGS: ClassVar[dict[str, Any]] = {"lr": 1e-2, "decay": 0.9}
+    estimates = 0
+
+    @torch.no_grad()
+    def update_hessian(self, scale: float = 1.0) -> int:
+        self.estimates += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self._begun(p)
+                    state["hessian"].mul_(group["decay"]).addcmul_(p.grad, p.grad, value=scale * (1 - group["decay"]))
+        return self.estimates
+
+    def _begun(self, p: torch.Tensor) -> Any:
+        state = self.state[p]
+        if len(state) == 0:
+            state["step"] = 0
+            state["momentum"] = torch.zeros_like(p)
+            state["hessian"] = torch.zeros_like(p)
+        return state
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state = self._begun(p)
+        state["step"] += 1
+        state["momentum"].mul_(0.9).add_(p.grad, alpha=0.1)
+        p.sub_((state["momentum"] / (state["hessian"] + 1e-3)).clamp(-1, 1), alpha=group["lr"])

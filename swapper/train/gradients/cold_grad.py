@@ -180,12 +180,38 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
                 _change(tensor, found, unscale)
 
 
+def _norm_all(tensors: Sequence[torch.Tensor], ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+    named = {} if dtype is None else {"dtype": dtype}
+    return [torch.linalg.vector_norm(tensor, ord, **named) for tensor in tensors]
+
+
+def _mul_all(tensors: Sequence[torch.Tensor], other: Any) -> None:
+    others = other if isinstance(other, list | tuple) else [other] * len(tensors)
+    for tensor, factor in zip(tensors, others, strict=True):
+        tensor.mul_(factor)
+
+
+def _clamp_all(which: str) -> Function:
+    def clamp(tensors: Sequence[torch.Tensor], limit: Any) -> Any:
+        if not isinstance(limit, int | float):
+            return NotImplemented
+        for tensor in tensors:
+            tensor.clamp_(**{which: limit})
+        return None
+
+    return clamp
+
+
 ACTIONS: dict[Function, Function] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.Tensor.mul_: _mul,
     torch.Tensor.clamp_: _clamp,
     torch.Tensor.zero_: _zero,
     torch._foreach_zero_: _zero_all,
+    torch._foreach_norm: _norm_all,
+    torch._foreach_mul_: _mul_all,
+    torch._foreach_clamp_min_: _clamp_all("min"),
+    torch._foreach_clamp_max_: _clamp_all("max"),
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale_all,
 }
 

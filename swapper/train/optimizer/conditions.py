@@ -199,11 +199,11 @@ class Conditions:
             now = self._inventory.probe.form(settings, dtype, ndim)
             for form, name in forms.items():
                 if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
-                    kept, space = (sorted(key.name for key in of.keys) for of in (now, form))
+                    kept, space = (", ".join(sorted(map(str, of.keys))) or "none" for of in (now, form))
                     raise StateError(
                         f"parameter {name} is in {self._membership.describe(settings)}, which keeps other state than there is "
-                        f"space for ({kept} instead of {space}) or may not update parameters in pieces: the group's settings "
-                        "were changed, or the parameter was in another group. Do that before manager.offload"
+                        f"space for ({kept}; there is space for {space}) or may not update parameters in pieces: the group's "
+                        "settings were changed, or the parameter was in another group. Do that before manager.offload"
                     )
 
     @property

@@ -36,6 +36,9 @@ class StateKey:
     is_never_negative: bool = False
     order: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.name!r} in {str(self.dtype).removeprefix('torch.')}"
+
     def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
         return tuple(parameter[axis] if axis >= 0 else -axis - 1 for axis in self.axes)
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from swapper.errors import StateError, UnsupportedError
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.process import is_off
-from swapper.train.optimizer.optimizer_set import MODES, has_modes
+from swapper.train.optimizer.optimizer_set import MODES, is_own_method
 from swapper.train.optimizer.state_view import StateView
 
 
@@ -28,6 +28,10 @@ class StateOwner(Protocol):
     @property
     def view(self) -> StateView:
         """Shows the state of each parameter."""
+
+    @property
+    def hidden(self) -> str | None:
+        """What a method of the user's class, which reads gradients and state, would not see; None: nothing."""
 
     def save(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form, {index of parameter: {key: tensor}}."""
@@ -84,8 +88,8 @@ class PagedOptimizer(Optimizer):
             self._owner.view.replace(state)
 
     def __getattr__(self, name: str) -> Any:
-        if name in MODES and "_original" in vars(self) and has_modes(self._original):
-            return partial(self._switch, name)
+        if "_original" in vars(self) and is_own_method(type(self._original), name):
+            return partial(self._call, name)
         return getattr(self._original_with(name), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -95,15 +99,29 @@ class PagedOptimizer(Optimizer):
         else:
             super().__setattr__(name, value)
 
-    def _switch(self, mode: str) -> None:
-        """Call `train()` or `eval()` of the user's class, which set each parameter from its state.
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's class: `train()` or `eval()` of MODES, which set each parameter from its state, or another.
 
-        They change parameters by operations of their own, which find their pages, and read copies of the state.
+        It changes parameters by operations of its own, which find their pages, and reads and writes copies of the state.
+
+        Raises:
+            UnsupportedError: it would see parameters for their fp32 masters, or no gradients, as a backward uses them up.
+            StateError: parameters with gradients have no state yet.
         """
+        if name not in MODES and (why := self._bound.hidden) is not None:
+            raise UnsupportedError(f"{type(self._original).__name__}.{name}() cannot be called: {why}")
+        if name not in MODES and any(
+            p.grad is not None and p not in self.state for g in self.param_groups for p in g["params"]
+        ):
+            raise StateError(
+                f"{type(self._original).__name__}.{name}() would begin the state of parameters, which only a step does here: call "
+                "it after the first step"
+            )
         caller = object.__new__(type(self._original))
         caller.__dict__.update(vars(self._original), state=self.state)
-        getattr(caller, mode)()
+        result = getattr(caller, name)(*args, **kwargs)
         vars(self._original).update({k: value for k, value in vars(caller).items() if k not in ("state", "step")})
+        return result
 
     def _original_with(self, name: str) -> Optimizer:
         if not self._is_shared(name):
@@ -111,10 +129,7 @@ class PagedOptimizer(Optimizer):
         return self._original
 
     def _is_shared(self, name: str) -> bool:
-        """Return True for an option of the original.
-
-        Not for its methods but MODES, as they expect the state in place, nor for torch's marks of its own `step`.
-        """
+        """Return True for an option of the original. Not for torch's marks of its own `step`."""
         return not name.startswith("_") and name in vars(vars(self).get("_original", self))
 
     @property

@@ -30,7 +30,7 @@ whole number in its code and settings, and to large ones. There are more tensors
 group, with larger and smaller gradients. What such steps do not show is found in the step that does it (optimizer_proxy.py).
 
 [Note: tried once] The behavior of torch's own classes follows from their settings, and from torch's default dtype
-(counters): one trial serves all instances. Other classes may depend on the instance, and each has trials of its own:
+(counters) at `offload`: one trial serves all instances. Other classes may depend on the instance, and each has trials of its own:
 one for all values of the settings that a step itself changes (counters), else there would be one a step. Of numbers that only
 scale (a rate, betas, decay) the type and the sign count: schedules change them at every step.
 """
@@ -103,6 +103,7 @@ class OptimizerProbe:
             _of_torch if is_known(member) else {} for member in optimizers.members
         ]
         self._counters: list[set[str]] = [set() for _ in optimizers.members]  # see [Note: tried once]
+        self._default_dtype = torch.get_default_dtype()
 
     def form(self, settings: int, dtype: torch.dtype, ndim: int) -> StateForm:
         """Return the form for parameters (or masters) of `dtype` with `ndim` dimensions in group `settings`.
@@ -119,7 +120,7 @@ class OptimizerProbe:
             if known:  # torch's code reads no others
                 left_out |= group.keys() - optimizer.defaults.keys()
             chosen = sorted((key, _structure(value, key, known)) for key, value in group.items() if key not in left_out)
-            return type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, torch.get_default_dtype()
+            return type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, self._default_dtype
 
         key = key_of()
         if key not in forms:
@@ -134,8 +135,15 @@ class OptimizerProbe:
 
     def _try(self, optimizer: Optimizer, local: int, dtype: torch.dtype, ndim: int) -> StateForm:
         check_settings(optimizer, optimizer.param_groups[local], dtype)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            return _Trial(optimizer, local, dtype, SHAPES[ndim]).run()
+        now = torch.get_default_dtype()
+        torch.set_default_dtype(
+            self._default_dtype
+        )  # counters of state that exists have that one's, whatever it is now
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                return _Trial(optimizer, local, dtype, SHAPES[ndim]).run()
+        finally:
+            torch.set_default_dtype(now)
 
     def skipped_state(self, settings: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the state of an element of `dtype` after a first step that torch.amp.GradScaler has skipped.

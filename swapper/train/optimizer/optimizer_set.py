@@ -109,6 +109,13 @@ def has_modes(optimizer: Optimizer) -> bool:
     return all(callable(getattr(type(optimizer), name, None)) for name in MODES)
 
 
+def is_own_method(cls: type, name: str) -> bool:
+    """Return True for a method that a class adds to torch's optimizers: Sophia's `update_hessian`, MODES."""
+    if name.startswith("_") or hasattr(Optimizer, name) or not callable(getattr(cls, name, None)):
+        return False
+    return not any(name in vars(one) for one in cls.__mro__ if is_of_torch(one))
+
+
 def members_of_given(given: Any) -> list[Any]:
     """Return the optimizers in what the user gives `offload`: one, a list, or an object with a list `optimizers`.
 

@@ -53,7 +53,10 @@ class OptimizerState:
         entries: each parameter's state entries, as plain torch would have them.
         kept: state that stays on the device, if updates run there.
         view: shows the state of each parameter.
+        hidden: see StateOwner (optim.py).
     """
+
+    hidden: str | None = None
 
     def __init__(
         self,
@@ -69,6 +72,10 @@ class OptimizerState:
         directory: Path,
     ) -> None:
         self._inventory = inventory
+        if inventory.master_dtype is not None:
+            self.hidden = (
+                "it would see parameters and gradients in place of their fp32 masters. Leave out master_weights"
+            )
         self._trainables = trainables
         self._places = places
         self._sections = sections

@@ -247,6 +247,10 @@ class MemberState:
         self._member = member
         self.view = StateView(self)
 
+    @property
+    def hidden(self) -> str | None:
+        return self._owner.hidden
+
     def save(self) -> dict[int, dict[str, Any]]:
         return self._owner.save(self._optimizers.numbers(self._member))
 

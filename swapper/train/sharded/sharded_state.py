@@ -30,6 +30,10 @@ class ShardedState:
         self._parameters = {id(shard.local): shard.parameter for shard in shards.all}
         self.view = StateView(self)
 
+    @property
+    def hidden(self) -> str | None:
+        return "it would see shards for parameters, which fully_shard has made. Do that in step()"
+
     def save(self) -> dict[int, dict[str, Any]]:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {
