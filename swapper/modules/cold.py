@@ -246,7 +246,7 @@ def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     parameter, data = args
     fault_handler = handler_of(parameter) if is_cold(parameter) and not isinstance(data, Cold) else None
-    if fault_handler is None or not fault_handler.let_go(parameter):
+    if fault_handler is None or not fault_handler.unmanage(parameter):
         refuse(owner_of(parameter if isinstance(parameter, Cold) else data), "setting .data")
     return func(parameter, data)
 
