@@ -1,5 +1,4 @@
-"""The options of transformers' from_pretrained, and what a directory of a model says of its weights: what is taken, passed on, or
-refused by name."""
+"""Options of transformers' from_pretrained, and directories of models: taken, passed on, or refused by name."""
 
 from __future__ import annotations
 
@@ -45,6 +44,10 @@ MAX_CONFIG_BYTES = 10_000_000  # of a sane adapter_config.json; it is read whole
 def take_dtype(options: dict[str, Any], dtype: torch.dtype | str | None) -> torch.dtype | str:
     """Refuse unsupported options; remove `torch_dtype`, the old name of `dtype`, and return the given dtype.
 
+    Args:
+        options: of the user; changed.
+        dtype: as given by its present name.
+
     Raises:
         ConfigError: an option is not taken, or both names are given.
     """
@@ -59,6 +62,11 @@ def take_dtype(options: dict[str, Any], dtype: torch.dtype | str | None) -> torc
 
 def read_config(cls: Any, path: str | os.PathLike[str], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the configuration in `path`, changed by those of `options` that are its own, and the others.
+
+    Args:
+        cls: the model's class, or an auto class.
+        path: a directory, or a configuration's file.
+        options: of the user.
 
     Raises:
         CheckpointError: there is none. transformers would take its class's default, a model of another size.
@@ -79,6 +87,12 @@ def read_config(cls: Any, path: str | os.PathLike[str], options: dict[str, Any])
 
 def check_config(cls: Any, config: Any, path: str | os.PathLike[str], options: dict[str, Any]) -> None:
     """Refuse what the configuration says of weights and code that would not be followed.
+
+    Args:
+        cls: the model's class, or an auto class.
+        config: the model's.
+        path: of the model, for messages, and to look for files.
+        options: of the user.
 
     Raises:
         UnsupportedError: weights are quantized, or in further files; or the model's class is code in the directory.

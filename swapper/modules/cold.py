@@ -274,7 +274,7 @@ def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if type(target) is ColdView:
         refuse(target.swapper_owner, "setting .data of a view")
     handler = handler_of(target) if is_cold(target) else None
-    if handler is not None and handler.let_go(target):
+    if handler is not None and handler.unmanage(target):
         return func(target, source)
     fault_handler = answering_handler(target, "setting .data")
     with torch._C.DisableTorchFunctionSubclass():

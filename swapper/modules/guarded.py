@@ -75,7 +75,7 @@ class FaultHandler(Protocol):
         """Note that a forward or backward changed parameters of `group` in place; their pages, if any, are being written back."""
         return
 
-    def let_go(self, parameter: nn.Parameter) -> bool:
+    def unmanage(self, parameter: nn.Parameter) -> bool:
         """Make the cold `parameter` an ordinary one, which is given other data next. False: it is not done."""
         return False
 

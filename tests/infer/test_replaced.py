@@ -1,4 +1,4 @@
-"""What replaces a module's weight, bias, forward, class or hooks counts, before and after a load, as in plain torch."""
+"""A replaced weight, bias, forward, class or hook of a module counts, before and after a load, as in plain torch."""
 
 from __future__ import annotations
 

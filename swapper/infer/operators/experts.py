@@ -330,7 +330,7 @@ class OnDemandGroup(GroupWeights):
 
     def _give_back(self, changed: bool) -> None:
         keys = [key for key, _ in self._recipes]
-        self._let_go_moved()
+        self._unmanage_moved()
         for weight in self.weights:
             with torch.inference_mode(False):
                 materialize(weight.parameter)
@@ -338,10 +338,10 @@ class OnDemandGroup(GroupWeights):
             set_cold(weight.parameter)
         self._experts.release(keys)
 
-    def let_go(self, parameter: nn.Parameter) -> None:
+    def unmanage(self, parameter: nn.Parameter) -> None:
         pairs = zip(self.weights, self._recipes, strict=True)
         self._recipes = [recipe for weight, recipe in pairs if weight.parameter is not parameter]
-        super().let_go(parameter)
+        super().unmanage(parameter)
 
     def forget_leases(self) -> None:
         if self._leases:

@@ -265,10 +265,10 @@ class LoadedModel(FaultHandler):
             f"{name} would change parameter {self._names[id(parameters[0])]}, but {FOR_INFERENCE}. To change it, {OTHER_MEMORY}"
         )
 
-    def let_go(self, parameter: nn.Parameter) -> bool:
+    def unmanage(self, parameter: nn.Parameter) -> bool:
         """Make `parameter` an ordinary one, which the user gives other data: it is read no more."""
         for group in self._groups:
-            group.let_go(parameter)
+            group.unmanage(parameter)
         return True
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:

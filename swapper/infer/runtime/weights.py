@@ -196,7 +196,7 @@ class GroupWeights(LeasedGroup):
         if not self._leases:
             self.refuse_change()
 
-    def let_go(self, parameter: nn.Parameter) -> None:
+    def unmanage(self, parameter: nn.Parameter) -> None:
         """Make `parameter` an ordinary one for good, if it is this group's. Its bytes are read with the others' all the same."""
         if any(own is parameter for own in self.parameters):
             unguard(parameter)
@@ -208,13 +208,13 @@ class GroupWeights(LeasedGroup):
         """Note where the leased parameters have their data."""
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
-    def _let_go_moved(self) -> None:
-        """Let go of parameters that were given other data while they were leased."""
+    def _unmanage_moved(self) -> None:
+        """Stop managing parameters that were given other data while they were leased."""
         pairs = zip(self.parameters, self._addresses, strict=False)  # none, if the lease failed
         moved = [p for p, address in pairs if type(p) is nn.Parameter and p.data_ptr() != address]
         self._addresses = []
         for parameter in moved:
-            self.let_go(parameter)
+            self.unmanage(parameter)
 
     def abandon(self, keep_cold: bool = True) -> None:
         super().abandon(keep_cold)
@@ -291,7 +291,7 @@ class GroupWeights(LeasedGroup):
             self.access = self.streamed
 
     def _dematerialize(self) -> None:
-        self._let_go_moved()
+        self._unmanage_moved()
         for weight in self.weights:
             if weight.is_made:
                 with torch.inference_mode(False):
