@@ -19,7 +19,7 @@ import torch
 
 from swapper.checkpoint import zero
 from swapper.checkpoint.encoded_state import MARK, codecs_of
-from swapper.checkpoint.quantization import KEY, CodedTensor, Loss, layouts_of, losses, metadata, quantised
+from swapper.checkpoint.quantization import KEY, AlreadyQuantized, Loss, layouts_of, losses, metadata, quantised
 from swapper.checkpoint.replacing import new_directory, replacing
 from swapper.checkpoint.run_directory import find_run, parameters_of
 from swapper.checkpoint.stream import StreamWriter
@@ -165,7 +165,9 @@ def export(
         patterns = [keep] if isinstance(keep, str) else keep
         chosen = replace(chosen, tensors=quantised(chosen.tensors, quantize, patterns))
     if to not in SAYS_QUANTIZED:
-        tensors = [tensor.dequantised() if isinstance(tensor, CodedTensor) else tensor for tensor in chosen.tensors]
+        tensors = [
+            tensor.dequantised() if isinstance(tensor, AlreadyQuantized) else tensor for tensor in chosen.tensors
+        ]
         chosen = replace(chosen, tensors=tensors)
     if not chosen.tensors:
         raise CheckpointError(f"{source} has no tensors to export")
@@ -198,7 +200,7 @@ def _select_from_safetensors(source: Source) -> Selection:
     """Select all of a file or a directory of Hugging Face; what is quantized there is known as such."""
     layouts = layouts_of(source.metadata, source.path)
     tensors = [
-        CodedTensor.of(tensor, name, layouts[name]) if name in layouts else _whole(tensor, name)
+        AlreadyQuantized.of(tensor, name, layouts[name]) if name in layouts else _whole(tensor, name)
         for name, tensor in source.tensors.items()
     ]
     of_tensors = {KEY + name for name in layouts}

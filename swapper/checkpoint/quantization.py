@@ -249,13 +249,13 @@ class QuantisedTensor(ExportTensor):
 
 
 @dataclass(frozen=True, eq=False)
-class CodedTensor(ExportTensor):
+class AlreadyQuantized(ExportTensor):
     """A tensor that the source has quantized: its bytes as they are, for a format that says so."""
 
     layout: QuantizedLayout
 
     @classmethod
-    def of(cls, stored: StoredTensor, name: str, layout: QuantizedLayout) -> CodedTensor:
+    def of(cls, stored: StoredTensor, name: str, layout: QuantizedLayout) -> AlreadyQuantized:
         """Return the tensor `stored`. Raises CheckpointError: it does not have the shape of its layout."""
         layout.values_shape(stored)
         return cls(name, stored.dtype, stored.shape, (stored,), layout)
@@ -270,7 +270,7 @@ class CodedTensor(ExportTensor):
 class DequantisedTensor(ExportTensor):
     """The values of a quantized tensor, computed as they are written, piece by piece."""
 
-    coded: CodedTensor
+    coded: AlreadyQuantized
 
     @property
     def nbytes(self) -> int:
@@ -292,7 +292,7 @@ def quantised(tensors: Sequence[ExportTensor], scheme: str, keep: Sequence[str])
 
 
 def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTensor:
-    if isinstance(tensor, CodedTensor):
+    if isinstance(tensor, AlreadyQuantized):
         raise CheckpointError(f"{tensor.name} is quantized already: quantize the original, or leave out --quantize")
     is_large = len(tensor.shape) >= 2 and math.prod(tensor.shape) >= MIN_ELEMENTS
     is_kept = any(fnmatchcase(tensor.name, pattern) for pattern in keep)
@@ -308,7 +308,7 @@ def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTe
 
 def metadata(tensors: Sequence[ExportTensor]) -> dict[str, str]:
     """Return the metadata of a safetensors file for the quantized ones of `tensors`."""
-    return metadata_of({t.name: t.layout for t in tensors if isinstance(t, QuantisedTensor | CodedTensor)})
+    return metadata_of({t.name: t.layout for t in tensors if isinstance(t, QuantisedTensor | AlreadyQuantized)})
 
 
 def losses(tensors: Sequence[ExportTensor]) -> dict[str, Loss]:
