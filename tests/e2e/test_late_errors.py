@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import swapper
+from e2e import late_errors
 from e2e.killed_run import make
 from e2e.late_errors import train_step
+from e2e.processes import run_python
 from e2e.twins import smallest_budget
 
 
@@ -82,3 +84,9 @@ def test_after_an_error_at_any_lease_the_iteration_is_repeated_exactly(tmp_path:
     saved = torch.load(tmp_path / "end.pt", weights_only=True)["optimizer"]["state"]
     for of, values in plain_optimizer.state_dict()["state"].items():
         assert all(torch.equal(saved[of][key], value) for key, value in values.items()), of
+
+
+@pytest.mark.slow
+def test_random_errors_leave_no_state_of_two_steps(tmp_path: Path) -> None:
+    done = run_python(Path(late_errors.__file__), tmp_path, 1, 4)
+    assert done.returncode == 0 and "4 cases" in done.stdout and " 0 wrong" in done.stdout, done.stderr
