@@ -20,6 +20,7 @@ from torch import nn
 from swapper.formats.read_plan import FileRange
 from swapper.formats.sources import Source
 from swapper.formats.stored import StoredTensor
+from swapper.infer.mapping.file_tensor import shown_from
 from swapper.infer.mapping.matching import BufferPlace, Recipe, Weight
 from swapper.paging.section import Section, own_storage
 
@@ -112,10 +113,15 @@ class MappedSource:
     """A checkpoint's tensors as mappings of its files: nothing is read before an access.
 
     Owns the mappings. Writes to their tensors stay in memory.
+
+    Args:
+        source: the checkpoint.
+        for_users: the tensors are kept by users, and compare the file's size before each use.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, for_users: bool = False) -> None:
         self._source = source
+        self._for_users = for_users
         self._mappings: dict[Path, mmap.mmap] = {}
 
     def made(self, recipe: Recipe) -> torch.Tensor:
@@ -131,8 +137,10 @@ class MappedSource:
             with stored.path.open("rb") as file:
                 self._mappings[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         number = stored.nbytes // stored.dtype.itemsize
-        flat = torch.frombuffer(self._mappings[stored.path], dtype=stored.dtype, count=number, offset=stored.offset)
-        return flat.view(stored.shape) if stored.stride is None else flat.as_strided(stored.shape, stored.stride)
+        mapping = self._mappings[stored.path]
+        flat = torch.frombuffer(mapping, dtype=stored.dtype, count=number, offset=stored.offset)
+        shaped = flat.view(stored.shape) if stored.stride is None else flat.as_strided(stored.shape, stored.stride)
+        return shown_from(mapping, stored, shaped) if self._for_users else shaped
 
     def forget(self) -> None:
         """Forget the mappings. Tensors in use keep their file mapped."""

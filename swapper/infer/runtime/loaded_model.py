@@ -107,7 +107,7 @@ class LoadedModel(FaultHandler):
         self._closed = False
         self._names: dict[int, str] = {}
         self._recipes: dict[int, Recipe] = {}
-        self._given = MappedSource(source)  # for users, who may write to it
+        self._given = MappedSource(source, for_users=True)  # who may write to it
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
         self._operators: dict[tuple[int, Function], Callable[..., Any]] = {}  # by parameter: of some of its rows
