@@ -47,7 +47,7 @@ class StateKey:
         return self.axes == tuple(range(ndim))
 
 
-class Passes(NamedTuple):
+class Iterations(NamedTuple):
     """How often unknown code goes through a group's parameters: in any call, and more for each of them.
 
     [Note: unknown code], optimizer_proxy.py
@@ -76,7 +76,7 @@ class StateForm:
     may_cut: bool
     starts_together: bool = False
     sets: frozenset[str] = frozenset()
-    passes: Passes | None = None
+    passes: Iterations | None = None
 
     def find(self, name: str) -> StateKey | None:
         return next((key for key in self.keys if key.name == name), None)
@@ -110,7 +110,7 @@ class StateEntries:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def passes(self, name: str) -> Passes | None:
+    def passes(self, name: str) -> Iterations | None:
         """Return what is allowed in an update of a parameter. See StateForm."""
         return self._forms[name].passes
 

@@ -47,7 +47,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, Rprop
 
 from swapper.errors import UnsupportedError
-from swapper.train.optimizer.entries import Passes, StateForm, StateKey, flat, order_of
+from swapper.train.optimizer.entries import Iterations, StateForm, StateKey, flat, order_of
 from swapper.train.optimizer.late_steps import advanced, targets_of
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, coupling, is_same
 from swapper.train.optimizer.optimizer_set import NARROW, OptimizerSet, check_settings, has_modes, kind_of
@@ -202,11 +202,11 @@ class _Trial:
         starts_together = not self._may_start_late()
         return StateForm(keys, always, may_cut, starts_together, sets, None if self._is_known else self._passes())
 
-    def _passes(self) -> Passes:
+    def _passes(self) -> Iterations:
         """Return how often calls may go through parameters, which grows with their number at most as in the trial."""
         counts = sorted(self._passed)
         each = max([0, *(-(-(self._passed[n] - self._passed[1]) // (n - 1)) for n in counts if n > 1)])
-        return Passes(max(0, *(self._passed[n] - each * n for n in counts)), each)
+        return Iterations(max(0, *(self._passed[n] - each * n for n in counts)), each)
 
     def _has_factors(self) -> bool:
         """Return True if it keeps matrices of another shape than the parameter's, whose roots and bases take long."""

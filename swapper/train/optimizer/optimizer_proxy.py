@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.errors import UnsupportedError
-from swapper.train.optimizer.entries import Passes, flat, nested
+from swapper.train.optimizer.entries import Iterations, flat, nested
 from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
 from swapper.train.optimizer.own_code import is_known, may_draw
 
@@ -55,7 +55,7 @@ class Work:
     gradient: torch.Tensor
     state: dict[str, Any]
     marks: Mapping[str, Any] = field(default_factory=dict)
-    passes: Passes | None = None
+    passes: Iterations | None = None
 
 
 class OptimizerProxy:
