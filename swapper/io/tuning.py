@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swapper.errors import ConfigError
-from swapper.io.beneath import read_small
 from swapper.io.drives import Drives
-from swapper.runtime.records import MAX_RECORD_BYTES, parse_json
 
 log = logging.getLogger("swapper")
 
@@ -90,16 +88,13 @@ def tuning_path() -> Path:
 def find_tuning(directory: Path) -> Tuning | None:
     """Return the tuning of the drive of `directory`; None without one, or if the file is wrong (logged)."""
     try:
-        text = read_small(tuning_path(), MAX_RECORD_BYTES, follow=True)
-    except OSError:
-        return None
-    except ValueError as error:
-        log.warning("%s is not used: %s", tuning_path(), error)
+        text = tuning_path().read_text()
+    except (OSError, UnicodeDecodeError):
         return None
     try:
-        entry = parse_json(text).get(drive_of(directory))
+        entry = json.loads(text).get(drive_of(directory))
         return None if entry is None else Tuning(**entry).checked()
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         log.warning("%s is not used: its entry for the drive of %s is wrong (%s)", tuning_path(), directory, error)
         return None
 
@@ -140,7 +135,7 @@ def keep_tuning(directory: Path, tuning: Tuning) -> Path:
     """
     path = tuning_path()
     try:
-        known = parse_json(read_small(path, MAX_RECORD_BYTES, follow=True)) if path.exists() else {}
+        known = json.loads(path.read_text()) if path.exists() else {}
         known[drive_of(directory)] = asdict(tuning)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:

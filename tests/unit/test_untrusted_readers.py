@@ -12,6 +12,7 @@ READERS = {
     "checkpoint/torch_load.py": {"torch.load"},  # `load`: as above
     "checkpoint/dcp/metadata.py": {"pickle._Unpickler"},  # classes of torch's, of what the bounded unpickler has read
     "runtime/records.py": {"json.loads"},
+    "io/tuning.py": {"json.loads"},  # of the user's own settings
 }
 OF_OWN_CHILDREN = ("bench/", "cli/demo.py")
 """What reads the output and files of processes that it has started."""
