@@ -159,4 +159,4 @@ def count_uses(tensor: torch.Tensor) -> int:
 
 
 _OF_COUNTING = 0
-_OF_COUNTING = count_uses(torch.empty(1)) - 1
+_OF_COUNTING = count_uses(torch.empty(1, device="cpu")) - 1
