@@ -497,10 +497,10 @@ def codec_torch_adam(
 class DeferredSignals:
     """A context manager, which may be nested: in its thread handlers of signals are deferred to the end of the outermost one.
 
-    Its entrance and its exit cannot be interrupted: no exception is raised between one of them and the context's body.
+    Its entry and its exit cannot be interrupted: no exception is raised between one of them and the context's body.
 
     Args:
-        prepare: called at each entrance until it returns True; has signals handled by `DeferredHandler`.
+        prepare: called at each entry until it returns True; has signals handled by `DeferredHandler`.
     """
 
     def __init__(self, prepare: Callable[[], bool]) -> None: ...

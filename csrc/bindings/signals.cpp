@@ -1,10 +1,10 @@
 // Sections in which Python's signal handlers are deferred, and a mutex whose holder is in one. Owns the
 // numbers of the signals that came meanwhile.
 //
-// [Note: atomic entrances] Python runs signal handlers, and raises exceptions that another thread has sent
+// [Note: atomic entry] Python runs signal handlers, and raises exceptions that another thread has sent
 // (PyThreadState_SetAsyncExc), between two instructions: at calls, at the begin of a Python function and
-// where a loop goes back. If the entrance and the exit of a `with` statement are C functions, there is no
-// such place between them and its body. So each entrance has its exit, whatever is raised.
+// where a loop goes back. If the entry and the exit of a `with` statement are C functions, there is no
+// such place between them and its body. So each entry has its exit, whatever is raised.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 

@@ -12,7 +12,7 @@ results on a device may differ from those on a CPU in the last bits. Encoded sta
 decoded for the update there, and encoded after it (slice_parts.py).
 
 [Note: a step goes on] A step is queued when `optimizer.step()` returns, and its copies go on during the next forward, as far as
-streams order everything: state in host memory, of parameters that are updated in their images. Whoever reads that state, or a
+streams order everything: state in host memory, of parameters that are updated in their images. What reads that state, or a
 commit, waits for it (`settle`); so does the next update of a group for its own. Results are waited for in the step if they
 lease frames, if a forward is to copy them to the device again, or if a codec may refuse them. Kernels of updates may still read
 gradients then: an operation on one that is still a parameter's `grad` waits for them first (fixed_gradient.py), and one that was
