@@ -107,7 +107,8 @@ def is_aliasing() -> bool:
 
 SAME_FORM = (
     "Assign values of the same shape and dtype (`p.data = x` copies them to the parameter), or change them inside `with "
-    "manager.gather(..., write=True)`; change shapes, dtypes or devices before manager.offload"
+    "manager.gather(..., write=True)`. Other shapes, dtypes or devices (.to(), .half() and the like) cannot be applied after "
+    "offload: apply them before manager.offload"
 )
 """A user's remedy."""
 

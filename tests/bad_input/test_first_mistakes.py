@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a model of another manager": (lambda: offloaded_twice(False), swapper.StateError, "0.weight.*close the other"),
     "meta without values": (on_meta, swapper.UnsupportedError, "0.weight.*init="),
     "init= of no file": (lambda: on_meta(init="none.pt"), swapper.IoError, "none.pt.*correct the path"),
-    "the script started twice": (started_twice, swapper.DirectoryError, r"run/rank-0-of-1.*process \d+.*wait"),
+    "the script started twice": (started_twice, swapper.DirectoryError, r"run/rank-0-of-1.*this process.*close"),
     "the script started again": (lambda: [train(net()) for _ in range(2)], swapper.DirectoryError, 'run.*resume="auto"'),
     "resumed with more layers": (
         lambda: resumed(net(), net(3)), swapper.CheckpointError, r"\n- only in the model: 2.weight param.*\n[^$]*Build",

@@ -42,7 +42,9 @@ WAYS = {
         "swapper/io/gds/cufile.py": "CUFILE_ALLOW_COMPAT_MODE"
     },
     r"sys\.meta_path\.insert": {"swapper/integrations/autostart/sitecustomize.py": "SWAPPER_DEEPSPEED"},
-    r"setrlimit\(|set_num_threads\(|sys\.excepthook|set_default_d\w+\(|faulthandler\.": {},
+    r"setrlimit\(|set_num_threads\(|sys\.excepthook|set_default_d\w+\(|faulthandler\.": {
+        "swapper/train/optimizer/optimizer_probe.py": "set_default_dtype"
+    },
 }
 """Ways to change a process, as source text has them; and which files use them, under which word of the page."""
 

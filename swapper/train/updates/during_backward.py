@@ -309,14 +309,14 @@ class StepInBackward(Updates):
             if other not in self._stepped:
                 self._check_as_used(other)
         groups, late = self._sweep.groups_of(member), self._stepped.setdefault(member, [])
+        for settings, gradient in self._protected:
+            if settings in groups:
+                release(gradient)
         for trainable in self._sweep.trainables:
             if trainable.group not in self._done and (update := self._sweep.fix(trainable, groups)) is not None:
                 late.append(update)
                 self._sweep.update(update)
         self._sweep.give_back()
-        for settings, gradient in self._protected:
-            if settings in groups:
-                release(gradient)
 
     def _update(self, group: int) -> None:
         try:
