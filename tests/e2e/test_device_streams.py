@@ -282,9 +282,12 @@ def test_gradients_that_updates_still_read_are_waited_for_by_whoever_changes_the
         elif look_at == "forward":
             pair.both(lambda model, _: model(torch.ones(8, WIDTH).requires_grad_()).detach())
         assert all(map(streams.main.knows, updated)) == (look_at != "nothing")
-        assert all(type(p.grad) is torch.Tensor for p in pair.swapped.parameters() if p.grad is not None) or (
-            look_at == "nothing"
-        )
+        kinds = [type(p.grad) is torch.Tensor for p in pair.swapped.parameters() if p.grad is not None]
+        assert (all(kinds), any(kinds)) == {
+            "gradient": (False, True),
+            "forward": (True, True),
+            "nothing": (False, False),
+        }[look_at]
         pair.assert_same_parameters()
 
 

@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -120,6 +122,7 @@ class DeviceSweep(Sweep):
             self.settle()  # its pages go through the frames that earlier slices still lease
         if not self._has_updated:
             self._begin_ring()
+        self._read += zip(update.trainable.parameters, update.gradients, strict=True)
         with self._apart(), torch.autocast(self.on_device.device.device.type, enabled=False):
             if not self._has_updated or any(type(g) not in (ColdGradient, NoneType) for g in update.gradients):
                 self.on_device.order.follow()
@@ -131,7 +134,6 @@ class DeviceSweep(Sweep):
                     access = self._access(update.trainable, part)
                     slot = self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
                     self._update_on_device(update, part, access, slot)
-        self._read += zip(update.trainable.parameters, update.gradients, strict=True)
 
     def give_back(self, then: Access | None = None) -> None:
         if then is not None:
@@ -146,10 +148,16 @@ class DeviceSweep(Sweep):
             if gradient is not None:
                 unfix(gradient)
         if self._read:
-            device = self.on_device.device
-            with contextlib.suppress(DeviceError):  # the next use of a failed device raises
-                device.let_wait(device.current_stream(), device.record(self.on_device.updating))
+            self._wait_for_updates()
         self._read.clear()
+
+    def _wait_for_updates(self, gradient: weakref.ref[torch.Tensor] | None = None) -> None:
+        """Have the current stream wait for all updates, before a change of `gradient`."""
+        device = self.on_device.device
+        with contextlib.suppress(DeviceError):  # the next use of a failed device raises
+            device.let_wait(device.current_stream(), device.record(self.on_device.updating))
+        if gradient is not None and (alive := gradient()) is not None:
+            unfix(alive)
 
     def pass_begins(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -201,7 +209,7 @@ class DeviceSweep(Sweep):
         self._has_updated = False
         for _, gradient in self._read:
             if gradient is not None:
-                fix(gradient, self.rejoin)
+                fix(gradient, partial(self._wait_for_updates, weakref.ref(gradient)))
         super().end()
 
     def abandon(self) -> None:
