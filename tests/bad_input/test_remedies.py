@@ -67,22 +67,21 @@ def test_an_empty_name_is_no_directory(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def named_addition(error: swapper.BudgetError) -> int:
-    match = re.search(r"raise host_memory by at least .* \((\d+) bytes\)", str(error))
+    match = re.search(r"raise host_memory by (?:at least )?\S+ \S+ \((\d+) bytes\)", str(error))
     assert match is not None, error
     return int(match[1])
 
 
 class WholeTable(Net):
-    """Its forward also uses, by itself, what its children were to use one after the other."""
+    """One operation of its forward, which autograd records, uses what its children use one after the other."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        together = [block.up.weight for block in self.blocks] + [block.down.weight for block in self.blocks]
-        return super().forward(batch) + sum(weight.sum() for weight in together)
+        return super().forward(batch) + torch.cat([p.flatten() for p in self.parameters()]).sum()
 
 
 @pytest.mark.parametrize("use", ["gather", "forward"])
 def test_what_does_not_fit_at_one_time_names_the_bytes_that_it_takes(tmp_path: Path, use: str) -> None:
-    """By following what the errors say one gets there: gather's first number is enough; a forward finds more as it goes on."""
+    """The number that the error names is enough."""
     places = {"params": "nvme", "optimizer_state": "nvme"}
     make = Net if use == "gather" else WholeTable
     model = make()
@@ -98,8 +97,7 @@ def test_what_does_not_fit_at_one_time_names_the_bytes_that_it_takes(tmp_path: P
                     with manager.gather(model):
                         assert all(torch.isfinite(p).all() for p in model.parameters())
                 else:
-                    with torch.no_grad():
-                        loss_of(model, tokens())
+                    loss_of(model, tokens())
             except swapper.BudgetError as refused:
                 addition = named_addition(refused)
                 assert addition > 0
@@ -107,4 +105,4 @@ def test_what_does_not_fit_at_one_time_names_the_bytes_that_it_takes(tmp_path: P
                 refusals += 1
             else:
                 break
-    assert refusals == 1 if use == "gather" else 1 <= refusals <= 8
+    assert refusals == 1
