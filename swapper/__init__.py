@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from swapper.options import Accelerator, CommitPolicy, ExternalWeights
     from swapper.runtime.stats import StepStats
     from swapper.train.activations.saved_tensor_hooks import offload_activations
-    from swapper.train.optimizer.optim import PagedOptimizer
-    from swapper.train.session.plan import Plan
+    from swapper.train.planning.plan import Plan
+    from swapper.train.state.optim import PagedOptimizer
 
 __all__ = [
     "Accelerator",
@@ -91,8 +91,8 @@ _BY_MODULE = {
     "swapper.options": "Accelerator CommitPolicy ExternalWeights",
     "swapper.runtime.stats": "StepStats",
     "swapper.train.activations.saved_tensor_hooks": "offload_activations",
-    "swapper.train.optimizer.optim": "PagedOptimizer",
-    "swapper.train.session.plan": "Plan",
+    "swapper.train.state.optim": "PagedOptimizer",
+    "swapper.train.planning.plan": "Plan",
 }
 _LATER = {name: module for module, names in _BY_MODULE.items() for name in names.split()}
 

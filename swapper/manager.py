@@ -34,10 +34,10 @@ from swapper.runtime.process import is_off
 from swapper.runtime.stats import LimitWatch, StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back, unwrapped, wrapped_as
-from swapper.train.session.fastest import choose_fastest
+from swapper.train.planning.fastest import choose_fastest
+from swapper.train.planning.plan import Plan
+from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.overview import overview
-from swapper.train.session.plan import Plan
-from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.session_factory import SessionFactory
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.user_state import UserState

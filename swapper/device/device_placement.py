@@ -21,6 +21,12 @@ AHEAD_BYTES = 64 << 20
 AHEAD_SHARE = 8
 STEPS = 64
 """The share that stays is searched in steps of 1/64."""
+EARLIER_SHARE = 4
+"""An earlier gradient, to which one is added, is on the device in pieces of this part of the bytes for downloads."""
+PAGES_ON_THEIR_WAY = 2
+"""Frames leased for gradients at once that a pool always has: one is copied while the next is queued."""
+RING = 3
+"""Slices on the device at once if they are updated there: one is copied up, one is updated, one is copied down."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,15 +26,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from swapper.errors import ConfigError, DirectoryError, StateError
-
-if TYPE_CHECKING:  # which knows what a commit is called
-    from swapper.durability.commit import CommitRecord
 
 log = logging.getLogger("swapper")
 
@@ -54,6 +51,16 @@ _managers = itertools.count()
 """Of this process that run together with those of other ranks: all ranks make them in the same order."""
 
 
+class CommitOfJob(Protocol):
+    """What a comparison of ranks reads of a commit. See CommitRecord."""
+
+    @property
+    def job(self) -> str: ...
+
+    @property
+    def id(self) -> CommitId: ...
+
+
 @dataclass(frozen=True)
 class Held:
     """What a rank can resume from.
@@ -70,7 +77,7 @@ class Held:
     commits: tuple[CommitId, ...]
 
     @classmethod
-    def of(cls, place: str, resume: str, commits: Sequence[CommitRecord]) -> Held:
+    def of(cls, place: str, resume: str, commits: Sequence[CommitOfJob]) -> Held:
         return cls(place, resume, commits[0].job if commits else "", tuple(commit.id for commit in commits))
 
     def describe(self) -> str:

@@ -28,8 +28,8 @@ from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.manager import SwapManager
 from swapper.options import check_at_once
 from swapper.runtime.process import is_off
+from swapper.runtime.random_states import rng_states, set_rng_states
 from swapper.runtime.records import parse_json
-from swapper.train.session.user_state import rng_states, set_rng_states
 
 STATE_FILE, SCALER_FILE = "trainer_state.json", "scaler.pt"
 """A Trainer reads its step and its loss scale from these files of a checkpoint (transformers.trainer: TRAINER_STATE_NAME,

@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -26,9 +26,6 @@ from swapper.modules.turns import Turns
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.interrupts import close_all, defer_sigint
 
-if TYPE_CHECKING:  # whose batches these hooks run
-    from swapper.modules.batched_pass import BatchedPass
-
 
 class Call:
     """One forward of one unit, and the groups that it leases: by name and index, so that it does not keep the model alive."""
@@ -38,6 +35,14 @@ class Call:
     def __init__(self, module: str) -> None:
         self.module = module
         self.groups: list[int] = []
+
+
+class SharedPass(Protocol):
+    """Several batches that pass together. See BatchedPass."""
+
+    def arrive(self, group: LeasedGroup) -> None: ...
+
+    def hold(self, group: LeasedGroup) -> None: ...
 
 
 GroupT = TypeVar("GroupT", bound=LeasedGroup)
@@ -65,7 +70,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self._drop_leases = drop_leases
         self._turns = turns
         self._is_removed = False
-        self._batches: BatchedPass | None = None  # that pass together now
+        self._batches: SharedPass | None = None  # that pass together now
         self._running: list[CallT] = []  # forwards, the innermost last
         self._group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._storages = {storage for group in groups for storage in group.storages}

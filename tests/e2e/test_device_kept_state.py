@@ -26,9 +26,9 @@ from e2e.twins import assert_same, smallest_device_budget
 from swapper.device.copies import Downloads
 from swapper.device.device_storage import DeviceStorage
 from swapper.paging.pager import Pager
-from swapper.train.device.device_sweep import DeviceSweep
-from swapper.train.device.resident_state import DeviceResidentState
-from swapper.train.device.train_device import TrainingDevice
+from swapper.train.groups.train_device import TrainingDevice
+from swapper.train.state.resident_state import DeviceResidentState
+from swapper.train.updates.device_sweep import DeviceSweep
 
 __all__ = ["on_device"]
 

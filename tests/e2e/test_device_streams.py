@@ -20,8 +20,8 @@ import swapper
 from e2e.device_twins import MIB, MakeTwins, assert_can_be_closed, forget_copies, lose, on_device
 from e2e.twins import Twins, smallest_device_budget
 from swapper.device.device_storage import DeviceStorage
-from swapper.train.device.train_device import StreamOrder, TrainingDevice
-from swapper.train.parameters.parameter_group import DeviceGroupParameters
+from swapper.train.groups.parameter_group import DeviceGroupParameters
+from swapper.train.groups.train_device import StreamOrder, TrainingDevice
 
 __all__ = ["on_device"]
 

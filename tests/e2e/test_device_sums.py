@@ -12,7 +12,7 @@ from torch import nn
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
 from e2e.models import loss_of, tokens, train_step
 from e2e.twins import Twins
-from swapper.train.device.device_grads import DeviceGradients
+from swapper.train.gradients.device_grads import DeviceGradients
 
 __all__ = ["on_device"]
 

@@ -17,8 +17,8 @@ from e2e.device_twins import MIB, SMALL, MakeTwins, lose, on_device, short_of_me
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.saved_activations import swapped_only
 from e2e.twins import scalers_of, smallest_device_budget
-from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.cold_grad import ColdGradient
+from swapper.train.groups.train_device import TrainingDevice
 
 __all__ = ["on_device"]
 

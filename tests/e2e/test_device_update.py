@@ -22,10 +22,10 @@ from e2e.device_twins import (
 )
 from e2e.models import Net, loss_of, tokens, train_step
 from swapper.device.device_storage import DeviceStorage
-from swapper.train.device import device_sweep
-from swapper.train.device.device_sweep import DeviceSweep, _Slot
-from swapper.train.device.train_device import TrainingDevice
-from swapper.train.updates.update_times import faster_place
+from swapper.train.groups.train_device import TrainingDevice
+from swapper.train.planning.update_times import faster_place
+from swapper.train.updates import device_sweep
+from swapper.train.updates.device_sweep import DeviceSweep, _Slot
 
 __all__ = ["on_device"]
 
@@ -96,7 +96,7 @@ def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_aga
 @pytest.mark.parametrize("rate, place", [(0.0, "device"), (100.0, "cpu")])
 def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate: float, place: str) -> None:
     times = iter([0.5, rate])
-    monkeypatch.setattr("swapper.train.updates.update_times.min_seconds", lambda act: next(times, 0.5))
+    monkeypatch.setattr("swapper.train.planning.update_times.min_seconds", lambda act: next(times, 0.5))
     pair = on_device(update_on="auto", device_memory=8 * MIB, budget=64 * MIB)
     assert pair.manager.current.run.plan.request.updates_there == (place == "device")
     pair.train(train_step, steps=2)

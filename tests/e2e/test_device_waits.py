@@ -17,8 +17,8 @@ from swapper.device.device_storage import DeviceStorage
 from swapper.device.tier import DeviceTier
 from swapper.errors import DeviceError, InvariantError
 from swapper.runtime.counters import Counters
-from swapper.train.device.device_grads import DeviceGradients
-from swapper.train.device.device_sweep import DeviceSweep
+from swapper.train.gradients.device_grads import DeviceGradients
+from swapper.train.updates.device_sweep import DeviceSweep
 
 __all__ = ["on_device"]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import swapper
 from e2e.waits import Waits
-from swapper.train.parameters.train_hooks import TrainingHooks
+from swapper.train.passes.train_hooks import TrainingHooks
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20

@@ -29,7 +29,7 @@ from e2e.models import (
     train_step,
 )
 from e2e.twins import Twins
-from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.groups.parameter_group import GroupParameters
 
 MakeTwins = Callable[..., Twins]
 

@@ -17,7 +17,7 @@ from e2e.models import Net, layers, layers_step, train_step
 from e2e.twins import Twins, adamw
 from swapper.paging.virtual_drive import DriveRates
 from swapper.train.layout.train_placement import without_gradients
-from swapper.train.session.compute_times import ComputeTimes
+from swapper.train.planning.compute_times import ComputeTimes
 
 MakeTwins = Callable[..., Twins]
 

@@ -39,8 +39,8 @@ from swapper.modules.operations import (
 from swapper.modules.paging_costs import measure_paging_costs
 from swapper.paging.dry_run import Task
 from swapper.paging.virtual_drive import PagingCosts
-from swapper.train.session.compute_times import ComputeTimes
-from swapper.train.updates.update_times import Trial, fixed_seconds
+from swapper.train.planning.compute_times import ComputeTimes
+from swapper.train.planning.update_times import Trial, fixed_seconds
 
 RATES: dict[str, Any] = {"drive_read": "1GB", "drive_write": "1GB"}
 CONFIG = GptConfig(vocabulary=128, context=16, layers=3, width=64)

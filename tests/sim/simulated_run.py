@@ -257,9 +257,7 @@ class Run:
         lease.other = False  # nobody else releases it while this waits
         written = frozenset(page.index for page, _ in self.pager.written_at(lease.access))
         again = Access(None, tuple(written), writes=written)
-        may_write = bool(written) and self.attempt(
-            self.pager.acquire, again
-        )  # as train/parameters/parameter_group.py does
+        may_write = bool(written) and self.attempt(self.pager.acquire, again)  # as train/groups/parameter_group.py does
         self.leases.remove(lease)
         if not self.attempt(self.pager.release, lease.access, changed if may_write else changed | written):
             raise SimulationError("release raised: nobody could release then")

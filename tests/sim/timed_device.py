@@ -23,7 +23,7 @@ from torch import nn
 
 import swapper
 from swapper.paging.planning import budget
-from swapper.train.device.device_sweep import DeviceSweep
+from swapper.train.updates.device_sweep import DeviceSweep
 
 SCALE = 256
 TOKENS = torch.tensor([1, 2])

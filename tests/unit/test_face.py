@@ -27,7 +27,8 @@ def lines_of(name: str, value: Any) -> Iterator[str]:
         yield f"class {name}({', '.join(base.__name__ for base in value.__bases__)})"
     elif isinstance(value, type):
         yield f"class {name}{signature(value)}"
-        for member, found in sorted(vars(value).items()):
+        bases = [base for base in reversed(value.__mro__) if base.__module__.startswith("swapper.")]
+        for member, found in sorted({name: one for base in bases for name, one in vars(base).items()}.items()):
             if member.startswith("_"):
                 continue
             if isinstance(found, property):

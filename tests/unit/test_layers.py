@@ -31,6 +31,20 @@ PYTHON_LAYERS = [
     {"bench", "integrations"},
     {"cli", "__main__"},
 ]
+TRAINING_LAYERS = [
+    {"optimizer"},
+    {"layout"},
+    {"groups"},
+    {"gradients"},
+    {"state"},
+    {"updates"},
+    {"passes"},
+    {"sharded"},
+    {"planning"},
+    {"session"},
+    {"activations"},
+]
+"""The folders of `train`."""
 CPP_LAYERS = [{"base"}, {"codecs"}, {"cuda"}, {"memory"}, {"io"}, {"bindings"}, {"tests"}]
 STRANGERS = {("train", "infer"), ("infer", "train")}
 """Of one layer, and nothing to do with each other."""
@@ -93,6 +107,32 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     return wrong
 
 
+def training_violations(source: str, module: str) -> list[str]:
+    """Return what a module of `train` imports from a folder above its own."""
+    here = layer(module.split(".")[2], TRAINING_LAYERS)
+    others = [name for name in sorted(imports(source, module)) if is_below(name, "swapper.train")]
+    return [f"{module} imports {name}" for name in others if layer(name.split(".")[2], TRAINING_LAYERS) > here]
+
+
+def circles(uses: dict[str, set[str]]) -> list[set[str]]:
+    """Return the sets of modules that import each other, at once or through others."""
+    reached = {module: set(used) for module, used in uses.items()}
+    for middle in uses:
+        for module in uses:
+            if middle in reached[module]:
+                reached[module] |= reached[middle]
+    within = [{other for other in reached[module] if module in reached.get(other, ())} for module in uses]
+    return [circle for number, circle in enumerate(within) if circle and circle not in within[:number]]
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules of the package that a file imports, wherever in it. `_C` is none, and a name counts as its module."""
+    module = module_of(path)
+    names = imports(path.read_text(), module, path.name == "__init__.py") - {"swapper._C"}
+    known = {module_of(source) for source in SOURCES}
+    return {name if name in known else name.rpartition(".")[0] for name in names if is_below(name, "swapper")} & known
+
+
 def cpp_violations(source: str, part: str) -> list[str]:
     included = re.findall(r'^\s*#\s*include\s+"([^"/]+)/', source, re.MULTILINE)
     return [other for other in included if layer(other, CPP_LAYERS) > layer(part, CPP_LAYERS)]
@@ -118,6 +158,18 @@ def test_no_two_parts_import_each_other():
         uses.setdefault(part_of(module), set()).update(part_of(name) for name in imported if is_below(name, "swapper"))
     circles = {(a, b) for a, used in uses.items() for b in used if a != b and a in uses.get(b, ())}
     assert circles - {("swapper", "manager"), ("manager", "swapper")} == set()
+
+
+def test_a_folder_of_training_imports_only_from_those_below():
+    paths = [path for path in SOURCES if module_of(path).count(".") > 2 and module_of(path).split(".")[1] == "train"]
+    assert {module_of(path).split(".")[2] for path in paths} == set.union(*TRAINING_LAYERS)
+    found = [training_violations(path.read_text(), module_of(path)) for path in paths]
+    assert [line for lines in found for line in lines] == []
+
+
+def test_no_two_modules_import_each_other():
+    """At once, late in a function, for types only, or through others: what cannot be read alone is one module."""
+    assert circles({module_of(path): imported_modules(path) for path in SOURCES}) == []
 
 
 def test_every_part_of_the_package_has_its_layer():
@@ -170,7 +222,7 @@ def test_a_name_of_a_class_means_one_thing():
         ("swapper.paging.pager", "from torch import nn"),
         ("swapper.paging.pager", "import torch.distributed as dist"),
         ("swapper.paging.pager", "import torch\n\ntorch.cuda.synchronize()"),
-        ("swapper.train.parameters.train_hooks", "from swapper.infer.load import load"),
+        ("swapper.train.passes.train_hooks", "from swapper.infer.load import load"),
         ("swapper.infer.load", "from ..train.grads import HostGradients"),
         ("swapper.durability.snapshot", "from swapper.manager import SwapManager"),
         ("swapper.manager", "from swapper.cli import app"),
@@ -188,13 +240,27 @@ def test_an_import_against_the_rules_is_noticed(module, source):
             "from swapper import _C\nfrom swapper.errors import IoError\nimport torch\n\ntorch.uint8",
         ),
         ("swapper.paging.store.swap_files", "from ..section import Page\nfrom ...io import handle"),
-        ("swapper.train.parameters.train_hooks", "from torch import nn\nfrom swapper.paging.pager import Pager"),
+        ("swapper.train.passes.train_hooks", "from torch import nn\nfrom swapper.paging.pager import Pager"),
         ("swapper.durability.recovery", "from swapper.paging.host_memory import Pool"),
         ("swapper.cli.demo", "import swapper\nfrom swapper import SwapManager"),
     ],
 )
 def test_an_import_within_the_rules_is_not(module, source):
     assert violations(source, module) == []
+
+
+def test_an_import_against_the_order_of_training_is_noticed():
+    source = "from swapper.train.updates.sweep import Sweep\nfrom swapper.train.layout.slices import Slice"
+    assert training_violations(source, "swapper.train.layout.trainable") == [
+        "swapper.train.layout.trainable imports swapper.train.updates.sweep.Sweep"
+    ]
+    assert training_violations(source, "swapper.train.updates.at_step") == []
+
+
+def test_a_circle_of_modules_is_noticed():
+    uses = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
+    assert circles(uses) == [{"a", "b", "c"}]
+    assert circles({**uses, "c": {"d"}}) == []
 
 
 def test_an_include_against_the_rules_is_noticed():

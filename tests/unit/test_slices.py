@@ -27,7 +27,7 @@ from swapper.train.layout.slices import (
 from swapper.train.layout.state_codecs import StateCodecs
 from swapper.train.layout.train_placement import StepKind, frames_needed
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.parameters.given_model import GivenModel
+from swapper.train.passes.given_model import GivenModel
 
 GROUP = 5
 

@@ -27,10 +27,10 @@ from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.stats import StepStats
 from swapper.train.layout.inventory import Inventory
 from swapper.train.layout.train_placement import StepKind, frames_needed, is_resident
-from swapper.train.optimizer.conditions import check_update
-from swapper.train.session.compute_times import ComputeTimes, find_compute
-from swapper.train.session.plan import Plan, plan_run
-from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
+from swapper.train.planning.compute_times import ComputeTimes, find_compute
+from swapper.train.planning.plan import Plan, plan_run
+from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
+from swapper.train.state.conditions import check_update
 
 EXACT_PAGES = 8192
 """A plan with more pages than this is simulated with coarser ones: some seconds."""

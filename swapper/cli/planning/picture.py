@@ -14,7 +14,7 @@ from swapper.cli.planning.search import FAMILIES
 from swapper.errors import ConfigError
 from swapper.paging.dry_run import Task
 from swapper.paging.virtual_drive import DriveRates, VirtualDrive
-from swapper.train.session.compute_times import ComputeTimes
+from swapper.train.planning.compute_times import ComputeTimes
 
 SUFFIXES = (".svg", ".png", ".html")
 COLORS = {"forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b", "read": "#72b7b2", "write": "#e45756"}

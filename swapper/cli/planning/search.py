@@ -17,8 +17,8 @@ from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.train_placement import PREFERENCES, is_resident
-from swapper.train.session.compute_times import ComputeTimes
-from swapper.train.session.plan import Plan
+from swapper.train.planning.compute_times import ComputeTimes
+from swapper.train.planning.plan import Plan
 
 GIB = 1 << 30
 FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}

@@ -18,8 +18,8 @@ from torch import nn
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
-from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.cold_grad import Accumulation, GradientMeta
+from swapper.train.groups.train_device import TrainingDevice
 
 Hook = Callable[[torch.Tensor], None]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -22,14 +22,25 @@ from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
 from swapper.train.layout.slices import TensorLocation
 
-if TYPE_CHECKING:  # which has the gradients behind ColdGradients
-    from swapper.train.gradients.paged_grads import PagedGradients
-
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
 KEEP = "; with manager.offload(..., gradients='host') it stays in memory"
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """A pending change of a gradient's elements; returns new ones. It must not depend on an element's position."""
+
+
+class GradientOwner(Protocol):
+    """Has the content of cold gradients. See PagedGradients."""
+
+    def change(self, slot: GradientSlot, change: Change) -> None: ...
+
+    def norm(self, slot: GradientSlot, norm_type: float) -> torch.Tensor: ...
+
+    def zero(self, slot: GradientSlot) -> None: ...
+
+    def find_finite(self, slots: Sequence[GradientSlot]) -> None: ...
+
+    def is_finite(self, slot: GradientSlot) -> bool: ...
 
 
 class ColdGradient(torch.Tensor):
@@ -43,7 +54,7 @@ class ColdGradient(torch.Tensor):
 
     swapper_name = ""
     swapper_where = "on NVMe"
-    swapper_gradient: Callable[[], tuple[PagedGradients, GradientSlot] | None]
+    swapper_gradient: Callable[[], tuple[GradientOwner, GradientSlot] | None]
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -70,7 +81,7 @@ def refuse(one: ColdGradient | None, func: Any) -> NoReturn:
     )
 
 
-def _of(tensor: Any) -> tuple[PagedGradients, GradientSlot] | None:
+def _of(tensor: Any) -> tuple[GradientOwner, GradientSlot] | None:
     if type(tensor) is not ColdGradient:
         return None
     found = tensor.swapper_gradient()
@@ -79,7 +90,7 @@ def _of(tensor: Any) -> tuple[PagedGradients, GradientSlot] | None:
     return found
 
 
-def _change(tensor: torch.Tensor, found: tuple[PagedGradients, GradientSlot], change: Change) -> torch.Tensor:
+def _change(tensor: torch.Tensor, found: tuple[GradientOwner, GradientSlot], change: Change) -> torch.Tensor:
     owner, slot = found
     owner.change(slot, change)
     torch.autograd.graph.increment_version([tensor])

@@ -30,12 +30,12 @@ from swapper.modules.leased_group import count_uses
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
 from swapper.runtime.free_memory import note_freed
-from swapper.train.device.device_grads import DeviceGradients
-from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.autograd_grads import AccumulationHooks, AutogradGradients, GradientsOnDevice, check_dense
 from swapper.train.gradients.cold_grad import Accumulation, ColdGradient, GradientMeta, is_part
+from swapper.train.gradients.device_grads import DeviceGradients
 from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.gradients.victim_cache import GradientVictimCache, VictimRegion
+from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.slices import TensorLocation
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -22,13 +22,10 @@ from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.shared_memory import check_shared
 from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
+from swapper.train.layout.trainable import NO_GROUP, Trainable
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_probe import OptimizerProbe, is_plain
 from swapper.train.optimizer.optimizer_set import OptimizerSet, check_dtypes, check_masters, check_supported
-from swapper.train.updates.sweep import NO_GROUP, Trainable
-
-if TYPE_CHECKING:  # whose state owners ask for places of this module
-    from swapper.train.parameters.given_model import GivenModel
 
 KINDS = ("param", MASTER, "grad")
 """Kinds of a tensor in addition to the keys of the optimizer's state."""
@@ -117,8 +114,19 @@ class Inventory:
         return sum(p.nbytes for p in (*self.plans, *self.grad_plans) if p.family == family)
 
 
+class LaidOutModel(Protocol):
+    """What the layout reads of a model that was given. See GivenModel."""
+
+    is_sharded: ClassVar[bool]
+    module: nn.Module
+    padded_numel: Mapping[int, int]
+    whole_shapes: Mapping[int, torch.Size]
+
+    def find_external(self, frozen: FrozenFiles, wanted: Mapping[str, nn.Parameter]) -> dict[str, StoredTensor]: ...
+
+
 def take_inventory(
-    given: GivenModel,
+    given: LaidOutModel,
     optimizers: OptimizerSet,
     master_weights: torch.dtype | None,
     may_be_meta: bool = False,
@@ -222,7 +230,7 @@ def _find_forms(
 
 
 def _find_external(
-    frozen: FrozenFiles, given: GivenModel, groups: Sequence[Group], with_gradient: frozenset[str], may_be_none: bool
+    frozen: FrozenFiles, given: LaidOutModel, groups: Sequence[Group], with_gradient: frozenset[str], may_be_none: bool
 ) -> dict[str, StoredTensor]:
     wanted = {name: p for group in groups for name, p in group.parameters if name not in with_gradient}
     if not wanted and not may_be_none:

@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
-from swapper.device.device_placement import DeviceBudget, DevicePlacement, place_on_device
+from swapper.device.device_placement import (
+    EARLIER_SHARE,
+    PAGES_ON_THEIR_WAY,
+    RING,
+    DeviceBudget,
+    DevicePlacement,
+    place_on_device,
+)
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.errors import BudgetError, ConfigError
 from swapper.io.alignment import round_up
@@ -20,11 +27,10 @@ from swapper.paging.planning.layout import SectionPlan, Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 from swapper.runtime.sizes import format_bytes
-from swapper.train.device.train_device import EARLIER_SHARE, PAGES_ON_THEIR_WAY, RING
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.slices import TensorLocation, largest_slice_pages
 from swapper.train.layout.state_codecs import coded_kind
-from swapper.train.updates.sweep import Trainable, decoded_bytes
+from swapper.train.layout.trainable import Trainable, decoded_bytes
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
 """Places of (parameters, optimizer state), best first: tensors used twice a step come before those used once.

@@ -27,9 +27,9 @@ from swapper.errors import ConfigError
 from swapper.formats.sources import Source, open_source, opened, read_at
 from swapper.formats.stored import StoredTensor
 from swapper.train.layout.initial import find_stored, ids_to_fill
-from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.session.request import Request
+from swapper.train.planning.request import Request
+from swapper.train.state.optim import packed_groups
 
 MAX_SAMPLED = 256
 """Of a file's tensors: a choice. Each is a read of some 0.1 ms, or 1 ms over a network."""

@@ -21,10 +21,10 @@ from swapper.modules.cold import leave_cold, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.runtime.free_memory import return_free_memory
 from swapper.runtime.interrupts import defer_sigint
-from swapper.train.optimizer.optim import StateOwner
 from swapper.train.session.relayout import DetachedSession, OpenRun, check_between_steps, detach
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
+from swapper.train.state.optim import StateOwner
 
 VERB = "manager.parked"
 REMEDY = "park between two steps"

@@ -34,8 +34,8 @@ from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CarriedSource
+from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.session.alike import Given, check_alike
-from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 

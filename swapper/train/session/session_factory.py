@@ -23,16 +23,16 @@ from swapper.train.layout.content import GivenSource, ReshardedSource
 from swapper.train.layout.frozen import check_external
 from swapper.train.layout.initial import check_buffers
 from swapper.train.layout.inventory import Inventory
-from swapper.train.optimizer.conditions import names_by_group
-from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
+from swapper.train.planning.plan import Plan, plan_run
+from swapper.train.planning.request import Request
 from swapper.train.session.alike import Given, Initial, check_alike
 from swapper.train.session.parking import Parking
-from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import VERB, Relayout
-from swapper.train.session.request import Request
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.session.training_step import TrainingStep
+from swapper.train.state.conditions import names_by_group
+from swapper.train.state.optim import PagedOptimizer, StateOwner, packed_groups
 
 log = logging.getLogger("swapper")
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swapper.durability.directory import RunDirectory
 from swapper.errors import StateError, UnsupportedError
@@ -17,40 +16,9 @@ from swapper.modules.turns import Turns
 from swapper.paging.section import Section
 from swapper.runtime.counters import FAMILIES
 from swapper.runtime.stats import StepClock
+from swapper.train.session.training_session import TrainingSession
 from swapper.train.session.training_step import TrainingStep
-
-if TYPE_CHECKING:  # both use the guard
-    from swapper.train.session.training_session import TrainingSession
-    from swapper.train.session.user_state import UserState
-
-UndoSections = Callable[[list[Section], BaseException, int], bool]
-"""Called with sections and the error of their updates outside of `optimizer.step()`: restores them to the state before
-their step, which is this many after the last counted one, and returns True if it could."""
-
-
-@dataclass(eq=False)
-class SessionGuard:
-    """Guards one session's model; all its parts share it.
-
-    Attributes:
-        check: called first at each use by the user; raises if the manager cannot be used.
-        check_to_write: the same, before parameters or state are changed from outside.
-        turns: of the threads that use the model.
-        operates: operations on cold parameters are done; else they are refused.
-    """
-
-    check: Callable[[], None]
-    check_to_write: Callable[[], None]
-    turns: Turns
-    operates: bool
-
-    def revoke(self, why: str) -> None:
-        """Refuse every use from now on, with the sentence `why`."""
-
-        def refuse() -> None:
-            raise StateError(why)
-
-        self.check = self.check_to_write = refuse
+from swapper.train.session.user_state import UserState
 
 
 class SessionSlot:

@@ -37,15 +37,15 @@ from swapper.runtime.free_memory import Watch, return_free_memory, watch_free_me
 from swapper.runtime.interrupts import close_all, defer_sigint
 from swapper.runtime.process import is_off
 from swapper.runtime.watchdog import Watchdog, describe_waits
-from swapper.train.device.train_device import TrainingDevice
+from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import CarriedSource, CommittedFiles, SectionSource
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
-from swapper.train.model import OffloadedModel
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.session.overview import chosen
-from swapper.train.session.plan import Plan
-from swapper.train.session.session_slot import SessionSlot
+from swapper.train.planning.plan import Plan
+from swapper.train.planning.plan_text import chosen
+from swapper.train.session.offloaded_model import OffloadedModel
+from swapper.train.session.session_events import SessionEvents
 
 log = logging.getLogger("swapper")
 
@@ -86,7 +86,7 @@ class TrainingSession:
     Args:
         plan: of the session.
         origin: its start.
-        current: the manager's slot.
+        current: the manager's slot for sessions.
         describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
 
     Attributes:
@@ -104,7 +104,7 @@ class TrainingSession:
     on_device: TrainingDevice | None = None
 
     def __init__(
-        self, plan: Plan, origin: Origin, current: SessionSlot, describe: Callable[[int], CommitRecord]
+        self, plan: Plan, origin: Origin, current: SessionEvents, describe: Callable[[int], CommitRecord]
     ) -> None:
         self._current = current
         self._describe_commit = describe
@@ -186,7 +186,7 @@ class TrainingSession:
         host_side, request = self._resources.host_side, plan.request
         if request.device is not None and plan.on_device is not None and host_side is not None:
             self.on_device = TrainingDevice(
-                request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there, request.kernel,
+                request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there,
                 plan.budget.spare_frames,
             )  # fmt: skip
         return self.on_device

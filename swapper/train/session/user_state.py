@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from swapper.durability.commit import CommitRecord, check_state
 from swapper.errors import CheckpointError, ConfigError
+from swapper.runtime.random_states import rng_states, set_rng_states
 
 
 class UserState:
@@ -81,28 +78,3 @@ class UserState:
             "extra": copy.deepcopy(self.extra),
             "rng": self._rng,
         }
-
-
-def rng_states(devices: bool = True) -> dict[str, Any]:
-    """Return the states, those of devices too, in a form that torch.load(weights_only=True) reads."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in sys.modules:
-        name, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (name, [int(key) for key in keys], int(position), int(has_gauss), float(gauss))
-    return states
-
-
-def set_rng_states(states: dict[str, Any]) -> None:
-    """Set the generators to `states`, from `rng_states`, except those of missing devices."""
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
-    if "numpy" in states:
-        import numpy
-
-        name, keys, position, has_gauss, gauss = states["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))

@@ -24,9 +24,9 @@ from swapper.modules.own_hook import OwnHook
 from swapper.modules.turns import is_in_backward
 from swapper.paging.section import own_storage
 from swapper.train.gradients.cold_grad import ColdGradient
+from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.slices import TensorLocation
-from swapper.train.parameters.given_model import HookTargets
-from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.passes.given_model import HookTargets
 from swapper.train.sharded.buffer_memory import EmptyTensors, give_memory, has_replicas, take_memory
 from swapper.train.sharded.buffers import memory_bytes
 from swapper.train.sharded.cold_shard import ColdShard

@@ -1,4 +1,4 @@
-"""Shows a session a model that `fully_shard` has sharded: this rank pages its shards. See parameters/given_model.py."""
+"""Shows a session a model that `fully_shard` has sharded: this rank pages its shards. See passes/given_model.py."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from swapper.train.layout.content import NOT_BY_ROWS
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.initial import Values
 from swapper.train.optimizer.entries import StateForm
-from swapper.train.optimizer.optim import StateOwner
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.optimizer.optimizer_state import OptimizerState
-from swapper.train.parameters.gathering import Placed
-from swapper.train.parameters.given_model import GivenModel, HookTargets
-from swapper.train.parameters.preparation import ModelBinding
+from swapper.train.passes.gathering import Placed
+from swapper.train.passes.given_model import GivenModel, HookTargets
+from swapper.train.passes.preparation import ModelBinding
 from swapper.train.sharded.buffers import buffer_bytes
 from swapper.train.sharded.shard_hooks import ShardHooks
 from swapper.train.sharded.shard_values import ShardValues, rows_of
 from swapper.train.sharded.sharded_state import ShardedState, model_state, optimizer_state
 from swapper.train.sharded.shards import Shards, optimizer_of, shard_count
+from swapper.train.state.optim import StateOwner
+from swapper.train.state.optimizer_state import OptimizerState
 
 
 class ShardedModel(GivenModel):

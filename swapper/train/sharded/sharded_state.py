@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.train.optimizer.optim import packed_groups
-from swapper.train.optimizer.optimizer_state import OptimizerState
-from swapper.train.optimizer.state_view import StateView
 from swapper.train.sharded.shards import Shards, local_state, sharded_like, sharded_rows
+from swapper.train.state.optim import packed_groups
+from swapper.train.state.optimizer_state import OptimizerState
+from swapper.train.state.state_view import StateView
 
 
 class ShardedState:

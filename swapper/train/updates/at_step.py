@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from swapper.runtime.interrupts import defer_sigint
-from swapper.train.updates.sweep import GroupUpdate, Sweep
+from swapper.train.layout.trainable import GroupUpdate
+from swapper.train.updates.sweep import Sweep
 
 Undo = Callable[[Collection[GroupUpdate], BaseException], bool]
 """Called with updates and their error: drops all leases, restores the parameters to the state before the step, and

@@ -37,10 +37,11 @@ from swapper.errors import StateError
 from swapper.modules.own_hook import OwnHook
 from swapper.paging.planning.schedule import Access
 from swapper.train.gradients.autograd_grads import AccumulationHooks
-from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.gradients.fixed_gradient import fix, unfix
+from swapper.train.groups.parameter_group import GroupParameters
+from swapper.train.layout.trainable import GroupUpdate
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
-from swapper.train.updates.fixed_gradient import fix, unfix
-from swapper.train.updates.sweep import GroupUpdate, Sweep
+from swapper.train.updates.sweep import Sweep
 
 
 class DeferredStep(Updates):

@@ -56,9 +56,10 @@ from swapper.errors import StateError, UnsupportedError
 from swapper.modules.torch_functions import METADATA, leaves, share_memory, tensors_among, written_among
 from swapper.paging.planning.schedule import Access
 from swapper.train.gradients.autograd_grads import AccumulationHooks
-from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.groups.parameter_group import GroupParameters
+from swapper.train.layout.trainable import GroupUpdate, Trainable
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
-from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable
+from swapper.train.updates.sweep import Sweep
 
 log = logging.getLogger("swapper")
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from swapper.paging.pager import Pager
+from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.content import copy_of
-from swapper.train.parameters.parameter_group import GroupParameters
-from swapper.train.updates.sweep import Sweep, Trainable
+from swapper.train.layout.trainable import Trainable
+from swapper.train.updates.sweep import Sweep
 
 
 class Masters:

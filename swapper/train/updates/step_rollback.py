@@ -7,15 +7,18 @@ settings of the optimizer, the set of parameters with state, and state on a devi
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swapper.paging.section import Section
-from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.optimizer.optimizer_state import OptimizerState
-from swapper.train.session.session_slot import UndoSections
+from swapper.train.state.optim import packed_groups
+from swapper.train.state.optimizer_state import OptimizerState
+
+UndoSections = Callable[[list[Section], BaseException, int], bool]
+"""Called with sections and the error of their updates outside of `optimizer.step()`: restores them to the state before
+their step, which is this many after the last counted one, and returns True if it could."""
 
 
 @dataclass

@@ -16,10 +16,9 @@ not written. (torch's counters of versions miss writes to `.data`.)
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,66 +32,12 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.free_memory import note_freed, note_temporaries
-from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
+from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
+from swapper.train.layout.trainable import UPDATE_ELEMENTS, GroupUpdate, Trainable, decoded_bytes
 from swapper.train.optimizer.entries import PAGED, StateEntries, in_order
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work, is_same
-from swapper.train.updates.coded_run import CodedRun, scratch_bytes
+from swapper.train.state.coded_run import CodedRun
 from swapper.train.updates.one_pass import OnePass, find_pass, not_held
-
-UPDATE_ELEMENTS = (1 << 18) * min(max(len(os.sched_getaffinity(0)), 2), 32)
-"""Elements, 256 Ki for a core: their fp32 state fits its cache, and on two cores 256 Ki to 4 Mi in all were no faster; with
-more cores, Python's own time for a run is for more elements. See [Note: small updates]."""
-
-NO_GROUP = -1
-"""The settings of a parameter in no group."""
-
-
-@dataclass
-class Trainable:
-    """One group's trainable parameters that the optimizer has, with the locations of their state.
-
-    `settings` has for each the number of its group in the OptimizerSet, NO_GROUP if it is in none any more: then it is
-    not updated. See train/optimizer/conditions.py.
-    """
-
-    group: int
-    parameters: list[nn.Parameter]
-    places: list[ParameterLocations]
-    settings: list[int]
-    _slices: dict[tuple[bool, ...], list[Slice]] = field(default_factory=dict)
-
-    def slices(self, active: tuple[bool, ...], page_bytes: int) -> list[Slice]:
-        if active not in self._slices:
-            self._slices[active] = plan_slices(self.group, self.places, active, page_bytes)
-        return self._slices[active]
-
-    def all_slices(self, page_bytes: int) -> list[Slice]:
-        return self.slices((True,) * len(self.places), page_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupUpdate:
-    """One group's part of a step: the gradients of its trainable parameters, None for one without."""
-
-    trainable: Trainable
-    gradients: tuple[torch.Tensor | None, ...]
-
-    @property
-    def active(self) -> tuple[bool, ...]:
-        return tuple(gradient is not None for gradient in self.gradients)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters that it updates."""
-        places = zip(self.trainable.places, self.gradients, strict=True)
-        return [of.name for of, gradient in places if gradient is not None]
-
-    def joined(self, other: GroupUpdate | None) -> GroupUpdate:
-        """Return this update together with another optimizer's of the same group, of other parameters."""
-        if other is None:
-            return self
-        pairs = zip(self.gradients, other.gradients, strict=True)
-        return GroupUpdate(self.trainable, tuple(theirs if ours is None else ours for ours, theirs in pairs))
 
 
 @dataclass(slots=True)
@@ -536,12 +481,6 @@ class Sweep:
 def _is_factor(places: ParameterLocations, key: str, value: Any) -> bool:
     """Return True for state that is a matrix of another shape than the parameter's. See [Note: rare writes]."""
     return key in places.others and isinstance(value, torch.Tensor) and value.dim() > 1
-
-
-def decoded_bytes(trainables: Iterable[Trainable]) -> int:
-    """Return the bytes of the scratch for encoded state. [Note: decoded runs], coded_run.py"""
-    members = ([(p.numel, len(p.coded), p.may_cut) for p in of.places if p.coded] for of in trainables)
-    return scratch_bytes(members, UPDATE_ELEMENTS)
 
 
 ALIGNMENT_ELEMENTS = 16

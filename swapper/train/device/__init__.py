@@ -1,1 +1,0 @@
-"""Holds and updates the parameters, gradients and optimizer state of a model in training on an accelerator."""

@@ -1,0 +1,57 @@
+"""Refuses averages of gradients over processes that a placement or an update time rules out."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.nn.parallel import distributed as torch_ddp
+
+from swapper.errors import UnsupportedError
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Return whether gradients of `module` are averaged over processes: by DDP, or by torch's composable `replicate`."""
+    return isinstance(module, torch_ddp.DistributedDataParallel) or "replicate" in (_get_registry(module) or ())
+
+
+def averaging_refused(update: str, gradients_leave: bool) -> str:
+    """Return why DistributedDataParallel cannot average a model's gradients; "" if it can.
+
+    Args:
+        update: when the model is updated.
+        gradients_leave: they are copied from an accelerator to the host as they arrive.
+    """
+    averages = "DistributedDataParallel averages gradients over processes during backward"
+    if update == "backward":
+        return f"{averages}, and update='backward' would use them before that: offload with update='step' or update='deferred'"
+    if gradients_leave:
+        return (
+            f"{averages}, on the accelerator, and they would have left it for the host before that: offload with "
+            "gradients='device' and accelerator=swapper.Accelerator(update_on='device')"
+        )
+    return ""
+
+
+def check_averaging(model: nn.Module, update: str, gradients_leave: bool) -> None:
+    """Raise UnsupportedError if gradients of `model` are averaged, which needs a group of processes, and cannot be.
+
+    Args: see `averaging_refused`.
+    """
+    refusal = averaging_refused(update, gradients_leave)
+    if refusal and dist.is_initialized() and any(map(is_replicated, model.modules())):
+        raise UnsupportedError(refusal)
+
+
+def check_not_averaged(ids: Container[int], refusal: str) -> None:
+    """Raise UnsupportedError in a forward of a DistributedDataParallel that `offload` was not given, as Lightning's is.
+
+    Args:
+        ids: of the parameters that were offloaded.
+        refusal: why their gradients cannot be averaged. See `averaging_refused`.
+    """
+    outer = torch_ddp.DistributedDataParallel._active_ddp_module
+    if outer is not None and any(id(parameter) in ids for parameter in outer.parameters()):
+        raise UnsupportedError(refusal)

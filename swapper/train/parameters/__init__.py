@@ -1,1 +1,0 @@
-"""Parameters of a model in training: leased around forward and backward, cold otherwise."""

@@ -1,0 +1,190 @@
+"""Begins forwards and backwards of an offloaded model, and forgets those that never ended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._C._functorch import peek_interpreter_stack as _innermost_transform
+
+from swapper.errors import DeviceError, StateError, UnsupportedError
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Access
+from swapper.runtime.stats import StepClock
+from swapper.train.gradients.grads import Gradients
+from swapper.train.groups.parameter_group import GroupParameters
+from swapper.train.groups.session_guard import SessionGuard
+from swapper.train.groups.train_device import TrainingDevice
+from swapper.train.layout.averaging import check_not_averaged
+from swapper.train.layout.inventory import Inventory
+from swapper.train.passes.accumulation_pass import (
+    REMEDY,
+    AccumulationOrder,
+    AccumulationPass,
+    forget_failed_backward,
+)
+from swapper.train.passes.fault_handler import ParameterFaultHandler
+from swapper.train.passes.gathering import LoadHooks
+from swapper.train.passes.train_hooks import TrainingHooks
+from swapper.train.updates.at_step import Updates
+from swapper.train.updates.masters import Masters
+from swapper.train.updates.sweep import Sweep
+
+
+class PassLifecycle:
+    """Owns the hooks of one model, and installs them.
+
+    Args:
+        sweep: an abandoned pass drops its leases too.
+        masters: follow what `load_state_dict` changes.
+        order: of the gradients of micro-batches that run together.
+        without_averaging: why DDP cannot average gradients: see `averaging_refused`; "" if it can.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        groups: list[GroupParameters],
+        updates: Updates,
+        sweep: Sweep,
+        pager: Pager,
+        fault_handler: ParameterFaultHandler,
+        session_guard: SessionGuard,
+        clock: StepClock,
+        on_device: TrainingDevice | None,
+        gradients: Gradients,
+        masters: Masters,
+        order: AccumulationOrder,
+        without_averaging: str,
+    ) -> None:
+        self._inventory = inventory
+        self._groups = groups
+        self._updates = updates
+        self._sweep = sweep
+        self._pager = pager
+        self._fault_handler = fault_handler
+        self._session_guard = session_guard
+        self._on_device = on_device
+        self._gradients = gradients
+        self._order = order
+        self._without_averaging = without_averaging
+        self._hooks = fault_handler.hooks = TrainingHooks(
+            inventory.units, groups, self.enter_forward, self._drop_leases, clock.enter, updates, session_guard.turns, on_device
+        )  # fmt: skip
+        self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, masters)
+
+    def remove(self) -> None:
+        self._hooks.remove()
+        self._load_hooks.remove()
+        self._order.remove()
+        forget_failed_backward()
+
+    @property
+    def is_open(self) -> bool:
+        """True while a forward or a backward holds leases."""
+        return self._hooks.pass_is_open
+
+    def abandon(self) -> None:
+        """Forget a forward, a backward or a load_state_dict that never ended.
+
+        Raises:
+            StateError: called by a loss_fn.
+        """
+        if self._hooks.is_batched:
+            raise StateError("loss_fn called what must wait for the end of accumulate_batches, as a step or snapshot")
+        self._abandon()
+
+    def _abandon(self) -> None:
+        self._updates.pass_begins()
+        self._load_hooks.forget()
+        self._hooks.abandon_pass()
+
+    def forget_leases(self) -> None:
+        """Abandon the pass, and drop all leases of the pager and the device except pins, even if no pass is open."""
+        self._abandon()
+        self._drop_leases([access for group in self._groups for access in group.kept_accesses])
+
+    def accumulate(self, loss_fn: Callable[[Any], torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor]:
+        """See SwapManager.accumulate_batches. Failed backwards leave no gradients."""
+        with self._session_guard.turns.turn():
+            self.abandon()
+            self._session_guard.check()
+            if len(batches) < 2 or not any(group.paged for group in self._groups):
+                return self._accumulate_one_by_one(loss_fn, batches)
+            self._check_together()
+            together = AccumulationPass(
+                self._hooks, self._order, loss_fn, batches, lambda: self._fault_handler.changes_itself
+            )
+            self._hooks.share(together)
+            self._order.running = together
+            try:
+                with self._updates.together(together.adds_to, together.make_room):
+                    return together.run()
+            except BaseException:
+                self._hooks.abandon_batches()
+                self.forget_leases()
+                if together.has_losses:
+                    for parameter in self._order.parameters:
+                        parameter.grad = None
+                raise
+            finally:
+                self._order.running = None
+                self._hooks.share(None)
+
+    def _accumulate_one_by_one(
+        self, loss_fn: Callable[[Any], torch.Tensor], batches: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            with ExitStack() as stack:
+                if number < len(batches):
+                    stack.enter_context(self._updates.accumulating())
+                loss = loss_fn(batch)
+                loss.backward()
+                losses.append(loss.detach())
+        return losses
+
+    def _check_together(self) -> None:
+        """Raise UnsupportedError unless micro-batches can run together."""
+        for is_so, why in (
+            (self._on_device is not None, "a model on an accelerator, whose backwards run in one thread of autograd's"),
+            (self._fault_handler.changes_itself, "forwards that change parameters, as Embedding(max_norm=...) does"),
+            (_has_modes(), "the modes and transforms that are active here (torch.func, TorchDispatchMode)"),
+        ):
+            if is_so:
+                raise UnsupportedError(f"accumulate_batches does not go with {why}; {REMEDY}")
+
+    def enter_forward(self) -> None:
+        """Begin a forward. Raises if the manager cannot be used."""
+        if torch._C._current_graph_task_id() != -1:  # a backward, or a forward within one
+            self._updates.finish(in_order=True)
+            self._session_guard.check()
+            return
+        self._updates.pass_begins()
+        self._sweep.pass_begins()
+        if self._fault_handler.changes_itself:
+            self._session_guard.check_to_write()
+        self._session_guard.check()
+        if self._without_averaging:
+            check_not_averaged(self._inventory.names, self._without_averaging)
+        self._inventory.check_files()
+        self._gradients.entered()
+        if self._on_device is not None and not self.is_open:
+            self._on_device.pass_begins()
+
+    def _drop_leases(self, kept: Iterable[Access]) -> None:
+        """Drop all leases but `kept`, after waiting for copies that use them."""
+        with contextlib.suppress(DeviceError):
+            self._sweep.settle()
+        if self._on_device is not None:
+            self._on_device.finish()
+            self._on_device.forget_uses()
+        self._pager.drop_leases(kept)
+
+
+def _has_modes() -> bool:
+    """Return True if modes are active that other threads would not have."""
+    return _innermost_transform() is not None or torch._C._len_torch_dispatch_stack() > 0

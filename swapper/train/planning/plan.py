@@ -1,0 +1,233 @@
+"""Plans a session and predicts its steps. Writes nothing.
+
+`SwapManager.offload` carries out the plan, so the two cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swapper.device.device_placement import DevicePlacement
+from swapper.durability.committer import steps_between_commits
+from swapper.errors import ConfigError, UnsupportedError
+from swapper.formats.torch_zip.container import ContainerLayout
+from swapper.io.tuning import Tuning
+from swapper.paging.capped_drive import open_drive
+from swapper.paging.planning.budget import Budget
+from swapper.paging.store.swap_files import TURNS
+from swapper.paging.virtual_drive import DriveRates, VirtualDrive
+from swapper.runtime.sizes import parse_bytes_a_second
+from swapper.runtime.stats import StepStats
+from swapper.train.layout.averaging import check_averaging
+from swapper.train.layout.inventory import Inventory, find_places, find_trainables
+from swapper.train.layout.train_placement import (
+    StepKind,
+    choose_placement,
+    place_on_accelerator,
+    state_bytes,
+    without_gradients,
+)
+from swapper.train.planning.compute_times import ComputeTimes, calibrate
+from swapper.train.planning.plan_text import describe
+from swapper.train.planning.planned_step import PlannedStep, sections_of
+from swapper.train.planning.request import Request
+from swapper.train.updates.slice_parts import ring_bytes
+
+
+@dataclass(frozen=True)
+class Plan(PlannedStep):
+    """The placement of a model's parameters, gradients and optimizer state, and its costs. Print it, or pass it to `offload`.
+
+    Attributes:
+        request: the user's model, optimizer and options.
+        inventory: contents of the model and the optimizer.
+        places: "host" or "nvme" for "param", "state" and "grad".
+        budget: the division of host memory.
+        layout: of a swap file.
+        turns: number of swap files, which alternate.
+        commit_every: steps from commit to commit; None: no commits.
+        tuning: the drive's measurements by `swapper tune`, if any.
+        on_device: the division of an accelerator's memory, if any.
+        found: what `predict` has found so far.
+    """
+
+    def predict(
+        self,
+        tokens: int,
+        *,
+        example: Sequence[Any] | Mapping[str, Any] | None = None,
+        drive_read: int | str | None = None,
+        drive_write: int | str | None = None,
+    ) -> StepStats:
+        """Predict how long a step takes, by phase, and what it waits for: by the dry run, on a drive that is simulated.
+
+        The computing is measured here and now, in some seconds (train/planning/compute_times.py): each operation of the model, on
+        tensors without its weights, and the update as the sweep does it. Once the plan is carried out, `manager.stats()` shows
+        this with what was achieved.
+
+        Args:
+            tokens: of a step, of all samples together.
+            example: arguments of the model, of a step: a tuple, or a dictionary by name; its result is, or has, the loss. Its
+                tensors may be on the meta device. Default: integers of shape (1, tokens), as of a language model; the sum of the
+                result counts as its loss. If the model takes something else, only its products of matrices are counted.
+            drive_read, drive_write: bytes a second, or strings such as "7GB/s". Default: what `swapper tune` measured.
+
+        Raises:
+            ConfigError: the drive's speed is not known, or a value is not positive.
+            StateError: the model is offloaded already.
+            UnsupportedError: the model is on an accelerator or sharded.
+        """
+        if type(tokens) is not int or tokens < 1:
+            raise ConfigError(
+                f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together"
+            )
+        drive = self.drive_rates(drive_read, drive_write)
+        return self.predict_on(drive, self.with_gradients(self.measure_compute(tokens, example)))
+
+    def predict_on(self, drive: DriveRates, compute: ComputeTimes) -> StepStats:
+        """Predict a step, as `predict`, on a drive with these rates and with this computing."""
+        step = self.simulate(drive, compute)
+        self.found.step = replace(step, savings=self._savings(drive, compute, step.wall_s))
+        self.found.compute = compute
+        return self.found.step
+
+    def measure_compute(self, tokens: int, example: Sequence[Any] | Mapping[str, Any] | None = None) -> ComputeTimes:
+        """Measure what a step computes on this processor: an input of `simulate`. Args and Raises: see `predict`."""
+        unmeasured = {
+            "a model on an accelerator": self.request.device is not None,
+            "a sharded model": self.request.model.is_sharded,
+        }
+        for what in (what for what, is_so in unmeasured.items() if is_so):
+            raise UnsupportedError(
+                f"predict does not go with {what} so far, whose computing it does not measure: print the plan for its bytes"
+            )
+        request = self.request
+        return calibrate(
+            request.model.module, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example,
+            request.manager.check_reads,
+        )  # fmt: skip
+
+    def with_gradients(self, compute: ComputeTimes) -> ComputeTimes:
+        """Return what is computed with this placement: copies of gradients, or memory for autograd's own."""
+        copied = self._placed_grad_plans
+        placed = {id(plan) for plan in copied}
+        return compute.with_gradients(copied, [plan for plan in self.grad_plans if id(plan) not in placed])
+
+    def _savings(self, drive: DriveRates, compute: ComputeTimes, step_s: float) -> dict[str, float]:
+        """Return the seconds of a step that a better machine would save, by what is better: by simulation."""
+        budget = replace(self.budget, frame_count=2 * self.budget.frame_count)
+        better = {
+            "a drive twice as fast": self.simulate(drive.faster(2), compute),
+            "a processor twice as fast": self.simulate(drive, compute.faster(2)),
+            "twice the pool": replace(self, budget=budget).simulate(drive, compute),
+        }
+        return {what: step_s - step.wall_s for what, step in better.items()}
+
+    def drive_rates(self, drive_read: int | str | None = None, drive_write: int | str | None = None) -> DriveRates:
+        """Return the rates of the drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
+        if self.tuning is not None and drive_read is None and drive_write is None:
+            return DriveRates.measured(self.tuning)
+        rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
+        slowing_byte_s = 0.0 if self.tuning is None else self.tuning.slowing_byte_s
+        return DriveRates(*rates, sum(rates), slowing_byte_s=slowing_byte_s)
+
+    def _drive_rate(self, name: str, given: int | str | None) -> float:
+        if given is not None:
+            rate: float = parse_bytes_a_second(given, f"drive_{name}")
+        elif self.tuning is not None:
+            rate = getattr(self.tuning, f"{name}_bytes_per_s")
+        else:
+            raise ConfigError(
+                f"the drive's speed is not known: run `swapper tune DIR`, or give predict(..., drive_{name}='7GB'), "
+                "its bytes a second"
+            )
+        return rate
+
+    def simulate(self, drive: DriveRates | VirtualDrive, compute: ComputeTimes, passes: int = 1) -> StepStats:
+        """Return how a step goes. See `predict`.
+
+        Args:
+            drive: its rates, or a virtual drive of the caller's.
+            compute: the seconds of one forward and backward, and of updates.
+            passes: forwards and backwards in a step, whose gradients accumulate.
+
+        Raises:
+            BudgetError: the pool has too few frames for the step.
+        """
+        virtual = drive if isinstance(drive, VirtualDrive) else open_drive(drive, compute.paging)
+        return self._dry_run(virtual, compute.of, passes).time()
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def plan_run(
+    request: Request,
+    inventory: Inventory,
+    places: tuple[str, str] | None = None,
+    *,
+    tuning: Tuning | None = None,
+    page_bytes: int | None = None,
+    existing_files: Collection[int] = (),
+) -> Plan:
+    """Plan a session.
+
+    Args:
+        request: the user's model, optimizer and options.
+        inventory: contents of the model and the optimizer.
+        places: of parameters and optimizer state, if not the requested ones.
+        tuning: measurements of the drive.
+        page_bytes, existing_files: of a resumed run.
+
+    Raises:
+        BudgetError: the budget is too small; names the smallest that works.
+    """
+    options, device = request.options, request.device
+    params, state = places or (options.params, options.optimizer_state)
+    # Content on a device has a place in memory or on NVMe too.
+    wishes = "auto" if params == "device" else params, "nvme" if state == "device" else state, options.gradients
+    step = StepKind(options.update, device is not None, request.updates_there)
+    stays = _stays_on_device(request)
+
+    def divide(on_device: DevicePlacement, page_bytes: int | None) -> tuple[dict[str, str], Budget]:
+        left = without_gradients(inventory, on_device.gradients).with_state_staying(on_device.state)
+        return choose_placement(left, *wishes, request.manager.host_bytes, page_bytes, step)
+
+    always = DevicePlacement(
+        0,
+        frozenset(),
+        gradients=frozenset(plan.group for plan in inventory.grad_plans if stays[0] == "device"),
+        state=frozenset(state_bytes(inventory)) if stays[1] == "device" else frozenset(),
+    )
+    found, budget = divide(always, page_bytes)
+    layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
+    inventory = inventory.with_state_staying(always.state)
+    sections = sections_of(inventory, found, budget, layout)
+    on_device = None
+    if device is not None:
+        other_bytes = sum(buffer.nbytes for buffer in request.model.module.buffers())
+        if request.updates_there:
+            other_bytes += ring_bytes(find_trainables(inventory, find_places(sections)), budget.page_bytes)
+        on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays)
+        if (on_device.gradients, on_device.state) != (always.gradients, always.state):
+            found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
+        check_averaging(
+            request.model.given, options.update, bool(without_gradients(inventory, on_device.gradients).grad_plans)
+        )
+        inventory = inventory.with_state_staying(on_device.state)
+        sections = sections_of(inventory, found, budget, layout)
+    every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))
+    turns = TURNS if every or existing_files else 1
+    return Plan(
+        request=request, inventory=inventory, places=found, budget=budget, layout=layout, turns=turns, commit_every=every,
+        tuning=tuning, on_device=on_device,
+    )  # fmt: skip
+
+
+def _stays_on_device(request: Request) -> tuple[str, str]:
+    """Return which gradients and which state stay on the device: "device" for all, "auto" for those that fit, else none."""
+    options, there = request.options, request.updates_there
+    state = options.optimizer_state if there and options.update == "step" else "host"
+    return options.gradients if there else "host", state

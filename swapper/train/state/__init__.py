@@ -1,0 +1,1 @@
+"""Keeps the optimizer state and shows it as the user's optimizer does."""

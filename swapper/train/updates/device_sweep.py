@@ -1,0 +1,513 @@
+"""Runs the optimizer's sweep on an accelerator: copies slice k+1 up, updates slice k, copies slice k-1 down, all at once.
+
+A copy stream copies a slice's state, gradient and parameters to one of a ring of storages on the device. The optimizer
+works on views of it on a stream of its own ([Note: stream of updates], train_device.py). Another stream copies the
+results down. The slice's pages are leased until they have arrived, and then its storage is free. So the copies and the
+update of three slices overlap with each other and with the drive, and Python waits for the oldest only, also across
+groups; the ring exists from a step's first update until its last results have come. State that stays on the device is
+updated there.
+
+The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
+results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
+decoded for the update there, and encoded after it (slice_parts.py).
+
+[Note: a step goes on] A step is queued when `optimizer.step()` returns, and its copies go on during the next forward, as far as
+streams order everything: state in host memory, of parameters that are updated in their images. What reads that state, or a
+commit, waits for it (`settle`); so does the next update of a group for its own. Results are waited for in the step if they
+lease frames, if a forward is to copy them to the device again, or if a codec may refuse them. Kernels of updates may still read
+gradients then: an operation on one that is still a parameter's `grad` waits for them first (fixed_gradient.py), and one that was
+dropped is kept until its slice has arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.device.device_placement import RING
+from swapper.device.device_storage import DeviceStorage, Span, merge_spans
+from swapper.errors import DeviceError, InvariantError, StateError
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Page
+from swapper.train.gradients.cold_grad import ColdGradient
+from swapper.train.gradients.fixed_gradient import fix, unfix
+from swapper.train.groups.train_device import TrainingDevice
+from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
+from swapper.train.layout.trainable import GroupUpdate, Trainable
+from swapper.train.optimizer.optimizer_proxy import Work
+from swapper.train.state.resident_state import DeviceResidentState
+from swapper.train.updates.adamw_kernel import AdamWKernel, update_by_kernel
+from swapper.train.updates.one_pass import is_fused
+from swapper.train.updates.slice_parts import (
+    CodedSlices,
+    Gradient,
+    SlicePart,
+    coded_in,
+    device_scratch_bytes,
+    parts_of,
+    slice_bytes,
+    slot_bytes,
+)
+from swapper.train.updates.sweep import Sweep, Update
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A slot of the ring.
+
+    Attributes:
+        storage: its memory, allocated at the first use.
+        in_flight: slices whose copies to or from it are in flight.
+        last_use: the event of the copies down; None before the first.
+    """
+
+    storage: DeviceStorage | None = None
+    in_flight: int = 0
+    last_use: torch.Event | None = None
+
+
+class DeviceSweep(Sweep):
+    """A sweep that updates on the device.
+
+    Args:
+        kept: state that stays on the device.
+        kernel: updates instead of the optimizer, or None.
+    """
+
+    ahead = 1
+
+    def __init__(
+        self,
+        on_device: TrainingDevice,
+        gradient_of: Gradient,
+        kept: DeviceResidentState,
+        kernel: AdamWKernel | None,
+        *others: Any,
+    ) -> None:
+        super().__init__(*others)
+        self.on_device = on_device
+        self.gradient_of = gradient_of
+        self.kept = kept
+        self._kernel = kernel
+        self._over: deque[Access] = deque()  # arrived, and leased until the next slice is
+        self._in_flight: Counter[int] = Counter()  # by group: slices
+        self._slots = [_Slot() for _ in range(RING)]
+        self._turn = 0
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
+        self._views: dict[
+            tuple[TensorLocation, int], torch.Tensor
+        ] = {}  # of a slice: what is in the slot, by its begin
+        self._coded_there = CodedSlices(
+            device_scratch_bytes(self.trainables, self._page_bytes), self._there, on_device.new_storage
+        )
+        self._awaited: set[int] = set()  # groups of the step whose results something waits for: [Note: a step goes on]
+        self._read: list[
+            tuple[nn.Parameter, torch.Tensor | None]
+        ] = []  # gradients that updates of the step may still read
+        self._failure: BaseException | None = None  # with which results of a step were lost
+        self._unheld: dict[int, StateError] = {}  # by group: an error that came down with a slice of the step
+        self._accesses: dict[Access, Access] = {}  # of slices
+        self._is_in_place = False  # of the group that is updated: see TrainingDevice.updates_in_place
+        self._usual_bytes = 0  # of a slot
+        self._has_updated = False  # in this step
+
+    def update(self, update: GroupUpdate) -> None:
+        """Update a group. Copies of its results may still be in flight, their pages leased: see `settle`."""
+        group = update.trainable.group
+        self._wait_for(group)  # of the step before
+        self._make_ready(update)
+        if not self.kept.is_ready(group):
+            self.settle()  # its pages go through the frames that earlier slices still lease
+        if not self._has_updated:
+            self._begin_ring()
+        self._read += zip(update.trainable.parameters, update.gradients, strict=True)
+        with self._apart(), torch.autocast(self.on_device.device.device.type, enabled=False):
+            if not self._has_updated or any(type(g) not in (ColdGradient, NoneType) for g in update.gradients):
+                self.on_device.order.follow()
+            self._has_updated = True
+            self.kept.ready([group])
+            self._is_in_place = self.on_device.updates_in_place(group)
+            with self.on_device.changing(group) if self._is_in_place else nullcontext():
+                for part in update.trainable.slices(update.active, self._page_bytes):
+                    access = self._access(update.trainable, part)
+                    slot = self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
+                    self._update_on_device(update, part, access, slot)
+
+    def give_back(self, then: Access | None = None) -> None:
+        if then is not None:
+            self._pager.lease(then)
+        self.on_device.downloads.collect()
+        self._release_arrived()
+        if then is not None:
+            self._pager.wait(then)
+
+    def rejoin(self) -> None:
+        for _, gradient in self._read:
+            if gradient is not None:
+                unfix(gradient)
+        if self._read:
+            self._wait_for_updates()
+        self._read.clear()
+
+    def _wait_for_updates(self, gradient: weakref.ref[torch.Tensor] | None = None) -> None:
+        """Have the current stream wait for all updates, before a change of `gradient`."""
+        device = self.on_device.device
+        with contextlib.suppress(DeviceError):  # the next use of a failed device raises
+            device.let_wait(device.current_stream(), device.record(self.on_device.updating))
+        if gradient is not None and (alive := gradient()) is not None:
+            unfix(alive)
+
+    def pass_begins(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            are_there = any(parameter.grad is gradient for parameter, gradient in self._read if gradient is not None)
+        if are_there:  # this pass may add to them
+            self.rejoin()
+        self._read.clear()
+
+    def show(self, group: int) -> None:
+        if group in self._awaited:
+            self._wait_for(group)
+
+    def settle(self) -> None:
+        """Wait until all results are in host memory.
+
+        Raises:
+            DeviceError: the device failed, now or since the last call.
+            StateError: a codec cannot hold some of them.
+        """
+        try:
+            while self._in_flight.total():
+                self.on_device.downloads.wait_for_oldest()
+        finally:
+            self._release_arrived()
+        self._check()
+
+    def _wait_for(self, group: int) -> None:
+        """Wait until the results of a group are in host memory. Raises as `settle`, for this group."""
+        try:
+            while self._in_flight[group]:
+                self.on_device.downloads.wait_for_oldest()
+        finally:
+            self._release_arrived()
+        self._check(group)
+
+    def _check(self, group: int | None = None) -> None:
+        if self._failure is not None:
+            raise self._failure
+        for error in [error for index, error in self._unheld.items() if group in (None, index)]:
+            raise error
+
+    def end(self) -> None:
+        """Note that all groups are updated. Only results that something waits for are in memory: [Note: a step goes on]"""
+        if self._awaited:
+            self.settle()
+            self._awaited.clear()
+        if not self._in_flight.total():
+            self._free_slots()
+        self._has_updated = False
+        for _, gradient in self._read:
+            if gradient is not None:
+                fix(gradient, partial(self._wait_for_updates, weakref.ref(gradient)))
+        super().end()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.rejoin()
+        with contextlib.suppress(DeviceError):  # a failed device keeps the memory until the process ends
+            if any(slot.in_flight for slot in self._slots):
+                self.on_device.downloads.finish()
+            self._over.clear()
+            self._free_slots()
+        self._awaited.clear()
+        self._unheld.clear()
+        self._failure = None
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _apart(self) -> AbstractContextManager[None]:
+        """Return a context whose kernels are queued on the stream of updates."""
+        return self.on_device.device.on(self.on_device.updating)
+
+    def _begin_ring(self) -> None:
+        """Give the ring its memory, so that the first copies to it wait neither for updates nor for the caller's kernels."""
+        self.on_device.order.note()
+        self._usual_bytes = self._usual_bytes or slot_bytes(self.trainables, self._page_bytes)
+        with self._apart():
+            for slot in self._slots:
+                if slot.storage is None:
+                    slot.storage = self.on_device.new_storage(self._usual_bytes)
+
+    def _next_slot(self, nbytes: int, has_pages: bool) -> _Slot:
+        """Return the ring's next slot, with at least this memory. [Note: who waits for a slot]"""
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % RING
+        is_short = slot.storage is None or slot.storage.nbytes < nbytes
+        while slot.in_flight and (has_pages or is_short):
+            self.on_device.downloads.wait_for_oldest()
+        if slot.storage is None or slot.storage.nbytes < nbytes:
+            if slot.storage is not None:
+                slot.storage.free()
+                slot.storage = slot.last_use = None
+            slot.storage = self.on_device.new_storage(max(nbytes, self._usual_bytes))
+        return slot
+
+    def _free_slots(self) -> None:
+        for slot in self._slots:
+            storage, slot.storage, slot.last_use, slot.in_flight = slot.storage, None, None, 0
+            if storage is not None:
+                with self._apart():
+                    storage.free()
+        with self._apart():
+            self._coded_there.free()
+        self._has_updated = False
+
+    def _update_on_device(self, update: GroupUpdate, part: Slice, access: Access, slot: _Slot) -> None:
+        storage = slot.storage
+        if storage is None:
+            raise InvariantError("a slice was to be updated in a slot without memory")
+        self._pager.lease(access)
+        self._release_arrived()
+        self._pager.wait(access)
+        started = time.monotonic()
+        try:
+            parts = parts_of(update, part, self.gradient_of, self._is_in_place)
+            up = list(self._pieces(p for p in parts if p.copied_up))
+            self.on_device.bring_up(storage, up, slot.last_use)
+            self._coded_there.begin_slice(coded_in(update.trainable, part))
+            self._views = {(p.place, p.begin): p.view(storage) for p in parts}
+            run = list(self._updates(update, part))
+            for proxy, works in self._proxies.each_with(self._update_by_kernels(run)):
+                proxy.update(works)
+            for one in run:
+                self._store(one)
+            error_in = self._send_unheld()
+            found = self._pieces(p for p in parts if p.copied_down)
+            down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
+            if self._is_in_place and access.pages:
+                down += self._parameters(update.trainable, part)
+            counts, self._counts = self._counts, []
+        except BaseException:
+            self._counts.clear()
+            self._views.clear()
+            self.on_device.finish()  # some of its copies may be in flight
+            self._pager.release(access)
+            raise
+        self._views.clear()
+        slot.in_flight += 1
+        group = update.trainable.group
+        self._in_flight[group] += 1
+        if access.pages or coded_in(update.trainable, part) or not self._is_in_place:
+            self._awaited.add(group)
+        gradients = update.gradients
+        slot.last_use = self.on_device.downloads.send(
+            down + counts,
+            lambda: self._arrived(group, access, slot, error_in(), gradients),
+            lambda error: self._lost(group, access, slot, error),
+            is_held=False,
+        )
+        self._counters.updated(started, access.key)
+
+    def _parameters(self, trainable: Trainable, part: Slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield a slice's parameters in host memory and in the image. [Note: what stays is updated there]"""
+        for piece in part.pieces:
+            place = trainable.places[piece.parameter].param
+            if place.section.resident:
+                continue
+            here = self.on_device.parameter(place.section, place.slot)[piece.begin : piece.end].view(torch.uint8)
+            for at, memory in self._pieces([SlicePart(place, piece.begin, piece.end, 0, False, True)]):
+                yield memory, here[at : at + memory.numel()]
+
+    def _access(self, trainable: Trainable, part: Slice) -> Access:
+        """Return the access of a slice: its pages are used in their frames, but for those with state of other shapes."""
+        access = self._accesses.get(part.access)
+        if access is None:
+            others = [place for piece in part.pieces for place in trainable.places[piece.parameter].others.values()]
+            addressed = {page for place in others for page in place.pages(0, place.slot.spec.numel)}
+            access = replace(part.access, in_frames=frozenset(part.access.pages) - addressed)
+            self._accesses[part.access] = access
+        return access
+
+    def _arrived(
+        self,
+        group: int,
+        access: Access,
+        slot: _Slot,
+        error: StateError | None,
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Note that the results of a slice are in host memory. Until now `gradients`, which it was updated with, were kept."""
+        self._in_flight[group] -= 1
+        slot.in_flight -= 1
+        self._over.append(access)
+        if error is not None:
+            self._unheld.setdefault(group, error)
+
+    def _lost(self, group: int, access: Access, slot: _Slot, error: BaseException) -> None:
+        self._failure = error
+        self._in_flight[group] -= 1
+        slot.in_flight -= 1
+        self._pager.release(access)
+
+    def _release_arrived(self) -> None:
+        while self._over:
+            access = self._over.popleft()
+            self._pager.release(access, access.writes)
+
+    def _updates(self, update: GroupUpdate, part: Slice) -> Iterator[Update]:
+        """Yield the optimizer's updates, on views of the slot, of state that stays on the device, and of the scratch."""
+        trainable = update.trainable
+        for piece in part.pieces:
+            places, settings = trainable.places[piece.parameter], trainable.settings[piece.parameter]
+            begin, end = piece.begin, piece.end
+            by_kernel = self._kernel is not None or is_fused(
+                self._proxies.kind(settings), self._proxies.settings(settings), places
+            )
+            shape = (-1,) if places.may_cut else places.param.slot.spec.shape
+            state_tensors = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
+            param = self._there(places.param, begin, end).view(shape)
+            decoded = self._decoded(self._coded_there, places, begin, end, param, by_kernel)
+            state_tensors.update(decoded)
+            master = state_tensors.pop("master", None)
+            target = param if master is None else master
+            gradient = self._gradient_of(update, piece).view(shape)
+            if not by_kernel:
+                gradient = gradient.to(target.dtype)
+            state = self._state(places, begin, end, state_tensors)
+            for key in places.others:
+                if isinstance(value := state.get(key), torch.Tensor):
+                    state[key] = self._on_device(value, target.device, self._counts_there(settings, by_kernel))
+            marks, passes = vars(trainable.parameters[piece.parameter]), self._entries.passes(places.name)
+            work = Work(settings, target.detach(), gradient, state, marks, passes)
+            rounded = None if master is None else param
+            yield Update(work, places, begin, end, state_tensors, target, rounded, decoded, by_kernel)
+
+    def _update_by_kernels(self, run: list[Update]) -> list[Work]:
+        """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], one_pass.py"""
+        if self._kernel is not None:
+            self._kernel.update(run, self._proxies.settings)
+            return []
+        for one in run:
+            if one.by_kernel:
+                update_by_kernel(one, self._proxies.settings(one.work.settings))
+        return [one.work for one in run if not one.by_kernel]
+
+    def _counts_there(self, settings: int, by_kernel: bool) -> bool:
+        """Return True if counters of a group are counted on the device."""
+        return not by_kernel and self._proxies.counts_on_device(settings)
+
+    def _encode(self, update: Update, param: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        self._coded_there.encode(update.places, update.begin, update.end, param, values)
+
+    def _send_unheld(self) -> Callable[[], StateError | None]:
+        """Have the counts of what codecs cannot hold come down with the slice. Return what reads them then."""
+        found = self._coded_there.counts()
+        if found is None:
+            return lambda: None
+        counts, error_in = found
+        here = self.on_device.device.empty_on_host(counts.numel())
+        self._counts.append((here, counts))
+        return lambda: error_in(here)
+
+    @staticmethod
+    def _on_device(value: torch.Tensor, device: torch.device, counts_there: bool) -> torch.Tensor:
+        """Return state of other shapes on the device; a counter only if it is counted there, by a kernel: no wait."""
+        if value.dim():
+            return value.to(device)
+        return torch.full((), value.item(), dtype=value.dtype, device=device) if counts_there else value
+
+    def _is_unchanged(self, stored: torch.Tensor, value: torch.Tensor) -> bool:
+        return False  # comparing would wait for the kernels
+
+    def _keep(self, update: Update, key: str, value: torch.Tensor) -> None:
+        stored = update.state_tensors[key]
+        is_counter = key in update.places.others and not stored.dim()  # that of a parameter of one number is as small
+        if not is_counter or not self._counts_there(update.work.settings, update.by_kernel):
+            super()._keep(update, key, value)
+        else:  # it comes with the slice: reading it now would wait for the kernels
+            self._counts.append((stored.view(1).view(torch.uint8), value.view(1).view(torch.uint8)))
+
+    def _there(self, place: TensorLocation, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of a tensor of the slice, flat: in the slot, or in the state that stays on the device."""
+        view = self._views.get((place, begin))
+        if view is None and self._is_in_place and place.section.plan.family == "param":
+            return self.on_device.parameter(place.section, place.slot)[begin:end]
+        return self.kept.view(place.section.plan.group, place)[begin:end] if view is None else view
+
+    def _others(self, places: ParameterLocations) -> dict[str, torch.Tensor]:
+        if not places.state_stays:
+            return super()._others(places)
+        return self.kept.others(places.param.section.plan.group, places)
+
+    def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
+        self._wait_for(trainable.group)
+        if trainable.group not in self.kept:
+            super().refresh_masters(trainable, before)
+            return
+        self.kept.ready([trainable.group])
+        for part in trainable.all_slices(self._page_bytes):
+            changed = tuple(page for page in part.access.pages if page in part.access.writes)  # without gradients
+            with self._pager.leased(Access(None, changed)):
+                try:
+                    self._refresh_kept(trainable, part, before)
+                finally:
+                    self._views.clear()
+                    self._coded_there.free()
+                    self.on_device.finish()
+
+    @torch.no_grad()
+    def _refresh_kept(self, trainable: Trainable, part: Slice, before: Mapping[str, torch.Tensor]) -> None:
+        self._coded_there.begin_slice(coded_in(trainable, part))
+        slot = self.on_device.new_storage(slice_bytes(trainable, part))
+        try:
+            for piece in part.pieces:
+                places, begin, end = trainable.places[piece.parameter], piece.begin, piece.end
+                if not places.has_master:
+                    continue
+                param = SlicePart(places.param, begin, end, 0, True, False)
+                self.on_device.bring_up(slot, list(self._pieces([param])))
+                new = self._views[places.param, begin] = param.view(slot)
+                if places.has_coded_master:
+                    self._coded_there.refresh_master(places, begin, end, before[places.name], end - begin)
+                else:
+                    master = self._there(places.state["master"], begin, end)
+                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+        finally:
+            slot.free()
+        if (found := self._coded_there.counts()) is not None and (error := found[1](found[0].cpu())) is not None:
+            raise error
+
+    def _gradient_of(self, update: GroupUpdate, piece: SlicePiece) -> torch.Tensor:
+        """Return a piece of a gradient, flat and clipped: in the slot, or in the gradient that stays on the device."""
+        here = update.gradients[piece.parameter]
+        if here is not None and type(here) is not ColdGradient:
+            return here.detach().reshape(-1)[piece.begin : piece.end]
+        grad, content = self.gradient_of(update.trainable.parameters[piece.parameter])
+        return content.of(self._views[grad, piece.begin])
+
+    def _pieces(self, parts: Iterable[SlicePart]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the offset in the slot and the host memory of what each page has of `parts`; neighbors are one piece."""
+        spans: dict[Page, list[Span]] = {}
+        for part in parts:
+            section, slot = part.place.section, part.place.slot
+            begin = slot.offset + part.begin * slot.spec.dtype.itemsize
+            end = begin + part.nbytes
+            for page in section.pages_of(begin, end) or [section.piece]:
+                first, last = max(begin, page.offset), min(end, page.offset + page.nbytes)
+                if first < last:
+                    span = Span(first - page.offset, last - first, part.offset + first - begin)
+                    spans.setdefault(page, []).append(span)
+        for page, found in spans.items():
+            memory = self.on_device.host.of(page)
+            for span in merge_spans(found):
+                yield span.target, memory[span.begin : span.begin + span.nbytes]
