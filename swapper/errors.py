@@ -50,7 +50,26 @@ class ConfigError(SwapperError, ValueError):
 
 
 class BudgetError(SwapperError, MemoryError):
-    """The memory budget is too small for one step; the message names the smallest that works."""
+    """The memory budget is too small; the message names the smallest that works, or how much is missing.
+
+    Attributes:
+        option: the budget: "host_memory" or "device_memory".
+        smallest_bytes: the smallest budget that works, in bytes; None if it is not known.
+        missing_bytes: what the budget lacks at least for what was in use when it ran out, in bytes; None if it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        option: str = "host_memory",
+        smallest_bytes: int | None = None,
+        missing_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.option = option
+        self.smallest_bytes = smallest_bytes
+        self.missing_bytes = missing_bytes
 
 
 class DirectoryError(SwapperError):

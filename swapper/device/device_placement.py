@@ -110,7 +110,9 @@ def place_on_device(
         f"device_memory={format_bytes(device_bytes)} is too small: on {device} this model needs at least "
         f"{format_bytes(fixed_bytes + working)} ({fixed_bytes + working} bytes), of which {format_bytes(fixed_bytes)} are "
         f"{fixed}, and {format_bytes(working)} what is used at once in "
-        f"{where[largest]!r}; raise device_memory"
+        f"{where[largest]!r}; raise device_memory",
+        option="device_memory",
+        smallest_bytes=fixed_bytes + working,
     )
 
 

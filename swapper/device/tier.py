@@ -257,7 +257,8 @@ class DeviceTier:
             in_use = ", ".join(f"{one.name} {format_bytes(one.storage.nbytes)}" for one in self._images if one.leases)
             raise BudgetError(
                 f"device_memory is too small for what is used at once: {in_use}, and {format_bytes(self._budget_bytes)} are "
-                f"for weights on {self._device}; raise device_memory, or gather fewer modules at once"
+                f"for weights on {self._device}; raise device_memory, or gather fewer modules at once",
+                option="device_memory",
             )
         self.evicting(lambda: self._allocate(image), nbytes, image.name)
 
@@ -274,7 +275,8 @@ class DeviceTier:
         except OUT_OF_MEMORY as error:
             raise BudgetError(
                 f"{self._device} has no {format_bytes(nbytes)} left for {purpose}, after everything that is not in use was given "
-                f"up: lower device_memory, or {remedy} ({error})"
+                f"up: lower device_memory, or {remedy} ({error})",
+                option="device_memory",
             ) from error
 
     def evict_idle(self) -> None:

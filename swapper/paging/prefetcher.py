@@ -184,5 +184,6 @@ class Prefetcher:
         nbytes = round_up(max(missing, 1) * self._pool.frame_bytes, ARENA_ALIGNMENT_BYTES)
         return BudgetError(
             f"too much is in use at once: raise host_memory by at least {format_bytes(nbytes)} ({nbytes} bytes), or use "
-            f"or gather fewer modules at once\n{self._frames.describe()}"
+            f"or gather fewer modules at once\n{self._frames.describe()}",
+            missing_bytes=nbytes,
         )

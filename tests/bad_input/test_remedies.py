@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,9 +66,8 @@ def test_an_empty_name_is_no_directory(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def named_addition(error: swapper.BudgetError) -> int:
-    match = re.search(r"raise host_memory by (?:at least )?\S+ \S+ \((\d+) bytes\)", str(error))
-    assert match is not None, error
-    return int(match[1])
+    assert error.missing_bytes is not None and f"({error.missing_bytes} bytes)" in str(error), error
+    return error.missing_bytes
 
 
 class WholeTable(Net):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +86,7 @@ def test_a_loop_with_autograd_names_a_budget_that_works(twins: MakeTwins) -> Non
     ) as error:
         pair.swapped(torch.randn(4, WIDTH))
     pair.close()
-    named = int(re.search(r"\((\d+) bytes\)", str(error.value))[1])
+    named = error.value.missing_bytes
     pair = twins(Encoders(penalty, "before", with_graph=True), budget=budget + named)
     pair.train(step, steps=3)
     pair.finish(paged=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -285,9 +284,8 @@ def smallest_device_budget(
 
 
 def named_budget(error: swapper.BudgetError) -> int:
-    match = re.search(r"at least .* \((\d+) bytes\)", str(error))
-    assert match is not None, error
-    return int(match[1])
+    assert error.smallest_bytes is not None and f"({error.smallest_bytes} bytes)" in str(error), error
+    return error.smallest_bytes
 
 
 def send_away(manager: swapper.SwapManager) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 from hypothesis import example, given
@@ -50,9 +49,9 @@ class Model:
         """Return what the error names for a budget that is too small."""
         with pytest.raises(BudgetError) as refused:
             self.divide(host_bytes, kept_bytes)
-        named = re.search(r"\((\d+) bytes\)", str(refused.value))
-        assert named, refused.value
-        return int(named[1])
+        smallest = refused.value.smallest_bytes
+        assert smallest is not None and f"({smallest} bytes)" in str(refused.value)
+        return smallest
 
 
 @given(models, sizes(SECTOR_BYTES, 64 * GIB), sizes(SECTOR_BYTES, 16 * GIB))

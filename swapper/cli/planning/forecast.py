@@ -200,7 +200,11 @@ class Forecaster:
             if machine.of_node == 1:
                 raise
             count = machine.of_node
-            raise BudgetError(f"{error}. This is of each of a node's {count} ranks, which share its memory") from error
+            raise BudgetError(
+                f"{error}. This is of each of a node's {count} ranks, which share its memory",
+                option=error.option,
+                smallest_bytes=error.smallest_bytes,
+            ) from error
 
     def forecast(self, machine: Machine, setting: Setting, pages: int = EXACT_PAGES) -> Forecast:
         """Return the plan and the predicted step of one rank.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -37,10 +36,9 @@ def smallest_budget(forecaster: Forecaster, machine: Machine, setting: Setting) 
     try:
         forecaster.plan(replace(machine, host_bytes=(1 << 20) * machine.of_node), setting)
     except BudgetError as error:
-        found = re.search(r"at least .*?\((\d+) bytes\)", str(error))
-        if found is None:  # of the device's memory
+        if error.option != "host_memory" or error.smallest_bytes is None:
             raise
-        return int(found[1]) * machine.of_node
+        return error.smallest_bytes * machine.of_node
     return (1 << 20) * machine.of_node
 
 

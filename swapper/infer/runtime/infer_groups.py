@@ -122,7 +122,8 @@ class LargerThanDevice(GroupWeights):
         if self.weights:
             raise BudgetError(
                 f"parameter {self.names[0]} is used as a whole, and is larger than what device_memory leaves for weights; "
-                "only its rows or parts can be used. Raise device_memory"
+                "only its rows or parts can be used. Raise device_memory",
+                option="device_memory",
             )
         return False
 

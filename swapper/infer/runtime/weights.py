@@ -327,5 +327,6 @@ def make_room(wanted: GroupWeights, groups: Sequence[GroupWeights], frame_count:
     raise BudgetError(
         f"parameter {wanted.weights[0].name} is used as a whole, {format_bytes(needed * page_bytes)} of memory, while "
         f"{format_bytes(in_use * page_bytes)} of other weights are in use, and host_memory has room for "
-        f"{format_bytes(frame_count * page_bytes)}: raise it by at least {format_bytes(missing_bytes)} ({missing_bytes} bytes)"
+        f"{format_bytes(frame_count * page_bytes)}: raise it by at least {format_bytes(missing_bytes)} ({missing_bytes} bytes)",
+        missing_bytes=missing_bytes,
     )

@@ -116,7 +116,8 @@ def divide_host_memory(
         smallest = fixed_bytes + _smallest_pool(fit)
         raise BudgetError(
             f"host_memory={format_bytes(host_bytes)} is too small: {who} at least {format_bytes(smallest)} "
-            f"({smallest} bytes), of which {format_bytes(fixed_bytes)} {rest()}"
+            f"({smallest} bytes), of which {format_bytes(fixed_bytes)} {rest()}",
+            smallest_bytes=smallest,
         )
     return found
 

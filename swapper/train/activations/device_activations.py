@@ -252,7 +252,8 @@ class DeviceTensorCache:
         except OUT_OF_MEMORY as error:
             raise BudgetError(
                 f"{self._device} has no {format_bytes(stored.nbytes)} left for a saved tensor that backward needs, after "
-                f"releasing those that it does not need yet: lower device_memory of offload_activations ({error})"
+                f"releasing those that it does not need yet: lower device_memory of offload_activations ({error})",
+                option="device_memory",
             ) from error
 
     def _copy_for(self, stored: DeviceStored, stream: Any) -> torch.Tensor:

@@ -321,7 +321,8 @@ def _check_others(budget: DeviceBudget) -> None:
         raise BudgetError(
             f"{budget.device} has {format_bytes(total_bytes)}, of which {len(others)} other manager{'s' * (len(others) > 1)} "
             f"may use {format_bytes(sum(others))}: device_memory={format_bytes(budget.nbytes)} is more than the rest. Lower one of "
-            "them, or close the other manager"
+            "them, or close the other manager",
+            option="device_memory",
         )
 
 

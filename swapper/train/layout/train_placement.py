@@ -184,7 +184,9 @@ def place_on_accelerator(
         all_bytes = other_bytes + sum(images.values())
         raise BudgetError(
             f"params='device' needs all parameters on {budget.device} at once: at least {format_bytes(all_bytes)} "
-            f"({all_bytes} bytes); raise device_memory={format_bytes(budget.nbytes)}, or pass params='auto'"
+            f"({all_bytes} bytes); raise device_memory={format_bytes(budget.nbytes)}, or pass params='auto'",
+            option="device_memory",
+            smallest_bytes=all_bytes,
         )
     left = placement.image_bytes
     for number, (wish, sizes) in enumerate(wishes):

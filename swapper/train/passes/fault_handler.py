@@ -112,7 +112,8 @@ class ParameterFaultHandler(FaultHandler):
             nbytes = sum(parameter.nbytes for parameter in parameters)
             raise BudgetError(
                 f"{getattr(function, '__name__', function)} needs {len(parameters)} parameters at once, {nbytes} bytes, and "
-                f"there is no room for them: do it one by one, or under torch.no_grad(), or raise the budget ({error})"
+                f"there is no room for them: do it one by one, or under torch.no_grad(), or raise the budget ({error})",
+                missing_bytes=error.missing_bytes,
             ) from error
         return {id(parameter): self.shown.show(self._names[id(parameter)]) for parameter in parameters}
 

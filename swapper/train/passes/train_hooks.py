@@ -245,7 +245,8 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             f"the forward of {call.module or 'the model'} itself reads parameters of modules inside it ({group.names[0]} and "
             "others), which stay in memory until it and its backward are over: raise host_memory by "
             f"{format_bytes(needed)} ({needed} bytes), which is enough for all of them; or do that outside of the forward (a "
-            f"penalty in the training loop), where each is in memory for its operation only{how}"
+            f"penalty in the training loop), where each is in memory for its operation only{how}",
+            missing_bytes=needed,
         )
 
     def follow(self, parameters: Iterable[nn.Parameter], run: Callable[[], Any]) -> Any:
