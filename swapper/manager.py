@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper.capabilities import Feature, check
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.device.device import Device
 from swapper.durability.beginning import begin_run
@@ -410,8 +411,7 @@ class SwapManager:
         """
         check_at_once(at_once)
         run = self.current.running("accumulate_batches")
-        if run.is_sharded:
-            raise UnsupportedError("accumulate_batches does not go with a model that fully_shard has sharded so far")
+        check({*run.plan.request.features, Feature.ACCUMULATE_BATCHES})
         left, losses = list(batches), []
         while left:
             some, left = left[:at_once], left[len(left[:at_once]) :]
@@ -481,9 +481,9 @@ class SwapManager:
             raise ConfigError(f"keep={keep!r} is not known: use the number of snapshots to keep, at least 1, or None")
         parse_choice(frozen, "frozen", ("include", "reference"))
         content = partial(self._user.in_snapshot, extra or {})
+        asked = {Feature.KEEP: keep is not None, Feature.REFERENCE: frozen == "reference"}
+        check({*run.plan.request.features, *(feature for feature, is_so in asked.items() if is_so)})
         if run.is_sharded:
-            if keep is not None or frozen != "include":
-                raise UnsupportedError("keep= and frozen= do not go with a sharded model's snapshot: leave them out")
             ticket = run.snapshot_directory(target, content, self._finish_snapshots)
         else:
             target = self._ranks.own_name(target)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from swapper.capabilities import Feature, check
 from swapper.errors import ConfigError
 from swapper.runtime.free_memory import headroom_bytes
 from swapper.runtime.sizes import parse_bytes
@@ -44,8 +45,11 @@ class Accelerator:
     def __post_init__(self) -> None:
         parse_choice(self.update_on, "update_on", ("cpu", "device", "auto"))
         parse_choice(self.update_with, "update_with", ("optimizer", "kernel"))
-        if self.stochastic_rounding is not None and self.update_with != "kernel":
-            raise ConfigError("stochastic_rounding goes with update_with='kernel': torch's optimizers round to nearest")
+        on_device = {Feature.DEVICE, Feature.UPDATE_ON_DEVICE}  # not known here
+        by_kernel = {Feature.KERNEL} if self.update_with == "kernel" else set()
+        check(
+            on_device | by_kernel | ({Feature.STOCHASTIC_ROUNDING} if self.stochastic_rounding is not None else set())
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

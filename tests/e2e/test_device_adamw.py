@@ -167,10 +167,14 @@ def with_settings(**settings: Any) -> Any:
         (with_settings(amsgrad=True), {}, "does not support amsgrad=True"),
         (with_settings(fused=True), {}, "does not support fused=True"),
         (adamw, {"master": False}, "updates fp32 masters: pass master_weights=torch.float32"),
-        (adamw, {"update_on": "cpu"}, "updates on a device"),
-        (adamw, {"device": "cpu", "device_memory": "auto", "update_on": "cpu"}, "updates on a device"),
+        (adamw, {"update_on": "cpu"}, "update_with='kernel' needs"),
+        (adamw, {"device": "cpu", "device_memory": "auto", "update_on": "cpu"}, "update_with='kernel' needs"),
         (adamw, {"update_with": "magic"}, "update_with='magic' is not known"),
-        (adamw, {"update_with": "optimizer", "stochastic_rounding": 1}, "stochastic_rounding goes with"),
+        (
+            adamw,
+            {"update_with": "optimizer", "stochastic_rounding": 1},
+            "stochastic_rounding needs update_with='kernel'",
+        ),
         (adamw, {"stochastic_rounding": -1}, "seed=-1 must be from 0"),
     ],
 )

@@ -167,7 +167,7 @@ def test_gradients_from_before_offload_are_taken_along(on_device: MakeTwins) -> 
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"update_on": "cpu"}, "gradients='device' goes with an update there"),
+        ({"update_on": "cpu"}, "gradients='device' needs update_on='device'"),
         ({"update_on": "device", "device": "cpu", "device_memory": "auto"}, "needs a device"),
     ],
 )

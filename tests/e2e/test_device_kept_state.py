@@ -243,7 +243,7 @@ def test_a_device_without_room_for_it_fails_the_step_and_it_can_be_taken_again(o
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"update_on": "cpu"}, "optimizer_state='device' goes with an update there"),
+        ({"update_on": "cpu"}, "optimizer_state='device' needs update_on='device'"),
         ({"update_on": "device", "device": "cpu", "device_memory": "auto"}, "needs a device"),
     ],
 )

@@ -154,8 +154,8 @@ def test_a_device_budget_that_is_too_small_is_refused_with_the_smallest_that_wor
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"optimizer_state": "device"}, "optimizer_state='device' goes with an update there"),
-        ({"gradients": "device"}, "gradients='device' goes with an update there"),
+        ({"optimizer_state": "device"}, "optimizer_state='device' needs update_on='device'"),
+        ({"gradients": "device"}, "gradients='device' needs update_on='device'"),
         ({"device": "cpu"}, "device_memory=.* goes with a device"),
         ({"device": "cpu", "device_memory": "auto", "params": "device"}, "params='device' needs a device"),
         ({"device": "meta"}, "holds no weights"),
@@ -174,7 +174,10 @@ def test_ddp_is_refused_where_gradients_leave_the_device_before_it_averages_them
 ) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
     try:
-        with pytest.raises(swapper.UnsupportedError, match=r"DistributedDataParallel averages.*gradients='device'"):
+        with pytest.raises(
+            swapper.UnsupportedError,
+            match=r"DistributedDataParallel does not go with gradients that leave.*gradients='device'",
+        ):
             model = nn.Sequential(nn.parallel.DistributedDataParallel(Net())) if is_before else Net()
             pair = on_device(model, update_on=update_on, gradients="host", device_memory=8 * MIB, wait=True)
             pair.offload()

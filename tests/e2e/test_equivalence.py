@@ -25,6 +25,7 @@ from e2e.loops import LOOPS
 from e2e.models import WIDTH, Biased, Block, Net, Output, Staged, hidden_of
 from e2e.optimizers import OPTIMIZERS
 from e2e.twins import Twins, smallest_device_budget
+from swapper.capabilities import Feature, broken_rule
 
 MakeTwins = Callable[..., Twins]
 
@@ -195,14 +196,9 @@ CLIPPED = ("clipped", "clipped again", "clipped by the manager", "scaler", "grad
 def is_possible(row: Mapping[str, Any]) -> bool:
     """Return whether swapper says that it can do it, and plain torch can."""
     on_device = row["device"] != "none"
-    places = {row["update_on"], row["state"], row["gradients"]}
     has_masters, loop = row["dtype"] == "bf16 with masters", row["loop"]
-    return not (
-        ("device" in places and not on_device)
-        or ("device" in (row["state"], row["gradients"]) and row["update_on"] == "cpu")
-        or (row["state"] == "device" and row["update"] != "step")
-        or (row["update"] == "backward" and loop in CLIPPED)
-        or (has_masters and (loop in ("closure", "scheduler", "scaler") or row["select"] != "all"))  # no PlainMasters
+    return broken_rule(features_of(row)) is None and not (
+        (has_masters and (loop in ("closure", "scheduler", "scaler") or row["select"] != "all"))  # no PlainMasters
         or (loop == "scaler" and "fused" in row["optimizer"] and row["dtype"] in ("bf16", "two"))  # unscaled in bf16
         or (loop in ("retained graph", "gradient penalty") and "reentrant" in row["model"])  # torch refuses
         or (loop == "gradient penalty" and on_device)
@@ -212,6 +208,19 @@ def is_possible(row: Mapping[str, Any]) -> bool:
         or (row["state_codec"] == "split" and (not has_masters or row["update_on"] == "device"))
         or (loop in ("gradients changed", "gradients looked at") and not are_tensors(row))
     )
+
+
+def features_of(row: Mapping[str, Any]) -> set[Feature]:
+    asked = {
+        Feature.DEVICE: row["device"] != "none",
+        Feature.UPDATE_ON_DEVICE: row["update_on"] == "device",
+        Feature.STATE_ON_DEVICE: row["state"] == "device",
+        Feature.GRADIENTS_ON_DEVICE: row["gradients"] == "device",
+        Feature.IN_FORWARD: row["update"] == "deferred",
+        Feature.IN_BACKWARD: row["update"] == "backward",
+        Feature.CLIPPING: row["loop"] in CLIPPED,
+    }
+    return {feature for feature, is_so in asked.items() if is_so}
 
 
 def are_tensors(row: Mapping[str, Any]) -> bool:

@@ -247,7 +247,7 @@ def test_lightnings_model_parallel_strategy_trains_shards_as_without_swapper(tmp
         ("early", "make it after init_process_group (with Lightning: in configure_optimizers)"),
         (
             "backward",
-            "DistributedDataParallel averages gradients over processes during backward, and update='backward'",
+            "DistributedDataParallel does not go with update='backward': gradients are averaged over processes",
         ),
     ],
 )

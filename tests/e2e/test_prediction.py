@@ -237,7 +237,7 @@ def test_an_offloaded_model_and_what_is_not_measured_are_refused(tmp_path: Path)
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
         on_device = manager.plan(model, adamw(model.parameters()), device=HostDevice())
-        with pytest.raises(swapper.UnsupportedError, match="predict does not go with a model on an accelerator"):
+        with pytest.raises(swapper.UnsupportedError, match="predict does not go with a device"):
             on_device.predict(tokens=64, **RATES)
         plan = manager.plan(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
         manager.offload(model, plan.request.given[1], plan)

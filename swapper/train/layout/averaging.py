@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.nn.parallel import distributed as torch_ddp
 
+from swapper.capabilities import Feature, broken_rule
 from swapper.errors import UnsupportedError
 
 
@@ -24,15 +25,13 @@ def averaging_refused(update: str, gradients_leave: bool) -> str:
         update: when the model is updated.
         gradients_leave: they are copied from an accelerator to the host as they arrive.
     """
-    averages = "DistributedDataParallel averages gradients over processes during backward"
+    asked = {Feature.REPLICATED}
     if update == "backward":
-        return f"{averages}, and update='backward' would use them before that: offload with update='step' or update='deferred'"
+        asked.add(Feature.IN_BACKWARD)
     if gradients_leave:
-        return (
-            f"{averages}, on the accelerator, and they would have left it for the host before that: offload with "
-            "gradients='device' and accelerator=swapper.Accelerator(update_on='device')"
-        )
-    return ""
+        asked.add(Feature.GRADIENTS_LEAVE)
+    rule = broken_rule(asked)
+    return "" if rule is None else rule.message
 
 
 def check_averaging(model: nn.Module, update: str, gradients_leave: bool) -> None:

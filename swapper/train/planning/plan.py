@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from swapper.capabilities import Feature, check
 from swapper.device.device_placement import DevicePlacement
 from swapper.durability.committer import steps_between_commits
-from swapper.errors import ConfigError, UnsupportedError
+from swapper.errors import ConfigError
 from swapper.formats.torch_zip.container import ContainerLayout
 from swapper.io.tuning import Tuning
 from swapper.paging.capped_drive import open_drive
@@ -95,14 +96,7 @@ class Plan(PlannedStep):
 
     def measure_compute(self, tokens: int, example: Sequence[Any] | Mapping[str, Any] | None = None) -> ComputeTimes:
         """Measure what a step computes on this processor: an input of `simulate`. Args and Raises: see `predict`."""
-        unmeasured = {
-            "a model on an accelerator": self.request.device is not None,
-            "a sharded model": self.request.model.is_sharded,
-        }
-        for what in (what for what, is_so in unmeasured.items() if is_so):
-            raise UnsupportedError(
-                f"predict does not go with {what} so far, whose computing it does not measure: print the plan for its bytes"
-            )
+        check({*self.request.features, Feature.PREDICT})
         request = self.request
         return calibrate(
             request.model.module, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper.capabilities import Feature, check
 from swapper.device.device import Device
 from swapper.device.device_placement import DeviceBudget
 from swapper.device.kernels.compiler import ACCELERATORS, kernel, uses_kernel
@@ -140,30 +141,27 @@ class Request:
         device = DeviceBudget.parse(options.device, options.device_memory)
         given = [NoOptimizer()] if optimizer is None else members_of_given(optimizer)
         accelerator = options.accelerator or Accelerator()
-        if len(given) > 1:
-            _check_several(options, accelerator, is_sharded(model))
-        if is_sharded(model):
-            _check_sharded(options, device)
+        check(_asked(options, device, several=len(given) > 1, sharded=is_sharded(model)))
         of = (ShardedModel if is_sharded(model) else GivenModel)(as_one(model))
         used = of.optimizers_of(given)
         if options.state_codecs.of_key:
             of.check_rows(options.state_codecs.said)
-        updates_there = _check_accelerator(options, accelerator, device, used)
+        updates_there = _updates_there(options, accelerator, device, used)
         if device is not None and options.state_codecs.of_key and updates_there:
             _check_codecs_there(options, accelerator, device.device.device)
         kernel = None
-        if accelerator.update_with == "kernel":
-            if device is None or not updates_there:
-                raise ConfigError(
-                    "update_with='kernel' updates on a device: say device='cuda', accelerator=swapper.Accelerator("
-                    "update_on='device', update_with='kernel')"
-                )
+        if accelerator.update_with == "kernel" and device is not None:
             kernel = AdamWKernel(accelerator.stochastic_rounding)
             kernel.check(used[0], options.master_weights, device.device.device)
         frozen = None if options.external is None else FrozenFiles.of(options.external)
         return cls(
             (model, optimizer), tuple(given), of, OptimizerSet(used), options, manager, device, updates_there, kernel, frozen
         )  # fmt: skip
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What was asked for, of the table in capabilities.py."""
+        return _asked(self.options, self.device, len(self.given_optimizers) > 1, self.model.is_sharded)
 
     def check_is_for(self, model: Any, optimizer: Any, manager: ManagerOptions) -> None:
         """Raise StateError unless the plan was made for these."""
@@ -195,31 +193,27 @@ class Request:
         return found
 
 
-def _check_several(options: OffloadOptions, accelerator: Accelerator, is_sharded: bool) -> None:
-    """Raise UnsupportedError for options that several optimizers do not support."""
+def _asked(options: OffloadOptions, device: DeviceBudget | None, several: bool, sharded: bool) -> frozenset[Feature]:
+    """Return the features that these options ask for, of one or `several` optimizers and a whole or `sharded` model."""
+    accelerator = options.accelerator or Accelerator()
+    wants_there = accelerator.update_on == "device" or (accelerator.update_on == "auto" and device is not None)
     asked = {
-        "a model that fully_shard has sharded": is_sharded,
-        "update_with='kernel'": accelerator.update_with == "kernel",
+        Feature.DEVICE: device is not None,
+        Feature.PARAMS_ON_DEVICE: options.params == "device",
+        Feature.STATE_ON_DEVICE: options.optimizer_state == "device",
+        Feature.GRADIENTS_ON_DEVICE: options.gradients == "device",
+        Feature.UPDATE_ON_DEVICE: wants_there,
+        Feature.KERNEL: accelerator.update_with == "kernel",
+        Feature.STOCHASTIC_ROUNDING: accelerator.stochastic_rounding is not None,
+        Feature.ENCODED_MASTERS: MASTER in options.state_codecs.of_key,
+        Feature.MASTERS: options.master_weights is not None,
+        Feature.ACCELERATOR: options.accelerator is not None,
+        Feature.IN_FORWARD: options.update == "deferred",
+        Feature.IN_BACKWARD: options.update == "backward",
+        Feature.SEVERAL: several,
+        Feature.SHARDED: sharded,
     }
-    for option in (option for option, is_asked in asked.items() if is_asked):
-        raise UnsupportedError(
-            f"{option} does not go with several optimizers: have one optimizer, with param_groups"
-            + ("" if is_sharded else ", or leave the option out")
-        )
-
-
-def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None:
-    """Raise UnsupportedError for options that a model sharded by fully_shard does not support yet."""
-    asked = {
-        "device": device is not None,
-        "accelerator": options.accelerator is not None,
-        "master_weights": options.master_weights is not None,
-    }
-    for option in (option for option, is_asked in asked.items() if is_asked):
-        raise UnsupportedError(
-            f"{option} does not go with a model that fully_shard has sharded: leave it out. (It computes where its mesh is, and is "
-            "updated on the CPU; with a mixed-precision policy the shards are the fp32 masters.)"
-        )
+    return frozenset(feature for feature, is_so in asked.items() if is_so)
 
 
 def _check_codecs_there(options: OffloadOptions, accelerator: Accelerator, device: torch.device) -> None:
@@ -232,38 +226,17 @@ def _check_codecs_there(options: OffloadOptions, accelerator: Accelerator, devic
             f"{said}: state is decoded on {' and '.join(ACCELERATORS)}, not on {device.type}: say "
             "swapper.Accelerator(update_on='cpu')"
         )
-    if MASTER in options.state_codecs.of_key and accelerator.stochastic_rounding is not None:
-        raise ConfigError(
-            f"{said} stores masters as what is missing to parameters that are rounded to nearest: leave stochastic_rounding out, "
-            f"or keep the masters exact, state_codec={{{MASTER!r}: 'exact', ...}}"
-        )
 
 
 def _numel(optimizer: Optimizer) -> int:
     return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _check_accelerator(
+def _updates_there(
     options: OffloadOptions, accelerator: Accelerator, device: DeviceBudget | None, optimizers: Sequence[Optimizer]
 ) -> bool:
-    """Return True if updates run on the device. Raises ConfigError if options do not go together."""
-    update_on = accelerator.update_on
-    if device is None:
-        for option, value in (("params", options.params), ("update_on", update_on)):
-            if value == "device":
-                raise ConfigError(f"{option}='device' needs a device: say manager.offload(..., device='cuda')")
-    elif update_on == "auto":
-        wants = "device" in (options.gradients, options.optimizer_state) or accelerator.update_with == "kernel"
-        update_on = "device" if wants else faster_place(max(optimizers, key=_numel), device.device)
-    for option in ("optimizer_state", "gradients"):
-        if getattr(options, option) == "device" and update_on != "device":
-            raise ConfigError(
-                f"{option}='device' goes with an update there: with update_on={accelerator.update_on!r} it is needed in host "
-                "memory. Say accelerator=swapper.Accelerator(update_on='device')"
-            )
-    if options.optimizer_state == "device" and options.update != "step":
-        raise ConfigError(
-            f"optimizer_state='device' goes with update='step': with update={options.update!r} groups are of two steps at times, "
-            "and one that fails is put back to what its place has. Say update='step', or optimizer_state='auto'"
-        )
-    return update_on == "device"
+    """Return True if updates run on the device, as asked or, with "auto", if that is faster or something needs it."""
+    if accelerator.update_on != "auto" or device is None:
+        return accelerator.update_on == "device"
+    wants = "device" in (options.gradients, options.optimizer_state) or accelerator.update_with == "kernel"
+    return wants or faster_place(max(optimizers, key=_numel), device.device) == "device"

@@ -16,7 +16,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from swapper.errors import StateError, UnsupportedError
+from swapper.capabilities import Feature, check
+from swapper.errors import StateError
 from swapper.modules.cold import leave_cold, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.runtime.free_memory import return_free_memory
@@ -139,8 +140,7 @@ class Parking:
 
     def _check(self, run: TrainingSession) -> None:
         """Raise unless the session may be parked now. Changes nothing."""
-        if run.is_sharded:
-            raise UnsupportedError("manager.parked does not go with a model that fully_shard has sharded so far")
+        check({*run.plan.request.features, Feature.PARKED})
         self._current.training_step.check_between(VERB)
         check_between_steps(run, VERB, REMEDY)
         if run.model.updates.has_begun_early:

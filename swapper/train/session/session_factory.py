@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
 
+from swapper.capabilities import Feature, check
 from swapper.durability.beginning import Beginning, EarlierRanks
 from swapper.durability.commit import CommitRecord, named_files
 from swapper.durability.described_layout import check_group_count, check_same, check_trained, describe_plans
@@ -101,8 +102,8 @@ class SessionFactory:
             The replacements of the user's optimizers.
         """
         plan, ranks = self._agree(lambda: self._with_buffers(make(), init is not None), init), self._directory.ranks
-        if plan.request.model.is_sharded and ranks.size > 1 and not ranks.are_together:
-            raise ConfigError("a model that fully_shard sharded resumes its ranks together: leave out ranks='alone'")
+        if ranks.size > 1 and not ranks.are_together:
+            check({*plan.request.features, Feature.RANKS_ALONE})
         if plan.request.model.is_sharded:
             ranks.in_background()  # for snapshots
         optimizers = ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]

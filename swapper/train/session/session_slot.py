@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from swapper.capabilities import Feature, check
 from swapper.durability.directory import RunDirectory
-from swapper.errors import StateError, UnsupportedError
+from swapper.errors import StateError
 from swapper.modules.turns import Turns
 from swapper.paging.section import Section
 from swapper.runtime.counters import FAMILIES
@@ -178,8 +179,7 @@ class SessionSlot:
         """See `SwapManager.one_step`."""
         self.check()
         run = self.running("one_step")
-        if run.plan.request.options.update == "backward":
-            raise UnsupportedError("one_step does not go with update='backward': offload with update='step'")
+        check({*run.plan.request.features, Feature.ONE_STEP})
         with self.training_step.hold():
             yield
         with self.turns.turn():

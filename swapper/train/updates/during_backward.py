@@ -52,7 +52,8 @@ import numpy
 import torch
 from torch import nn
 
-from swapper.errors import StateError, UnsupportedError
+from swapper.capabilities import Feature, check
+from swapper.errors import StateError
 from swapper.modules.torch_functions import METADATA, leaves, share_memory, tensors_among, written_among
 from swapper.paging.planning.schedule import Access
 from swapper.train.gradients.autograd_grads import AccumulationHooks
@@ -191,9 +192,7 @@ class StepInBackward(Updates):
 
     def check_clipping(self) -> None:
         """Refuse clipping. Raises UnsupportedError: always: gradients are used before."""
-        raise UnsupportedError(
-            f"with update='backward' gradients are used in backward, group by group, before there is a norm of all; {ADVICE}"
-        )
+        check({Feature.CLIPPING, Feature.IN_BACKWARD})
 
     def drop(self) -> None:
         if not self._restore(StateError("a step was begun in backward and never finished by optimizer.step()")):
