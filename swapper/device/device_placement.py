@@ -64,6 +64,7 @@ class DevicePlacement:
         sum_bytes: for gradients that are added up there, and go to host memory in a step's last backward.
         gradients: groups whose gradients stay until they are used.
         state: groups whose optimizer state stays.
+        ahead_bytes: for optimizer state that is copied up before its gradients are there.
     """
 
     image_bytes: int
@@ -72,6 +73,7 @@ class DevicePlacement:
     sum_bytes: int = 0
     gradients: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
+    ahead_bytes: int = 0
 
 
 def place_on_device(

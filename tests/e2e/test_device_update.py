@@ -25,7 +25,8 @@ from swapper.device.device_storage import DeviceStorage
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.planning.update_times import faster_place
 from swapper.train.updates import device_sweep
-from swapper.train.updates.device_sweep import DeviceSweep, _Slot
+from swapper.train.updates.device_sweep import DeviceSweep
+from swapper.train.updates.state_ahead import UpdateSlot
 
 __all__ = ["on_device"]
 
@@ -53,8 +54,8 @@ def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
     pair = on_device(update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="nvme")
     pair.train(train_step, steps=1)
     passed = pair.manager.current.run.on_device.device.record(Stream())
-    monkeypatch.setattr(_Slot, "in_flight", property(lambda self: 0, lambda self, value: None))
-    monkeypatch.setattr(_Slot, "last_use", property(lambda self: passed, lambda self, value: None))
+    monkeypatch.setattr(UpdateSlot, "in_flight", property(lambda self: 0, lambda self, value: None))
+    monkeypatch.setattr(UpdateSlot, "last_use", property(lambda self: passed, lambda self, value: None))
     with pytest.raises(
         AssertionError, match=r"memory was changed before its copy was over|used again before|may still"
     ):

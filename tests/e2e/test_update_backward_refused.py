@@ -303,7 +303,9 @@ def test_ddp_is_refused(tmp_path: Path) -> None:
     try:
         model = nn.parallel.DistributedDataParallel(Net())
         with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
-            with pytest.raises(swapper.UnsupportedError, match=r"DistributedDataParallel averages.*update='deferred'"):
+            with pytest.raises(
+                swapper.UnsupportedError, match=r"DistributedDataParallel does not go with.*update='deferred'"
+            ):
                 manager.offload(model, AdamW(model.parameters()), update="backward")
     finally:
         torch.distributed.destroy_process_group()

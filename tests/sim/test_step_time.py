@@ -13,6 +13,10 @@ import pytest
 from sim.timed_device import run_steps
 
 BACKWARD: dict[str, Any] = {"update": "backward"}
+LITTLE_MEMORY: dict[str, Any] = {"bytes_an_element": 5.5}
+"""For parameters, gradients and slices of updates, and not for state that goes up early."""
+MUCH_MEMORY: dict[str, Any] = {"bytes_an_element": 100}
+"""An eighth of it holds all of the state."""
 CODED: dict[str, Any] = {"state_codec": "8bit"}
 
 
@@ -23,11 +27,13 @@ CODED: dict[str, Any] = {"state_codec": "8bit"}
     [
         (4, {}, 1.14),
         (4, {"update": "deferred"}, 1.14),
-        (4, BACKWARD, 1.04),
-        (1, BACKWARD, 1.15),
+        (4, BACKWARD, 1.01),
+        (1, BACKWARD, 1.03),
         (4, CODED, 1.05),
-        (4, {**CODED, **BACKWARD}, 1.01),
-        (1, {**CODED, **BACKWARD}, 1.02),
+        (4, {**CODED, **BACKWARD}, 1.02),
+        (1, {**CODED, **BACKWARD}, 1.04),
+        (4, MUCH_MEMORY, 1.01),
+        (4, {**LITTLE_MEMORY, **BACKWARD}, 1.05),
         (4, {"optimizer_state": "device"}, 1.0),
     ],
     ids=lambda value: "-".join(map(str, value.values())) or "step" if isinstance(value, dict) else None,

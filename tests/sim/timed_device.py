@@ -26,6 +26,8 @@ from swapper.paging.planning import budget
 from swapper.train.updates.device_sweep import DeviceSweep
 
 SCALE = 256
+MEASURED = 2
+"""Steps: what goes up in one may be for the next."""
 TOKENS = torch.tensor([1, 2])
 
 
@@ -258,7 +260,7 @@ def _scaled(device: TimedDevice) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """One of several steps in a row, each of which ends when its loss was read.
+    """A step of several in a row, each of which ends when its loss was read.
 
     Attributes:
         seconds: from the end of the step before.
@@ -272,11 +274,19 @@ class Step:
     down_bytes: float
 
 
-def run_steps(directory: Path, batches: int, steps: int = 4, sizes: Sizes = Sizes(), **options: Any) -> Step:
-    """Return the last of `steps` steps of `batches` micro-batches on an H200, bf16 with fp32 masters and AdamW.
+def run_steps(
+    directory: Path,
+    batches: int,
+    steps: int = 4,
+    sizes: Sizes = Sizes(),
+    bytes_an_element: float = 24,
+    **options: Any,
+) -> Step:
+    """Return the mean of the last two of `steps` steps of `batches` micro-batches on an H200, bf16 with fp32 masters and AdamW.
 
     Args:
-        options: of `offload`, beside a device with memory for everything and `optimizer_state="host"`. `plain=True`: no
+        bytes_an_element: device memory; parameters and gradients take 2 each.
+        options: of `offload`, beside a device with that memory and `optimizer_state="host"`. `plain=True`: no
             swapper.
     """
     torch.manual_seed(0)
@@ -287,7 +297,8 @@ def run_steps(directory: Path, batches: int, steps: int = 4, sizes: Sizes = Size
         return Step(batches * _pass_s(sizes) + numel * SCALE / machine.update, 0, 0.0, 0.0)
     given = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     defaults: dict[str, Any] = {
-        "device": device, "device_memory": numel * 24, "params": "device", "gradients": "device", "optimizer_state": "host",
+        "device": device, "device_memory": int(numel * bytes_an_element),
+        "params": "device", "gradients": "device", "optimizer_state": "host",
         "master_weights": torch.float32, "accelerator": swapper.Accelerator(update_on="device"),
     }  # fmt: skip
     with (
@@ -297,17 +308,21 @@ def run_steps(directory: Path, batches: int, steps: int = 4, sizes: Sizes = Size
         ) as manager,
     ):
         model, optimizer = manager.offload(model, given, **defaults | options)
-        for _ in range(steps):
-            begin, device.waits, device.moved = device.now, 0, {"up": 0.0, "down": 0.0}
+        waits = 0
+        for number in range(steps):
+            if number == steps - MEASURED:
+                begin, waits, device.moved = device.now, 0, {"up": 0.0, "down": 0.0}
+            device.waits = 0
             with manager.accumulate():
                 for _ in range(batches - 1):
                     model(TOKENS).backward()
             model(TOKENS).backward()
             optimizer.step()
             optimizer.zero_grad()
-            waits = device.waits
+            waits += device.waits
             device.synchronize()
-        return Step(device.now - begin, waits, device.moved["up"], device.moved["down"])
+        up, down = device.moved["up"] / MEASURED, device.moved["down"] / MEASURED
+        return Step((device.now - begin) / MEASURED, waits // MEASURED, up, down)
 
 
 def _pass_s(sizes: Sizes) -> float:

@@ -79,6 +79,7 @@ class TrainingDevice(ModelDevice):
         max_pages: maximum of frames leased for gradients at once.
         downloads: copies gradients, and changes made on the device, to the host.
         sum_bytes: the device's memory for gradients that are added up there.
+        ahead_bytes: that for optimizer state which is copied up before its gradients are there.
         order: of the streams that write gradients which stay, and the one that uses them.
         updating: the stream of updates.
         alone: held by a hook: [Note: threads of a backward].
@@ -107,6 +108,7 @@ class TrainingDevice(ModelDevice):
         self._pager = pager
         self.downloads = Downloads(device, counters, placement.down_bytes)
         self.sum_bytes = placement.sum_bytes
+        self.ahead_bytes = placement.ahead_bytes
         self.order = StreamOrder(device)
         self._counters = counters
         self._slices = device.new_stream()  # slices that are updated do not wait behind images
@@ -245,14 +247,21 @@ class TrainingDevice(ModelDevice):
         storage.all_is_queued()
 
     def bring_up(
-        self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]], last_use: torch.Event | None = None
+        self,
+        storage: DeviceStorage,
+        pieces: Sequence[tuple[int, torch.Tensor]],
+        last_use: torch.Event | None = None,
+        after: torch.Event | None = None,
     ) -> None:
         """Refill a storage, on a stream of its own; kernels that are queued next wait for the copies.
 
         Args:
             pieces: (offset in bytes, host memory), which the caller leaves unchanged until the copies are over.
             last_use: of what the storage has: see `DeviceStorage.invalidate`.
+            after: an event after which the host memory has what is to be copied.
         """
+        if after is not None:
+            self.device.let_wait(self._slices, after)
         if storage.filled_at is not None:
             storage.invalidate(last_use)
         with self.device.range("upload of a slice", storage.nbytes):

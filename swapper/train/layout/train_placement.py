@@ -38,6 +38,8 @@ PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "h
 Gradients are on the host unless the user chooses "nvme", which limits operations on `parameter.grad`.
 """
 
+STATE_AHEAD_SHARE = 8
+"""State that goes up early takes at most an 8th of a device's budget, but has room for the largest group's: a choice."""
 DOWN_SHARE = 16
 """The divisor of a device's budget for gradients in flight to the host: 1/16, a choice."""
 
@@ -150,18 +152,25 @@ def _of_each_kind(inventory: Inventory, resident: Callable[[SectionPlan], bool],
 
 
 def place_on_accelerator(
-    inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, params: str, gradients: str, optimizer_state: str
+    inventory: Inventory,
+    budget: DeviceBudget,
+    buffer_bytes: int,
+    params: str,
+    gradients: str,
+    optimizer_state: str,
+    largest_bytes: int = 0,
 ) -> DevicePlacement:
     """Return the groups that stay on a device from forward to backward, and those whose gradients and state stay there.
 
     Parameters have priority: with "auto", gradients and then state stay for as many groups as fit after all of the
-    former. What is left then is for gradients that are added up there.
+    former. What is left then is for gradients that are added up there, and then for state that goes up early.
 
     Args:
         budget: of the device.
         buffer_bytes: other bytes on the device: the model's buffers, slices that are updated.
         params: "device" if all of them must stay.
         gradients, optimizer_state: "device" if all must stay, "auto" if they may, else none does.
+        largest_bytes: of the state of one group, if updates run there.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
@@ -194,10 +203,12 @@ def place_on_accelerator(
             kept[number] = _as_many_as_fit(sizes, left - sum(images.values()))
             left -= sum(sizes[group] for group in kept[number])
     summed = sum(nbytes for group, nbytes in wishes[0][1].items() if group not in kept[0])
-    sum_bytes = min(max(left - sum(images.values()), 0), summed)
+    left -= (sum_bytes := min(max(left - sum(images.values()), 0), summed))
+    most_ahead = max(budget.nbytes // STATE_AHEAD_SHARE, largest_bytes) if largest_bytes else 0
+    ahead_bytes = min(max(left - sum(images.values()), 0), most_ahead)
     return replace(
-        placement, image_bytes=left - sum_bytes, down_bytes=down_bytes, sum_bytes=sum_bytes, gradients=kept[0],
-        state=kept[1],
+        placement, image_bytes=left - ahead_bytes, down_bytes=down_bytes, sum_bytes=sum_bytes, gradients=kept[0],
+        state=kept[1], ahead_bytes=ahead_bytes,
     )  # fmt: skip
 
 

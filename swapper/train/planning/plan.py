@@ -34,7 +34,7 @@ from swapper.train.planning.compute_times import ComputeTimes, calibrate
 from swapper.train.planning.plan_text import describe
 from swapper.train.planning.planned_step import PlannedStep, sections_of
 from swapper.train.planning.request import Request
-from swapper.train.updates.slice_parts import ring_bytes
+from swapper.train.updates.slice_parts import group_state_bytes, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,12 @@ def plan_run(
     on_device = None
     if device is not None:
         other_bytes = sum(buffer.nbytes for buffer in request.model.module.buffers())
+        largest_bytes = 0
         if request.updates_there:
-            other_bytes += ring_bytes(find_trainables(inventory, find_places(sections)), budget.page_bytes)
-        on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays)
+            trainables = find_trainables(inventory, find_places(sections))
+            other_bytes += ring_bytes(trainables, budget.page_bytes)
+            largest_bytes = max((group_state_bytes(of, budget.page_bytes) for of in trainables), default=0)
+        on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays, largest_bytes)
         if (on_device.gradients, on_device.state) != (always.gradients, always.state):
             found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
         check_averaging(

@@ -41,6 +41,7 @@ class Updates:
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self.uses = PendingUses()
+        self._accumulating = 0
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Observe the gradients of `parameters`, all trained ones, as they arrive."""
@@ -96,7 +97,11 @@ class Updates:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Mark backwards within the context as not the last ones of their step."""
-        yield
+        self._accumulating += 1
+        try:
+            yield
+        finally:
+            self._accumulating -= 1
 
     @contextmanager
     def together(self, adds_to: Callable[[int], bool], make_room: Callable[[], object]) -> Iterator[None]:
@@ -118,6 +123,9 @@ class Updates:
 
     def backward_begins(self, task: int) -> None:
         """A backward, autograd's graph task `task`, has begun, perhaps within another one."""
+        if not self._accumulating and not self.is_open:
+            with apart_from_pass():
+                self._sweep.fetch_ahead()
 
     def backward_goes_on(self) -> None:
         """A backward has reached a point where it may have finished with some groups."""

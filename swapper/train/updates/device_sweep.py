@@ -27,7 +27,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from swapper.device.device_placement import RING
-from swapper.device.device_storage import DeviceStorage, Span, merge_spans
+from swapper.device.device_storage import Span, merge_spans
 from swapper.errors import DeviceError, InvariantError, StateError
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
@@ -59,22 +59,8 @@ from swapper.train.updates.slice_parts import (
     slice_bytes,
     slot_bytes,
 )
+from swapper.train.updates.state_ahead import StateAhead, UpdateSlot
 from swapper.train.updates.sweep import Sweep, Update
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A slot of the ring.
-
-    Attributes:
-        storage: its memory, allocated at the first use.
-        in_flight: slices whose copies to or from it are in flight.
-        last_use: the event of the copies down; None before the first.
-    """
-
-    storage: DeviceStorage | None = None
-    in_flight: int = 0
-    last_use: torch.Event | None = None
 
 
 class DeviceSweep(Sweep):
@@ -102,7 +88,9 @@ class DeviceSweep(Sweep):
         self._kernel = kernel
         self._over: deque[Access] = deque()  # arrived, and leased until the next slice is
         self._in_flight: Counter[int] = Counter()  # by group: slices
-        self._slots = [_Slot() for _ in range(RING)]
+        self._slots = [UpdateSlot() for _ in range(RING)]
+        self._ahead = StateAhead(on_device, self._pieces, self._needs_only_state)
+        self._last_down: dict[int, torch.Event] = {}  # by group: after the results of its last update have come down
         self._turn = 0
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
         self._views: dict[
@@ -139,10 +127,29 @@ class DeviceSweep(Sweep):
             self.kept.ready([group])
             self._is_in_place = self.on_device.updates_in_place(group)
             with self.on_device.changing(group) if self._is_in_place else nullcontext():
-                for part in update.trainable.slices(update.active, self._page_bytes):
+                for number, part in enumerate(update.trainable.slices(update.active, self._page_bytes)):
                     access = self._access(update.trainable, part)
-                    slot = self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
-                    self._update_on_device(update, part, access, slot)
+                    ahead = self._slot_ahead(update, number)
+                    slot = ahead or self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
+                    self._update_on_device(update, part, access, slot, ahead is not None)
+
+    def fetch_ahead(self, most: int | None = None) -> None:
+        if not self._has_updated and self.on_device.ahead_bytes and self._failure is None:
+            self.on_device.order.note()
+            with self._apart():
+                slices = ((of, of.all_slices(self._page_bytes)) for of in self.trainables[:most])
+                self._ahead.fetch(slices, self._last_down)
+
+    def _needs_only_state(self, trainable: Trainable) -> bool:
+        are_there = self.on_device.updates_in_place(trainable.group) and all(of.grad is None for of in trainable.places)
+        return are_there and not any(part.access.pages for part in trainable.all_slices(self._page_bytes))
+
+    def _slot_ahead(self, update: GroupUpdate, number: int) -> UpdateSlot | None:
+        """Return a slot with the state of a slice of the update, if that is on the device already."""
+        is_whole = all(update.active) and self._is_in_place
+        if not is_whole or any(type(gradient) is ColdGradient for gradient in update.gradients):
+            return None
+        return self._ahead.take(update.trainable.group, number)
 
     def give_back(self, then: Access | None = None) -> None:
         if then is not None:
@@ -186,6 +193,7 @@ class DeviceSweep(Sweep):
             DeviceError: the device failed, now or since the last call.
             StateError: a codec cannot hold some of them.
         """
+        self._ahead.outdate()
         try:
             while self._in_flight.total():
                 self.on_device.downloads.wait_for_oldest()
@@ -216,6 +224,7 @@ class DeviceSweep(Sweep):
         if not self._in_flight.total():
             self._free_slots()
         self._has_updated = False
+        self._ahead.begin_step()
         for _, gradient in self._read:
             if gradient is not None:
                 fix(gradient, partial(self._wait_for_updates, weakref.ref(gradient)))
@@ -225,10 +234,12 @@ class DeviceSweep(Sweep):
         super().abandon()
         self.rejoin()
         with contextlib.suppress(DeviceError):  # a failed device keeps the memory until the process ends
-            if any(slot.in_flight for slot in self._slots):
+            if self._in_flight.total():
                 self.on_device.downloads.finish()
             self._over.clear()
             self._free_slots()
+            with self._apart():
+                self._ahead.free()
         self._awaited.clear()
         self._unheld.clear()
         self._failure = None
@@ -248,7 +259,7 @@ class DeviceSweep(Sweep):
                 if slot.storage is None:
                     slot.storage = self.on_device.new_storage(self._usual_bytes)
 
-    def _next_slot(self, nbytes: int, has_pages: bool) -> _Slot:
+    def _next_slot(self, nbytes: int, has_pages: bool) -> UpdateSlot:
         """Return the ring's next slot, with at least this memory. [Note: who waits for a slot]"""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % RING
@@ -272,7 +283,10 @@ class DeviceSweep(Sweep):
             self._coded_there.free()
         self._has_updated = False
 
-    def _update_on_device(self, update: GroupUpdate, part: Slice, access: Access, slot: _Slot) -> None:
+    def _update_on_device(
+        self, update: GroupUpdate, part: Slice, access: Access, slot: UpdateSlot, is_there: bool
+    ) -> None:
+        """Queue the update of a slice in a slot, and its copies; `is_there`: the slot has its state."""
         storage = slot.storage
         if storage is None:
             raise InvariantError("a slice was to be updated in a slot without memory")
@@ -283,7 +297,8 @@ class DeviceSweep(Sweep):
         try:
             parts = parts_of(update, part, self.gradient_of, self._is_in_place)
             up = list(self._pieces(p for p in parts if p.copied_up))
-            self.on_device.bring_up(storage, up, slot.last_use)
+            if not is_there:
+                self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
             self._views = {(p.place, p.begin): p.view(storage) for p in parts}
             run = list(self._updates(update, part))
@@ -310,7 +325,7 @@ class DeviceSweep(Sweep):
         if access.pages or coded_in(update.trainable, part) or not self._is_in_place:
             self._awaited.add(group)
         gradients = update.gradients
-        slot.last_use = self.on_device.downloads.send(
+        slot.last_use = self._last_down[group] = self.on_device.downloads.send(
             down + counts,
             lambda: self._arrived(group, access, slot, error_in(), gradients),
             lambda error: self._lost(group, access, slot, error),
@@ -342,7 +357,7 @@ class DeviceSweep(Sweep):
         self,
         group: int,
         access: Access,
-        slot: _Slot,
+        slot: UpdateSlot,
         error: StateError | None,
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
@@ -353,7 +368,7 @@ class DeviceSweep(Sweep):
         if error is not None:
             self._unheld.setdefault(group, error)
 
-    def _lost(self, group: int, access: Access, slot: _Slot, error: BaseException) -> None:
+    def _lost(self, group: int, access: Access, slot: UpdateSlot, error: BaseException) -> None:
         self._failure = error
         self._in_flight[group] -= 1
         slot.in_flight -= 1
@@ -450,6 +465,7 @@ class DeviceSweep(Sweep):
         return self.kept.others(places.param.section.plan.group, places)
 
     def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
+        self._ahead.outdate()
         self._wait_for(trainable.group)
         if trainable.group not in self.kept:
             super().refresh_masters(trainable, before)

@@ -116,7 +116,6 @@ class StepInBackward(Updates):
         self._next: set[int] = set()  # groups to be updated when the backward is one module further
         self._task: int | None = None  # the outermost backward that runs, or has failed
         self._waits = False  # all wait for `step`, whatever this backward does
-        self._accumulating = 0
         self._together: tuple[Callable[[int], bool], Callable[[], object]] | None = None  # see `together`
         self._protected: list[tuple[int, torch.Tensor]] = []  # gradients, with the group of the OptimizerSet
         self._hooks = AccumulationHooks()
@@ -142,14 +141,6 @@ class StepInBackward(Updates):
     @property
     def has_begun_early(self) -> bool:
         return bool(self._done) or self._failure is not None
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        self._accumulating += 1
-        try:
-            yield
-        finally:
-            self._accumulating -= 1
 
     @contextmanager
     def together(self, adds_to: Callable[[int], bool], make_room: Callable[[], object]) -> Iterator[None]:
@@ -233,6 +224,9 @@ class StepInBackward(Updates):
         self._waits = self._accumulating > 0 or self.uses.graph_stays
         for group, tasks in list(self._arrivals.items()):  # some may arrive before any module is called
             self._arrivals[group] = {key: came_in for key, came_in in tasks.items() if came_in == task}
+        if not self._waits:
+            with apart_from_pass():
+                self._sweep.fetch_ahead(1)  # the others' gradients are there before their state would be
 
     def backward_goes_on(self) -> None:
         """Update the groups that may be. See [Note: when a group may be updated]."""

@@ -146,22 +146,41 @@ class SlicePart:
         return slot.memory[self.offset : self.offset + self.nbytes].view(self.place.slot.spec.dtype)
 
 
+_Placed = tuple[TensorLocation, int, int, bool, bool]
+"""A tensor's elements [begin, end), and whether they are copied up and down."""
+
+
 def parts_of(update: GroupUpdate, part: Slice, gradient_of: Gradient, is_in_place: bool) -> list[SlicePart]:
     """Return the parts of a slice that are in the slot during its update: state, gradients, parameters unless `is_in_place`.
 
     Each kind is together, as in its section: neighbors there, if they are of whole DEVICE_ALIGNMENT_BYTES, are neighbors here.
     """
-    state: list[tuple[TensorLocation, int, int, bool, bool]] = []
-    gradients, params = state.copy(), state.copy()
+    gradients: list[_Placed] = []
+    params: list[_Placed] = []
     for piece in part.pieces:
         places, elements = update.trainable.places[piece.parameter], (piece.begin, piece.end)
-        if not places.state_stays:
-            state += [(*stored, True, True) for stored in places.stored(*elements)]
         if type(update.gradients[piece.parameter]) is ColdGradient:
             gradients.append((gradient_of(update.trainable.parameters[piece.parameter])[0], *elements, True, False))
         if not is_in_place:
             params.append((places.param, *elements, places.has_coded_master or not places.has_master, True))
-    found = [*state, *gradients, *params]
+    return _in_slot([*_state_of(update.trainable, part), *gradients, *params])
+
+
+def state_parts(trainable: Trainable, part: Slice) -> list[SlicePart]:
+    """Return the parts of a slice that are its state, where `parts_of` has them."""
+    return _in_slot(_state_of(trainable, part))
+
+
+def _state_of(trainable: Trainable, part: Slice) -> list[_Placed]:
+    found: list[_Placed] = []
+    for piece in part.pieces:
+        places = trainable.places[piece.parameter]
+        if not places.state_stays:
+            found += [(*stored, True, True) for stored in places.stored(piece.begin, piece.end)]
+    return found
+
+
+def _in_slot(found: Sequence[_Placed]) -> list[SlicePart]:
     offsets, _ = place_in_storage((end - begin) * place.slot.spec.dtype.itemsize for place, begin, end, _, _ in found)
     return [
         SlicePart(place, begin, end, offset, copied_up, copied_down)
@@ -184,6 +203,17 @@ def slice_bytes(trainable: Trainable, part: Slice) -> int:
 def slot_bytes(trainables: Iterable[Trainable], page_bytes: int) -> int:
     """Return the bytes of the largest slice."""
     return max((slice_bytes(t, part) for t in trainables for part in t.all_slices(page_bytes)), default=0)
+
+
+def state_slice_bytes(trainable: Trainable, part: Slice) -> int:
+    """Return the bytes of a slice's state on a device."""
+    ends = (one.offset + one.nbytes for one in state_parts(trainable, part))
+    return max(round_up(max(ends, default=0), DEVICE_ALIGNMENT_BYTES), DEVICE_ALIGNMENT_BYTES)
+
+
+def group_state_bytes(trainable: Trainable, page_bytes: int) -> int:
+    """Return the bytes of the state of all slices of a group."""
+    return sum(state_slice_bytes(trainable, part) for part in trainable.all_slices(page_bytes))
 
 
 def ring_bytes(trainables: Sequence[Trainable], page_bytes: int) -> int:

@@ -175,6 +175,10 @@ class Sweep:
         self._hand_over(then)
         self._last = None
 
+    def fetch_ahead(self, most: int | None = None) -> None:
+        """Begin to fetch the state of groups, of at most so many, that the next forward needs first: a backward begins that may be
+        the last of its step. Here the pager does, by its schedule."""
+
     def rejoin(self) -> None:
         """Order work that the caller queues from now on behind the updates, wherever those ran."""
 
