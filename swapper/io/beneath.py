@@ -16,6 +16,7 @@ from pathlib import Path
 
 from swapper import _C
 from swapper.errors import DirectoryError
+from swapper.runtime.limits import naming_limits
 
 SOLID_BYTES = 64 << 20
 """What may be read of a file whatever it has on the drive: a choice."""
@@ -35,7 +36,8 @@ def hold(directory: Path) -> int:
         OSError: it cannot be opened.
     """
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with naming_limits("open", directory):
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
@@ -89,7 +91,8 @@ def _at(path: Path) -> tuple[str | Path, int | None]:
 
 def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
     name, directory = _at(path)
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory)
+    with naming_limits("open", path):
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory)
 
 
 def create_file(path: Path, mode: int = 0o600) -> int:
@@ -180,7 +183,8 @@ def files(directory: Path) -> list[Path]:
 def sync(directory: Path) -> None:
     """Sync the directory's entries to the drive."""
     name, held = (".", _held[directory]) if directory in _held else (directory, None)
-    descriptor = os.open(name, os.O_RDONLY, dir_fd=held)
+    with naming_limits("open", directory):
+        descriptor = os.open(name, os.O_RDONLY, dir_fd=held)
     try:
         os.fsync(descriptor)
     finally:
@@ -214,7 +218,8 @@ def read_small(path: Path, max_bytes: int, follow: bool = False) -> bytes:
         ValueError: it is not a file, or too large.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for a writer
-    descriptor = os.open(path, flags) if follow else open_file(path, flags)
+    with naming_limits("open", path):
+        descriptor = os.open(path, flags) if follow else open_file(path, flags)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -224,4 +229,4 @@ def read_small(path: Path, max_bytes: int, follow: bool = False) -> bytes:
         if is_hollow(descriptor, 0, found.st_size):
             raise ValueError(f"of its {found.st_size} bytes {HOLLOW}")
         os.lseek(descriptor, 0, os.SEEK_SET)
-        return file.read(max_bytes + 1)
+        return file.read(found.st_size + 1)  # it takes memory for so many at once

@@ -95,7 +95,9 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
-def test_embeddings_of_another_size_are_refused_and_training_goes_on(twins: MakeTwins, change: Callable[[Any], Any]) -> None:
+def test_embeddings_of_another_size_are_refused_and_training_goes_on(
+    twins: MakeTwins, change: Callable[[Any], Any]
+) -> None:
     pair = twins(adapted(tied=False))
     pair.both(step)
     with pytest.raises(swapper.ColdParameterError, match=r"embed_tokens\.weight.*resize_token_embeddings.*before"):
