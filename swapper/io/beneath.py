@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from swapper import _C
-from swapper.errors import DirectoryError
+from swapper.errors import DirectoryError, IoError, remedy
 from swapper.runtime.limits import naming_limits
 
 SOLID_BYTES = 64 << 20
@@ -110,6 +110,9 @@ def replace_file(path: Path, data: bytes, durable: bool = False) -> None:
 
     Args:
         durable: sync file and directory, so that the content survives a power loss.
+
+    Raises:
+        IoError: it cannot be replaced. The old content is there.
     """
     temporary = path.with_name(f"{path.name}.partial")
     try:
@@ -119,10 +122,10 @@ def replace_file(path: Path, data: bytes, durable: bool = False) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         rename(temporary, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             unlink(temporary)
-        raise
+        raise IoError("replace", str(path), 0, len(data), error.errno or 0, remedy(error.errno)) from error
     if durable:
         sync(path.parent)
 
@@ -138,10 +141,14 @@ def where(directory: Path) -> Path:
 
 
 def unlink(path: Path) -> None:
-    """Remove a file, if there is one."""
+    """Remove a file, if there is one. Raises IoError: it cannot be removed, as a directory cannot."""
     name, directory = _at(path)
-    with contextlib.suppress(FileNotFoundError):
+    try:
         os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise IoError("remove", str(path), 0, 0, error.errno or 0, remedy(error.errno)) from error
 
 
 def rename(path: Path, to: Path) -> None:
