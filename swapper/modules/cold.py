@@ -309,6 +309,7 @@ def _follow_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = _only_first_is_cold(args, kwargs)
+    _check_views([] if first is None else [first], func)
     if first is None or not is_cold(owner_of(first)) or _fault_in([owner_of(first)], func):
         return NotImplemented
     owner = owner_of(first)
