@@ -236,4 +236,4 @@ def read_small(path: Path, max_bytes: int, follow: bool = False) -> bytes:
         if is_hollow(descriptor, 0, found.st_size):
             raise ValueError(f"of its {found.st_size} bytes {HOLLOW}")
         os.lseek(descriptor, 0, os.SEEK_SET)
-        return file.read(found.st_size + 1)  # it takes memory for so many at once
+        return file.read(found.st_size + 1)  # not max_bytes, for which it would take memory
