@@ -267,7 +267,7 @@ def of_one_tensor(first: slice, second: slice, transposed: bool = False) -> nn.S
     [
         of_one_tensor(slice(64), slice(32, 96)),
         of_one_tensor(slice(64), slice(8, 16)),
-        of_one_tensor(slice(64), slice(64), True),
+        of_one_tensor(slice(64), slice(64), transposed=True),
     ],
 )
 def test_parameters_that_share_some_elements_are_refused(tmp_path: Path, model: nn.Sequential) -> None:

@@ -208,10 +208,10 @@ def _memory_of(parameter: nn.Parameter) -> Hashable:
     """Return what is equal for parameters of the same elements in memory: torch loads what one is given into both."""
     if parameter.is_meta:
         return id(parameter)
-    begin = parameter.storage_offset() * parameter.itemsize
+    begin = int(parameter.storage_offset()) * parameter.itemsize
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     is_dense = last + 1 == parameter.numel()
-    end = begin + parameter.nbytes if is_dense else begin
+    end = begin + int(parameter.nbytes) if is_dense else begin
     return Memory(parameter.untyped_storage()._cdata, begin, end, parameter.shape, parameter.stride())
 
 
