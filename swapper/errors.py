@@ -28,12 +28,17 @@ REMEDIES = {
     errno.ESTALE: "the file server has lost the file: mount it again",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "close files of other programs: the system has too many open",
-    errno.ENOMEM: "free some memory",
+    errno.ENOMEM: "free some memory, or raise the limit of addresses (ulimit -v)",
+    errno.EAGAIN: "raise the limits of threads (ulimit -u) and of addresses (ulimit -v)",
+    errno.ECANCELED: "raise the limit of threads (ulimit -u): the kernel had none for io_uring",
     errno.ETXTBSY: "another program uses the file: end it",
     errno.EBUSY: "another program uses the file: end it",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 """Remedies of system errors, by errno."""
+
+LIMITS = (errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOMEM, errno.ECANCELED)
+"""System errors whose remedy is outside of the program: every message names it."""
 
 
 def remedy(number: int | None) -> str:
@@ -123,6 +128,8 @@ class IoError(SwapperError, OSError):
 
     def __init__(self, op: str, path: str, offset: int, nbytes: int, errno: int, detail: str = "") -> None:
         reason = self._reason or (os.strerror(errno) if errno else "failed")
+        if errno in LIMITS and "ulimit" not in detail:
+            detail = "; ".join([*([detail] if detail else []), remedy(errno)])
         size = f"at offset {offset}, {nbytes} bytes" if path else f"{nbytes} bytes"
         where = " ".join([*([repr(path)] if path else []), *([size] if nbytes or not path else [])])
         message = f"{op} of {where}: {reason}" + (f" ({detail})" if detail else "")

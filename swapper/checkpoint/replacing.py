@@ -17,6 +17,7 @@ from pathlib import Path
 
 from swapper.errors import CheckpointError, IoError, remedy
 from swapper.io.mounts import make_parents
+from swapper.runtime.limits import naming_limits
 
 
 @contextmanager
@@ -100,7 +101,8 @@ def _rename_to_new(temporary: Path, target: Path) -> None:
 
 def sync(path: Path) -> None:
     """Sync a file or directory to the drive. Raises IoError: the drive failed, or is full."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with naming_limits("open", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -37,6 +37,7 @@ from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import drain, open_for, shared_engine, wait_for_all
 from swapper.io.staging import Staging
+from swapper.runtime.limits import naming_limits
 
 MapLocation = Callable[[Any, str], Any] | Mapping[str, str] | torch.device | str | None
 
@@ -154,7 +155,7 @@ def _check_old_file(path: Path) -> None:
 
     torch makes a directory for an archive before it refuses it.
     """
-    with path.open("rb") as file:
+    with naming_limits("open", path), path.open("rb") as file:
         if file.read(len(PICKLE_MAGIC)) == PICKLE_MAGIC:
             file.seek(0)
             check_pickles(file, _OLD_PICKLES, path.stat().st_size, str(path))

@@ -25,6 +25,7 @@ from swapper.errors import CheckpointError, ConfigError, DirectoryError, Invaria
 from swapper.io import beneath
 from swapper.paging.section import Section
 from swapper.runtime.interrupts import close_all
+from swapper.runtime.limits import naming_limits
 
 Weigh = Callable[[Sequence[Path]], Sequence[float]]
 HeldBySize = Mapping[int, Mapping[int, Held]]
@@ -207,7 +208,8 @@ def _begin(
 @contextmanager
 def _usable(opened: Sequence[RunDirectory]) -> Iterator[None]:
     try:
-        yield
+        with naming_limits("open", opened[0].path if opened else ""):
+            yield
     except OSError as error:
         if isinstance(error, SwapperError):
             raise

@@ -232,7 +232,7 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
         return record
     except FileNotFoundError:
         return None
-    except CheckpointError:
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # a damaged file can make zipfile or torch raise anything
         raise CheckpointError(f"{path} cannot be read ({error}): {remedy}") from error

@@ -25,6 +25,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from swapper.errors import ConfigError, DirectoryError, StateError
+from swapper.runtime.free_memory import read_kernel
 
 log = logging.getLogger("swapper")
 
@@ -401,9 +403,10 @@ def host_name() -> str:
     return socket.gethostname()
 
 
+@cache
 def boot_id() -> str:
     """Return what names this machine until it is started again."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return read_kernel("/proc/sys/kernel/random/boot_id").decode().strip()
 
 
 def _is_initialized() -> bool:

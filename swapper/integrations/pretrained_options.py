@@ -10,6 +10,7 @@ import torch
 
 from swapper.errors import CheckpointError, ConfigError, UnsupportedError
 from swapper.formats.sources import SUFFIXES, Source, is_plain_name, open_source, parse_object, read_whole
+from swapper.runtime.records import short
 
 _BUDGETS = "weights are read as they are needed: say host_memory=, device= and device_memory="
 _QUANTIZED = "`swapper export --quantize int8` (or int4) makes weights that run quantized"
@@ -142,7 +143,7 @@ def check_directory(path: str | os.PathLike[str]) -> None:
         )
     else:
         found = parse_object(str(adapter), read_whole(adapter, MAX_CONFIG_BYTES))
-        base = f"the base model first, from its own directory (it was {found.get('base_model_name_or_path')!r})"
+        base = f"the base model first, from its own directory (it was {short(found.get('base_model_name_or_path'))})"
     raise UnsupportedError(
         f"{path} has an adapter of peft (adapter_config.json), which is not loaded with the model: load {base}, and then the "
         f"adapter by peft.PeftModel.from_pretrained(model, {str(path)!r})"
@@ -164,7 +165,7 @@ def open_weights(path: str | os.PathLike[str], config: Any, use_safetensors: boo
     if Path(path).is_dir() and named is not None:
         if not is_plain_name(named):
             raise CheckpointError(
-                f"{path}: transformers_weights={named!r} in config.json names no file of the directory"
+                f"{path}: transformers_weights={short(named)} in config.json names no file of the directory"
             )
         return open_source(Path(path) / named)
     safe, others = SUFFIXES[:1], SUFFIXES[1:]

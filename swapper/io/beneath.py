@@ -15,7 +15,8 @@ import stat
 from pathlib import Path
 
 from swapper import _C
-from swapper.errors import DirectoryError
+from swapper.errors import DirectoryError, IoError, remedy
+from swapper.runtime.limits import naming_limits
 
 SOLID_BYTES = 64 << 20
 """What may be read of a file whatever it has on the drive: a choice."""
@@ -35,7 +36,8 @@ def hold(directory: Path) -> int:
         OSError: it cannot be opened.
     """
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with naming_limits("open", directory):
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
@@ -89,7 +91,8 @@ def _at(path: Path) -> tuple[str | Path, int | None]:
 
 def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
     name, directory = _at(path)
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory)
+    with naming_limits("open", path):
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory)
 
 
 def create_file(path: Path, mode: int = 0o600) -> int:
@@ -107,6 +110,9 @@ def replace_file(path: Path, data: bytes, durable: bool = False) -> None:
 
     Args:
         durable: sync file and directory, so that the content survives a power loss.
+
+    Raises:
+        IoError: it cannot be replaced. The old content is there.
     """
     temporary = path.with_name(f"{path.name}.partial")
     try:
@@ -116,10 +122,10 @@ def replace_file(path: Path, data: bytes, durable: bool = False) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         rename(temporary, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             unlink(temporary)
-        raise
+        raise IoError("replace", str(path), 0, len(data), error.errno or 0, remedy(error.errno)) from error
     if durable:
         sync(path.parent)
 
@@ -135,10 +141,14 @@ def where(directory: Path) -> Path:
 
 
 def unlink(path: Path) -> None:
-    """Remove a file, if there is one."""
+    """Remove a file, if there is one. Raises IoError: it cannot be removed, as a directory cannot."""
     name, directory = _at(path)
-    with contextlib.suppress(FileNotFoundError):
+    try:
         os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise IoError("remove", str(path), 0, 0, error.errno or 0, remedy(error.errno)) from error
 
 
 def rename(path: Path, to: Path) -> None:
@@ -180,7 +190,8 @@ def files(directory: Path) -> list[Path]:
 def sync(directory: Path) -> None:
     """Sync the directory's entries to the drive."""
     name, held = (".", _held[directory]) if directory in _held else (directory, None)
-    descriptor = os.open(name, os.O_RDONLY, dir_fd=held)
+    with naming_limits("open", directory):
+        descriptor = os.open(name, os.O_RDONLY, dir_fd=held)
     try:
         os.fsync(descriptor)
     finally:
@@ -214,7 +225,8 @@ def read_small(path: Path, max_bytes: int, follow: bool = False) -> bytes:
         ValueError: it is not a file, or too large.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for a writer
-    descriptor = os.open(path, flags) if follow else open_file(path, flags)
+    with naming_limits("open", path):
+        descriptor = os.open(path, flags) if follow else open_file(path, flags)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -224,4 +236,4 @@ def read_small(path: Path, max_bytes: int, follow: bool = False) -> bytes:
         if is_hollow(descriptor, 0, found.st_size):
             raise ValueError(f"of its {found.st_size} bytes {HOLLOW}")
         os.lseek(descriptor, 0, os.SEEK_SET)
-        return file.read(max_bytes + 1)
+        return file.read(found.st_size + 1)  # not max_bytes, for which it would take memory

@@ -23,6 +23,7 @@ from swapper import _C
 from swapper.errors import ConfigError, IoError
 from swapper.io.mounts import IN_MEMORY, is_on
 from swapper.io.tuning import find_tuning
+from swapper.runtime.limits import naming_limits
 
 log = logging.getLogger("swapper")
 
@@ -126,7 +127,8 @@ def open_engine(directories: Sequence[Path], backend: str = "auto", **options: A
 def _open(directory: Path, backend: str, options: Mapping[str, Any]) -> _C.Engine:
     settings = tuned_settings(directory, backend)
     try:
-        return _C.Engine(**{**options, **settings})
+        with naming_limits("open"):
+            return _C.Engine(**{**options, **settings})
     except ConfigError as error:
         if settings["backend"] == backend:
             raise

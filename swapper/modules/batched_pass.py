@@ -22,6 +22,7 @@ from swapper.errors import InvariantError
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.module_hooks import ModuleHooks
 from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.limits import naming_limits
 
 
 class Stopped(BaseException):
@@ -76,7 +77,8 @@ class BatchedPass:
         try:
             with defer_sigint:
                 for batch in self._batches:
-                    batch.thread.start()
+                    with naming_limits("run"):
+                        batch.thread.start()
                     batch.is_done = False
                 with self._changed:
                     self._switch()

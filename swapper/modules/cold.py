@@ -107,15 +107,15 @@ def is_aliasing() -> bool:
 
 SAME_FORM = (
     "Assign values of the same shape and dtype (`p.data = x` copies them to the parameter), or change them inside `with "
-    "manager.gather(..., write=True)`. Other shapes, dtypes or devices (.to(), .half() and the like) cannot be applied after "
-    "offload: apply them before manager.offload"
+    "manager.gather(..., write=True)`. Other shapes, dtypes or devices (resize_token_embeddings, .to(), .half() and the like) "
+    "cannot be applied after offload: apply them before manager.offload"
 )
 """A user's remedy."""
 
 ASSIGNED_BESIDE_ALIAS = (
     "was assigned another tensor (`p.data = x`), and something still refers to its memory from before, which keeps the old "
     "values in plain torch and would get the new ones here: keep a copy instead (`backup = p.data.clone()`), or write the "
-    "values in place (`p.data.copy_(x)`)"
+    "values in place (`p.data.copy_(x)`). If it is the graph of x itself, compute x under torch.no_grad()"
 )
 
 
@@ -309,6 +309,7 @@ def _follow_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = _only_first_is_cold(args, kwargs)
+    _check_views([] if first is None else [first], func)
     if first is None or not is_cold(owner_of(first)) or _fault_in([owner_of(first)], func):
         return NotImplemented
     owner = owner_of(first)
@@ -376,9 +377,9 @@ def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if _fault_in(owners, func) and all(type(tensor) is not ColdView for tensor in touched):
         return native(func, args, kwargs)
     away = [owner for owner in owners if is_cold(owner)]
-    written = {id(owner_of(t)) for t in written_among(func, args, kwargs) if isinstance(t, Cold)}
-    if written:
-        _check_written(func, args, kwargs, touched)
+    changed = [tensor for tensor in written_among(func, args, kwargs) if isinstance(tensor, Cold)]
+    written = {id(owner_of(tensor)) for tensor in changed}
+    _check_written(func, args, kwargs, changed)
 
     def run(instead: Mapping[int, torch.Tensor]) -> Any:
         arguments = _exchanged((args, kwargs), instead) if instead else (args, kwargs)
@@ -431,13 +432,16 @@ def _check_views(touched: Iterable[Cold], func: Function) -> None:
             )
 
 
-def _check_written(func: Function, args: Any, kwargs: Any, touched: Sequence[Cold]) -> None:
-    """Refuse a change outside of a forward that autograd would record: the parameter must stay a leaf."""
+def _check_written(func: Function, args: Any, kwargs: Any, written: Iterable[Cold]) -> None:
+    """Refuse a change outside of a forward that autograd would record on a parameter: it must stay a leaf. Its `.data` may not."""
+    if func == SET_DATA or not torch.is_grad_enabled():
+        return
     tensors = tensors_among((args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
-        would_be_a_leaf_no_more = not any(t.requires_grad for t in touched) and any(t.requires_grad for t in tensors)
-    if would_be_a_leaf_no_more and torch.is_grad_enabled():
-        refuse(owner_of(touched[0]), func)
+        for tensor in written:
+            is_apart = isinstance(tensor, ColdView) and tensor._base is not tensor.swapper_owner
+            if not is_apart and not tensor.requires_grad and any(t.requires_grad for t in tensors):
+                refuse(owner_of(tensor), func)
 
 
 def _watched(

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
+from swapper.runtime.limits import naming_limits
 from swapper.runtime.process import is_off
 
 UNLIMITED = 1 << 62
@@ -211,7 +212,8 @@ def headroom_bytes() -> int:
 
 def read_kernel(path: str) -> bytes:
     """Return the content of a file of /proc or /sys, up to 64 KiB."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with naming_limits("open", path):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(file, _MAX_KERNEL_FILE_BYTES)
     finally:

@@ -83,7 +83,7 @@ def exactly(expected: Any) -> Shape:
 
     def check(value: Any) -> None:
         if type(value) is not type(expected) or value != expected:
-            raise ValueError(f"it is {_short(value)}, not {expected!r}")
+            raise ValueError(f"it is {short(value)}, not {expected!r}")
 
     return check
 
@@ -93,7 +93,7 @@ def whole(least: int = 0, most: int = (1 << 63) - 1) -> Shape:
 
     def check(value: Any) -> None:
         if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"it is {_short(value)}, not a whole number from {least} to {most}")
+            raise ValueError(f"it is {short(value)}, not a whole number from {least} to {most}")
 
     return check
 
@@ -101,12 +101,12 @@ def whole(least: int = 0, most: int = (1 << 63) - 1) -> Shape:
 def positive(value: Any) -> None:
     """A finite number above 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"it is {_short(value)}, not a number above 0")
+        raise ValueError(f"it is {short(value)}, not a number above 0")
 
 
 def text(value: Any) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"it is {_short(value)}, not text")
+        raise ValueError(f"it is {short(value)}, not text")
 
 
 def path(value: Any) -> None:
@@ -114,14 +114,14 @@ def path(value: Any) -> None:
     text(value)
     is_long = any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in value.split("/"))
     if not value or "\0" in value or is_long:
-        raise ValueError(f"it is {_short(value)}, not a path")
+        raise ValueError(f"it is {short(value)}, not a path")
 
 
 def name(value: Any) -> None:
     """The plain name of a file in the record's directory."""
     path(value)
     if "/" in value or value in (".", ".."):
-        raise ValueError(f"it is {_short(value)}, not the plain name of a file beside it")
+        raise ValueError(f"it is {short(value)}, not the plain name of a file beside it")
 
 
 def nullable(shape: Shape) -> Shape:
@@ -134,7 +134,7 @@ def listing(shape: Shape, least: int = 0, most: int | None = None) -> Shape:
 
     def check(value: Any) -> None:
         if not isinstance(value, list) or len(value) < least or (most is not None and len(value) > most):
-            raise ValueError(f"it is {_short(value)}, not a list of {least} entries or more")
+            raise ValueError(f"it is {short(value)}, not a list of {least} entries or more")
         for number, each in enumerate(value):
             _within(f"[{number}]", shape, each)
 
@@ -146,7 +146,7 @@ def row(*shapes: Shape) -> Shape:
 
     def check(value: Any) -> None:
         if not isinstance(value, list | tuple) or len(value) != len(shapes):
-            raise ValueError(f"it is {_short(value)}, not {len(shapes)} entries")
+            raise ValueError(f"it is {short(value)}, not {len(shapes)} entries")
         for number, (shape, each) in enumerate(zip(shapes, value, strict=True)):
             _within(f"[{number}]", shape, each)
 
@@ -158,10 +158,10 @@ def mapping(keys: Shape, values: Shape) -> Shape:
 
     def check(value: Any) -> None:
         if not isinstance(value, dict):
-            raise ValueError(f"it is {_short(value)}, not a dictionary")
+            raise ValueError(f"it is {short(value)}, not a dictionary")
         for key, each in value.items():
             keys(key)
-            _within(f"[{_short(key)}]", values, each)
+            _within(f"[{short(key)}]", values, each)
 
     return check
 
@@ -172,10 +172,10 @@ def fields(required: Mapping[str, Shape], optional: Mapping[str, Shape] | None =
 
     def check(value: Any) -> None:
         if not isinstance(value, dict):
-            raise ValueError(f"it is {_short(value)}, not a dictionary")
+            raise ValueError(f"it is {short(value)}, not a dictionary")
         for key in value:
             if not isinstance(key, str) or key not in known:
-                raise ValueError(f"nothing is known of {_short(key)}")
+                raise ValueError(f"nothing is known of {short(key)}")
         for key, shape in known.items():
             if key in value:
                 _within(key, shape, value[key])
@@ -192,7 +192,7 @@ def _within(place: str, shape: Shape, value: Any) -> None:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """Return the value as text, in bounded time. A nested value is named by its type."""
     if isinstance(value, str):
         return repr(value[:80])

@@ -23,6 +23,7 @@ from types import FrameType
 
 from swapper.runtime.counters import Counters, Wait
 from swapper.runtime.interrupts import PROMPT
+from swapper.runtime.limits import naming_limits
 from swapper.runtime.process import is_off
 
 log = logging.getLogger("swapper")
@@ -40,7 +41,8 @@ class Watchdog:
         self._thread = threading.Thread(
             target=_watch, args=(self._queue, counters, describe, stall_s), name="swapper-watchdog", daemon=True
         )
-        self._thread.start()
+        with naming_limits("watch"):
+            self._thread.start()
         weakref.finalize(self, self._queue.put, None).atexit = False  # a run that is dropped, not closed, ends it too
         _watching.add(self)
         _take_signal()

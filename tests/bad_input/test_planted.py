@@ -117,6 +117,28 @@ def test_a_fifo_in_place_of_a_file_does_not_hang(name: str, run: Path, tmp_path:
         assert str(run) in str(error)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("resume", ["auto", "discard"])
+@pytest.mark.parametrize("begun", [False, True], ids=["fresh", "begun"])
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.replace(str(os.getpid()), "PID"))
+def test_a_directory_in_place_of_a_file_is_named_and_stays(
+    name: str, begun: bool, resume: str, run: Path, tmp_path: Path
+) -> None:
+    if begun:
+        train(run.parent, tmp_path)
+        (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    (run / name / "mine").write_text("mine")
+    others = tmp_path / "others"
+    others.mkdir()
+    try:
+        train(run.parent, others, resume, steps=4)
+    except swapper.SwapperError as error:
+        assert str(run / name).removesuffix(".partial") in str(error)
+        assert "move it away" in str(error) or "remove" in str(error) or "discard" in str(error)
+    assert (run / name / "mine").read_text() == "mine"
+
+
 def test_over_drives_no_link_is_followed(tmp_path: Path, victims: Path) -> None:
     before = contents(victims)
     for name in (f"{RECORD_NAME}.partial", "turn-0.swap"):

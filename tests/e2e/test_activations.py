@@ -264,3 +264,19 @@ def test_options_are_checked(manager: swapper.SwapManager) -> None:
     for options in ({"to": "moon"}, {"host_memory": 0}, {"min_bytes": "many"}):
         with pytest.raises(swapper.ConfigError):
             swapper.offload_activations(manager, **options)
+
+
+@pytest.mark.parametrize("name", ["grad", "vjp", "jacrev", "hessian"])
+def test_transforms_that_torch_refuses_there_are_refused_by_name(manager: swapper.SwapManager, name: str) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x).square().sum()
+
+    x = torch.randn(8)
+    with pytest.raises(swapper.UnsupportedError, match=r"torch\.func.*offload_activations.*outside"):
+        with swapper.offload_activations(manager):
+            found = getattr(torch.func, name)(loss, *[x][: name == "vjp"])
+            found(x)
+    expected = torch.func.grad(loss)(x)
+    with swapper.offload_activations(manager, min_bytes=1):
+        (gradient,) = torch.autograd.grad(loss(x.requires_grad_()), x)
+    assert torch.equal(gradient, expected)

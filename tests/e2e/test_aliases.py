@@ -18,7 +18,18 @@ from torch import nn
 
 import swapper
 from e2e import alias_programs as programs
-from e2e.alias_programs import ALIASES, GRADIENTS, OTHER_MEMORY, PARAMETERS, SIZES, WIDTH, Scale, backward, make_model
+from e2e.alias_programs import (
+    ALIASES,
+    GRADIENTS,
+    OTHER_MEMORY,
+    PARAMETERS,
+    SIZES,
+    WIDTH,
+    Run,
+    Scale,
+    backward,
+    make_model,
+)  # fmt: skip
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -194,3 +205,65 @@ def test_what_keeps_the_values_of_before_is_told(tmp_path: Path, caplog: pytest.
         manager.offload(model, torch.optim.AdamW(model.parameters()))
     assert "something outside of the model refers to the memory of 1.scale" in caplog.text
     assert kept.shape == (WIDTH,)
+
+
+# --- parameters that move ---------------------------------------------------------------------------------------------------
+
+
+def trained_in_part(twins: MakeTwins, **options: Any) -> Twins:
+    """A run whose first two layers are frozen."""
+    model = make_model()
+    model[:2].requires_grad_(False)
+    pair = twins(model, room_bytes=1 << 19, **options)
+    pair.both(step)
+    pair.both(lambda _, optimizer: optimizer.zero_grad())
+    return pair
+
+
+def step(model: Any, optimizer: Any) -> torch.Tensor:
+    return Run(model, optimizer, programs.no_gather, 3, "scale", ALIASES["data"]).step()
+
+
+def train_more(pair: Twins) -> None:
+    for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.swapped, pair.optimizer)):
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+
+
+def park(pair: Twins) -> None:
+    assert pair.manager is not None
+    pair.both(lambda _, optimizer: optimizer.zero_grad())
+    with pair.manager.parked():
+        pass
+
+
+@pytest.mark.parametrize("move", [train_more, park])
+@pytest.mark.parametrize("params", ["nvme", "host"])
+def test_no_alias_of_a_parameter_is_cut_off_where_it_moves(twins: MakeTwins, move: Any, params: str) -> None:
+    pair = trained_in_part(twins, params=params)
+    for alias in ("data", "detach", "view", "numpy"):
+        kept = ALIASES[alias](pair.swapped[3].scale)
+        with pytest.raises(swapper.StateError, match=r"3\.scale.*clone"):
+            (pair.optimizer.add_param_group if move is train_more else lambda _: park(pair))(
+                {"params": list(pair.swapped[0].parameters())}
+            )
+        del kept
+    move(pair)
+    for _ in range(2):
+        pair.both(step)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("move", [train_more, park])
+def test_a_view_of_a_parameter_that_has_moved_raises(twins: MakeTwins, move: Any) -> None:
+    """Its memory is gone: an access would end the process."""
+    pair = trained_in_part(twins)
+    view = pair.swapped[2].weight.data
+    move(pair)
+    uses: list[Callable[[Any], Any]] = [
+        *(torch.detach, torch.t, torch.clone, np.asarray, torch.Tensor.numpy),
+        *(lambda view: view.data, lambda view: view[0], lambda view: view.view(-1)),
+    ]
+    for use in uses:
+        with pytest.raises((swapper.StateError, swapper.ColdParameterError)):
+            torch.as_tensor(use(view)).clone()

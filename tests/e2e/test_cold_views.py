@@ -48,3 +48,30 @@ def test_views_of_cold_parameters_answer_as_those_of_plain_ones_or_say_why_not(t
     del row, number
     pair.train(step, steps=2)
     pair.finish()
+
+
+def test_data_changed_by_what_needs_a_gradient_is_written_and_its_graph_kept(twins: MakeTwins) -> None:
+    """As peft merges adapters; a parameter itself must stay a leaf."""
+    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))
+    pair.train(step, steps=1)
+
+    def change(model: nn.Module, _: object) -> list[torch.Tensor]:
+        found = []
+        weight = model[3].weight  # type: ignore[index]
+        for frozen in (True, False):
+            weight.requires_grad_(not frozen)
+            for take in (lambda: weight.data, lambda: weight.data[2:5], lambda: weight.data.view(-1)):
+                part = take()
+                factor = torch.full(part.shape, 0.5, requires_grad=True)
+                part += factor
+                part *= factor
+                (part.sum() * 2).backward()
+                found += [factor.grad, part.detach().clone(), weight.detach().clone()]
+            del part
+            weight.data = weight.data.clone() * torch.full((), 0.5, requires_grad=True)
+            assert weight.is_leaf and weight.requires_grad is not frozen
+        return found
+
+    pair.both(change)
+    pair.train(step, steps=2)
+    pair.finish()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 import swapper
-from e2e import regrouped_run
+from e2e import killed_run, regrouped_run
 from e2e.leaks import held_by_swapper
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.processes import run_python
@@ -390,6 +392,65 @@ def test_a_script_that_does_not_add_the_run_s_groups_is_told_which(tmp_path: Pat
         assert "5.weight" in manager.trained
         with pytest.raises(swapper.CheckpointError, match=r"at step 3 .* 5\.weight, 5\.bias.*manager\.trained"):
             manager.offload(model, optimizer)
+
+
+def with_two_optimizers(directory: Path | None, die_after: int = 99) -> list[float]:
+    """Train the biases by an optimizer of their own; layers come at steps 2 and 3. Without a directory by plain torch.
+
+    Args:
+        die_after: end the process after so many groups were added, as a kill does.
+    """
+    model, _ = regrouped_run.make()
+    optimizers: Any = [adamw([model[-1].weight]), sgd([model[-1].bias])]
+    losses, added = [], 0
+
+    def add(step: int, names: Collection[str]) -> None:
+        nonlocal added
+        layer = {2: 5, 3: 1}[step]
+        for optimizer, part in zip(optimizers, ("weight", "bias"), strict=True):
+            if f"{layer}.{part}" in names:
+                parameter = model.get_parameter(f"{layer}.{part}").requires_grad_()
+                optimizer.add_param_group({"params": [parameter], "lr": 1e-2})
+                added += 1
+                if added > die_after:
+                    os._exit(9)
+
+    def train(steps: Iterable[int], has: Callable[[str], bool]) -> None:
+        for number in steps:
+            if number in (2, 3):
+                layer = {2: 5, 3: 1}[number]
+                add(number, {name for name in (f"{layer}.weight", f"{layer}.bias") if not has(name)})
+            loss = nn.functional.cross_entropy(model(batch := killed_run.batch(number)).flatten(0, 1), batch.flatten())
+            loss.backward()
+            with one_step():
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses.append(loss.item())
+
+    one_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if directory is None:
+        train(range(5), lambda _: False)
+        return losses
+    with swapper.SwapManager(directory, host_memory=regrouped_run.BUDGET, resume="auto") as manager:
+        added = -4  # what the run has is added again, and is no death
+        for step in (2, 3):
+            add(step, manager.trained)
+        added = 0
+        _, optimizers = manager.offload(model, optimizers, params="nvme", optimizer_state="nvme")
+        one_step = manager.one_step
+        train(range(manager.step, 5), lambda name: name in manager.trained)
+    return losses
+
+
+@pytest.mark.parametrize("die_after", range(4))
+def test_killed_between_groups_of_two_optimizers_the_recipe_goes_on_exactly(tmp_path: Path, die_after: int) -> None:
+    expected = with_two_optimizers(None)
+    child = killed_run.fork(lambda: with_two_optimizers(tmp_path, die_after))
+    _, status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(status) == 9
+    found = with_two_optimizers(tmp_path)
+    assert found == expected[-len(found) :] and 2 <= len(found) <= 3
 
 
 @pytest.mark.slow

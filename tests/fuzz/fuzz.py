@@ -43,6 +43,7 @@ MAX_CASE_S = 60.0
 MAX_CPU_S = 20.0
 """Of the case's process: how busy the machine is does not matter."""
 MAX_GROWTH_BYTES = 256 << 20
+MAX_MESSAGE_CHARACTERS = 10_000
 MAX_ADDRESSES_BYTES = 8 << 30
 MAX_CHANGES = 4
 REDUCING_S = 30.0
@@ -131,6 +132,8 @@ def run_case(
     except ALLOWED as error:
         if _is_memory(error):
             problem = f"it asked for memory that there is not: {error!r}"[:500]
+        elif len(str(error)) > MAX_MESSAGE_CHARACTERS:
+            problem = f"its message has {len(str(error))} characters: {error}"[:500]
     except BaseException as error:
         problem = (
             f"{type(error).__name__}: {str(error)[:300]}\n{''.join(traceback.format_tb(error.__traceback__)[-4:])}"

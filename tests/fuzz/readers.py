@@ -26,6 +26,7 @@ from swapper.durability.directory import RETENTION_NAME
 from swapper.durability.retention import Retention
 from swapper.durability.verify import verify
 from swapper.errors import BudgetError, ConfigError, SwapperError
+from swapper.integrations.pretrained_options import check_directory
 from swapper.io.drives import read_record
 from swapper.io.files import OpenFiles
 from swapper.io.striping import Stripes
@@ -175,7 +176,7 @@ READERS: dict[str, tuple[str, Read]] = {
         _each(inspect, lambda path: _export(path, "torch"), lambda path: _export(path, "dcp", "all")),
     ),
     "flat-dcp-load": ("flat-dcp", _flat_dcp_load),
-    "adapter": ("adapter", _each(inspect, lambda path: _export(path, "torch"))),
+    "adapter": ("adapter", _each(inspect, lambda path: _export(path, "torch"), check_directory)),
     "zero": ("zero", lambda path: _export(path, "torch")),
     "quantised": ("quantised", _through(_quantised)),
     "snapshot": ("snapshot", _through(_each(verify, load, inspect))),

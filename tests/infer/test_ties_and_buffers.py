@@ -249,3 +249,38 @@ def test_what_shares_a_parameters_memory_is_refused_by_name(tmp_path: Path, hold
     hold(model)
     with pytest.raises(swapper.UnsupportedError, match=r"(1\.tensor|1\.tensors|1\.first|flat) shares the memory"):
         swapper.load(model, source, host_memory="64MiB")
+
+
+def of_one_tensor(first: slice, second: slice, transposed: bool = False) -> nn.Sequential:
+    """Two maps whose weights are rows of one tensor."""
+    rows = torch.randn(96, 64)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for layer, part in zip(model, (first, second), strict=True):
+        layer.weight.data = rows[part]
+    if transposed:
+        model[1].weight.data = rows[second].t()
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        of_one_tensor(slice(64), slice(32, 96)),
+        of_one_tensor(slice(64), slice(8, 16)),
+        of_one_tensor(slice(64), slice(64), transposed=True),
+    ],
+)
+def test_parameters_that_share_some_elements_are_refused(tmp_path: Path, model: nn.Sequential) -> None:
+    """torch's load_state_dict gives the shared ones the last values for both."""
+    torch.save({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "weights.pt")
+    with pytest.raises(swapper.UnsupportedError, match=r"0\.weight and 1\.weight share memory.*clone"):
+        swapper.load(model, tmp_path / "weights.pt", host_memory="4MiB")
+
+
+def test_parameters_beside_each_other_in_one_tensor_are_loaded(tmp_path: Path) -> None:
+    model = of_one_tensor(slice(64), slice(64, 96))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.save(expected, tmp_path / "weights.pt")
+    swapper.load(model, tmp_path / "weights.pt", host_memory="4MiB")
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    swapper.loaded(model).unload()

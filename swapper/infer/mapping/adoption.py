@@ -23,6 +23,7 @@ from swapper.formats.stored import StoredTensor
 from swapper.infer.mapping.file_tensor import shown_from
 from swapper.infer.mapping.matching import BufferPlace, Recipe, Weight
 from swapper.paging.section import Section, own_storage
+from swapper.runtime.limits import naming_limits
 
 
 class Places:
@@ -134,7 +135,7 @@ class MappedSource:
             parts = [replace(stored, path=e.path, offset=e.offset, nbytes=e.nbytes, shape=(-1,)) for e in extents]
             return torch.cat([self.tensor(part) for part in parts]).view(stored.shape)
         if stored.path not in self._mappings:
-            with stored.path.open("rb") as file:
+            with naming_limits("map", stored.path), stored.path.open("rb") as file:
                 self._mappings[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         number = stored.nbytes // stored.dtype.itemsize
         mapping = self._mappings[stored.path]

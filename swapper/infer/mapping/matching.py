@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -120,6 +120,7 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
         parameters[id(parameter)] = parameter
         names_at.setdefault(_memory_of(parameter), []).append(name)
     refuse_aliases(model, parameters.values())
+    _refuse_overlaps({names[0]: memory for memory, names in names_at.items() if isinstance(memory, Memory)})
     persistent = _persistent_buffers(model)
     names_of: dict[int, list[str]] = {}
     for name, buffer in persistent.items():
@@ -193,11 +194,38 @@ def shape_of(stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | Non
     return layout.values_shape(stored)
 
 
+class Memory(NamedTuple):
+    """The elements of a parameter in memory. `begin` and `end` are bytes of its storage, none if there are gaps."""
+
+    storage: int
+    begin: int
+    end: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
 def _memory_of(parameter: nn.Parameter) -> Hashable:
     """Return what is equal for parameters of the same elements in memory: torch loads what one is given into both."""
     if parameter.is_meta:
         return id(parameter)
-    return parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.shape, parameter.stride()
+    begin = int(parameter.storage_offset()) * parameter.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    is_dense = last + 1 == parameter.numel()
+    end = begin + int(parameter.nbytes) if is_dense else begin
+    return Memory(parameter.untyped_storage()._cdata, begin, end, parameter.shape, parameter.stride())
+
+
+def _refuse_overlaps(memory: Mapping[str, Memory]) -> None:
+    """Raise UnsupportedError if parameters share some of their elements: torch would load the last of both into those."""
+    before, name_before = Memory(0, 0, 0, torch.Size(), ()), ""
+    for name, one in sorted(memory.items(), key=lambda item: item[1][:3]):
+        if one.storage == before.storage and one.begin < min(before.end, one.end):
+            raise UnsupportedError(
+                f"parameters {name_before} and {name} share memory without being one object: make them one (`a.weight = "
+                "b.weight`), or give each its own (`b.weight.data = b.weight.data.clone()`), before the load"
+            )
+        if one.storage != before.storage or one.end > before.end:
+            before, name_before = one, name
 
 
 def refuse_aliases(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from swapper.device.device import Device
 from swapper.device.registered_memory import LockedMemory
-from swapper.errors import StateError
+from swapper.errors import StateError, UnsupportedError
 from swapper.io.engines import Engine, open_engine
 from swapper.io.extents import SpillFile
 from swapper.options import parse_choice
@@ -39,6 +39,7 @@ from swapper.train.session.training_session import TrainingSession
 DESTINATIONS = ("auto", "host", "nvme")
 STORAGE_DIVISOR = 8
 """A view of less than 1/STORAGE_DIVISOR of its storage is not moved: the rest is likely a data set. A choice."""
+_NO_HOOKS = "support saved tensor hooks"  # of torch's message
 
 
 class Kept:
@@ -153,10 +154,15 @@ class offload_activations:  # used as a function, like torch.no_grad
         self._hooks.append(hooks)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.pop().__exit__(*exception)
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        self._hooks.pop().__exit__(kind, error, traceback)
         for cache in self._device_caches.values():
             cache.end()
+        if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
+            raise UnsupportedError(
+                "torch.func.grad, vjp, jacrev and hessian cannot run inside swapper.offload_activations: torch refuses hooks of "
+                "saved tensors there. Call them outside of the context, or use torch.autograd.grad"
+            ) from error
 
     # --- the hooks ----------------------------------------------------------------------------------------------------
 

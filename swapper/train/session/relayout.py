@@ -190,12 +190,27 @@ def _plan_more(before: Plan) -> Plan | None:
 
 
 def check_between_steps(run: TrainingSession, verb: str, remedy: str) -> None:
-    """Raise StateError, with both texts, in the middle of a forward, a backward or a gather."""
+    """Raise StateError in the middle of a forward, a backward or a gather, or if an alias would be cut off.
+
+    Args:
+        verb: what the user called, for the message.
+        remedy: for a call in the middle of something.
+    """
     doing = "manager.gather" if run.model.gathering.is_open else ""
     if torch._C._current_graph_task_id() != -1 or run.model.passes.is_open:
         doing = "a forward or backward"
     if doing:
         raise StateError(f"{verb} in the middle of {doing}: {remedy}")
+    if not run.plan.request.model.is_sharded:
+        for group in run.model.groups:
+            if (
+                not group.paged and (name := next(group.aliased(), None)) is not None
+            ):  # those of cold ones raise when they are used
+                raise StateError(
+                    f"{verb}: something refers to the memory of parameter {name} (a view, .data, an array, the graph of a "
+                    "forward), which moves: it would keep the values of now, while in plain torch it follows the parameter. Drop "
+                    f"it, or keep a copy (`p.detach().clone()`), before {verb}"
+                )
 
 
 def detach(current: SessionSlot, verb: str, why: str) -> None:

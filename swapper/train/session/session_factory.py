@@ -182,7 +182,7 @@ class SessionFactory:
             if named := named_files(self._directory.path):
                 self._directory.remove_strays(named)
         except (CheckpointError, OSError) as error:  # the next manager in this directory finds the same
-            log.warning("%s: files that no commit names were not removed: %s", self._directory.path, error)
+            log.warning("%s: files that no commit names were not removed: %s", self._directory.path, str(error))
 
     def remove_strays(self) -> None:
         """Remove files in the directory that its commit does not name. Requires that no session is open."""

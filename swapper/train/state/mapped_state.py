@@ -24,6 +24,7 @@ from swapper.io.alignment import SECTOR_BYTES
 from swapper.modules.torch_functions import METADATA, Function, as_plain, tensors_among, written_among
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
+from swapper.runtime.limits import naming_limits
 from swapper.runtime.process import after_fork_in_child
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.state.state_view import ShownState, views_among
@@ -162,7 +163,7 @@ class MappedState:
     def _map(self, page: Page) -> mmap.mmap:
         path = self._path_of(page)
         if path not in self._mappings:
-            with Path(path).open("rb") as file:
+            with naming_limits("map", path), Path(path).open("rb") as file:
                 flags = mmap.MAP_PRIVATE | MAP_NORESERVE
                 self._mappings[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return self._mappings[path]
@@ -210,7 +211,8 @@ class MappedState:
 
 def _map_over(address: int, nbytes: int, path: str, offset: int) -> None:
     """Map bytes of a file at `address`, replacing the mapping there."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with naming_limits("open", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
         mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
