@@ -204,8 +204,8 @@ def place_on_accelerator(
             left -= sum(sizes[group] for group in kept[number])
     summed = sum(nbytes for group, nbytes in wishes[0][1].items() if group not in kept[0])
     left -= (sum_bytes := min(max(left - sum(images.values()), 0), summed))
-    most_ahead = max(budget.nbytes // STATE_AHEAD_SHARE, largest_bytes) if largest_bytes else 0
-    ahead_bytes = min(max(left - sum(images.values()), 0), most_ahead)
+    max_ahead = max(budget.nbytes // STATE_AHEAD_SHARE, largest_bytes) if largest_bytes else 0
+    ahead_bytes = min(max(left - sum(images.values()), 0), max_ahead)
     return replace(
         placement, image_bytes=left - ahead_bytes, down_bytes=down_bytes, sum_bytes=sum_bytes, gradients=kept[0],
         state=kept[1], ahead_bytes=ahead_bytes,

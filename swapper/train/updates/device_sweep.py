@@ -133,11 +133,11 @@ class DeviceSweep(Sweep):
                     slot = ahead or self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
                     self._update_on_device(update, part, access, slot, ahead is not None)
 
-    def fetch_ahead(self, most: int | None = None) -> None:
+    def fetch_ahead(self, groups: int | None = None) -> None:
         if not self._has_updated and self.on_device.ahead_bytes and self._failure is None:
             self.on_device.order.note()
             with self._apart():
-                slices = ((of, of.all_slices(self._page_bytes)) for of in self.trainables[:most])
+                slices = ((of, of.all_slices(self._page_bytes)) for of in self.trainables[:groups])
                 self._ahead.fetch(slices, self._last_down)
 
     def _needs_only_state(self, trainable: Trainable) -> bool:
@@ -193,7 +193,7 @@ class DeviceSweep(Sweep):
             DeviceError: the device failed, now or since the last call.
             StateError: a codec cannot hold some of them.
         """
-        self._ahead.outdate()
+        self._ahead.invalidate()
         try:
             while self._in_flight.total():
                 self.on_device.downloads.wait_for_oldest()
@@ -465,7 +465,7 @@ class DeviceSweep(Sweep):
         return self.kept.others(places.param.section.plan.group, places)
 
     def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
-        self._ahead.outdate()
+        self._ahead.invalidate()
         self._wait_for(trainable.group)
         if trainable.group not in self.kept:
             super().refresh_masters(trainable, before)

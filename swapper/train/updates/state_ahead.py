@@ -3,7 +3,7 @@
 [Note: state ahead] The link idles until a step's first gradients are there, and a forward that follows waits for the groups
 that it needs first. So in what may be a step's last backward their state goes up already, into memory that nothing else has:
 `ahead_bytes` of the plan. It is that of the step before, and stays so until the update: whatever reads or changes state in
-between waits for updates first (`Sweep.settle`), which outdates it. An update that finds its state there only queues kernels.
+between waits for updates first (`Sweep.settle`), which invalidates it. An update that finds its state there only queues kernels.
 
 A slice has the same memory in each step, so the copies of the next step wait on their stream, and the host for nothing.
 """
@@ -104,14 +104,14 @@ class StateAhead:
         slot.has_state = False
         return slot
 
-    def outdate(self) -> None:
+    def invalidate(self) -> None:
         """Note that state in host memory may change, or that the rest is not needed."""
         for slot in self._slots.values():
             slot.has_state = False
 
     def begin_step(self) -> None:
         """The next step may fetch again."""
-        self.outdate()
+        self.invalidate()
         self._is_over = False
 
     def free(self) -> None:

@@ -175,9 +175,14 @@ class Sweep:
         self._hand_over(then)
         self._last = None
 
-    def fetch_ahead(self, most: int | None = None) -> None:
-        """Begin to fetch the state of groups, of at most so many, that the next forward needs first: a backward begins that may be
-        the last of its step. Here the pager does, by its schedule."""
+    def fetch_ahead(self, groups: int | None = None) -> None:
+        """Begin to fetch the state that the next forward needs first: this backward may be the last one of its step.
+
+        Here the pager fetches it, by its schedule.
+
+        Args:
+            groups: maximum number of groups; None: as many as there is memory for.
+        """
 
     def rejoin(self) -> None:
         """Order work that the caller queues from now on behind the updates, wherever those ran."""
