@@ -1,6 +1,6 @@
 // Mappings of files that somebody else may truncate. An access beyond the end of such a file is a SIGBUS,
 // which would end the process. Its handler maps zeros there, up to the end of the range, and the range counts
-// as lost: whoever reads it asks for that afterwards.
+// as lost: a reader asks for that afterwards.
 #pragma once
 
 #include <cstddef>

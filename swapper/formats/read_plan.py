@@ -44,18 +44,18 @@ def plan_runs(tensors: Iterable[StoredTensor]) -> list[FileRange]:
         key=lambda item: (item[1].path, item[1].offset),
     )
     runs = []
-    run: _Run | None = None
+    run: _GrowingRange | None = None
     for number, tensor in ordered:
         if run is None or not run.add(number, tensor):
             if run is not None:
                 runs.append(run.planned())
-            run = _Run(number, tensor)
+            run = _GrowingRange(number, tensor)
     if run is not None:
         runs.append(run.planned())
     return runs
 
 
-class _Run:
+class _GrowingRange:
     """A run that grows by tensors with ascending offsets. It may begin at any offset that is `rest` modulo `alignment`."""
 
     def __init__(self, number: int, tensor: StoredTensor) -> None:
@@ -84,7 +84,7 @@ class _Run:
         return FileRange(self._members[0][1].path, begin, round_up(self._end - begin, SECTOR_BYTES), places)
 
     def _begin(self, alignment: int, rest: int) -> int:
-        """Return the file offset at which it begins: a sector if that suits, else the last one before the first tensor that does."""
+        """Return the file offset at which it begins: that of a sector if it suits, else the last before the first tensor."""
         first = self._members[0][1].offset
         if rest == 0:  # alignments divide sectors
             return first // SECTOR_BYTES * SECTOR_BYTES

@@ -58,6 +58,7 @@ class FileMapping(WatchedMemory):
 
     Attributes:
         descriptor: of the open file.
+        changed_ns: its modification time when it was mapped.
 
     Raises:
         IoError: it cannot be opened or mapped.
@@ -65,7 +66,7 @@ class FileMapping(WatchedMemory):
 
     path: Path
     descriptor: int
-    _time: int
+    changed_ns: int
 
     def __new__(cls, path: Path) -> FileMapping:
         descriptor = -1
@@ -78,7 +79,7 @@ class FileMapping(WatchedMemory):
             raise IoError("map", str(path), 0, 0, getattr(error, "errno", 0) or 0, str(error)) from error
         weakref.finalize(self, os.close, descriptor)
         self.path, self.descriptor, self._watches = path, descriptor, []
-        self._time = os.fstat(descriptor).st_mtime_ns
+        self.changed_ns = os.fstat(descriptor).st_mtime_ns
         self.watch(0, len(self))
         return self
 
@@ -91,7 +92,7 @@ class FileMapping(WatchedMemory):
         status = os.fstat(self.descriptor)
         if status.st_size < end:
             return f"{self.path} was truncated to {status.st_size} bytes"
-        return f"{self.path} was written to" if is_fixed and status.st_mtime_ns != self._time else None
+        return f"{self.path} was written to" if is_fixed and status.st_mtime_ns != self.changed_ns else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class FilePart:
 
 
 def check_parts(parts: Iterable[FilePart], what: str) -> None:
-    """Raise CheckpointError if a file has not the bytes of `parts` any more; `what` was mapped."""
+    """Raise CheckpointError if a file lost bytes of `parts`, or was written to; `what` was mapped from it."""
     for part in parts:
         problem = part.file.problem(part.end, part.is_fixed)
         if problem is None and part.memory.is_lost:

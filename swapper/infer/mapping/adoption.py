@@ -144,7 +144,7 @@ class MappedSource:
         """Return the mapping of a file. Raises CheckpointError if it is not that of the source."""
         mapping = self._mappings.get(path)
         stamp = self._source.stamps[path]
-        if mapping is None or FileStamp.of(mapping.descriptor) != stamp:  # a renamed one took its place
+        if mapping is None or mapping.changed_ns != stamp.changed_ns:  # of another time, which was accepted
             mapping = self._mappings[path] = FileMapping(path)
             if FileStamp.of(mapping.descriptor) != stamp:
                 del self._mappings[path]

@@ -295,7 +295,7 @@ class LoadedModel(FaultHandler):
 
     def _check_files(self, recipe: Recipe) -> None:
         """Raise CheckpointError if a file of `recipe` was changed."""
-        self._source.check_unchanged(
+        self._streaming.store.check_unchanged(
             {e.path for p in recipe.parts for _, e in self._source.extents(p.path, p.offset, p.nbytes)}
         )
 
@@ -378,7 +378,7 @@ class LoadedModel(FaultHandler):
 
     def _begin_pass(self) -> None:
         self._check_usable()
-        self._source.check_unchanged()
+        self._streaming.store.check_unchanged()
         never_trace(ColdParameter)
         for group in self._groups:
             group.refuse_change()
