@@ -86,7 +86,7 @@ def _shown_among(tree: Any) -> list[ShownTensor]:
 def _run(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], shown: Sequence[ShownTensor]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if func in _ARRAYS:  # an array cannot check anything: it gets memory of its own
-            return _array(func, args, kwargs)
+            return _array(func, args, kwargs, any(tensor.shown_by.may_change for tensor in shown))
         result = func(*args, **kwargs)
         if func is torch.Tensor.to and any(result is tensor and tensor.shown_by.may_change for tensor in shown):
             return result.detach().as_subclass(torch.Tensor).clone()  # the new owner of the state may change it
@@ -99,9 +99,9 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], shown
 _ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 
 
-def _array(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _array(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_fixed: bool) -> Any:
     array = func(args[0].as_subclass(torch.Tensor).clone(), *args[1:], **kwargs)
-    if func is not torch.Tensor.__dlpack__:
+    if is_fixed and func is not torch.Tensor.__dlpack__:
         array.flags.writeable = False  # nobody would see it
     return array
 
