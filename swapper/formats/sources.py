@@ -336,6 +336,8 @@ def renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, Store
     tensors = source.everything
     if rename is None:
         prefixes = ("", *NESTED, *(outer + inner for outer in NESTED for inner in NESTED))
+        if wanted <= tensors.keys():
+            return dict(tensors)
         prefix = max(prefixes, key=lambda p: sum(p + name in tensors for name in wanted))  # the first of equals
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if not callable(rename) and not isinstance(rename, Mapping):
