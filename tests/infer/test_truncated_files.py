@@ -181,6 +181,16 @@ def test_what_is_written_onto_the_loaded_file_is_whole(tmp_path, writer):
     swapper.loaded(model).unload()
 
 
+@pytest.mark.parametrize("write", [torch.save, old_torch_save], ids=["torch.save", "old format"])
+def test_what_is_written_onto_a_file_that_checkpoint_load_has_mapped_is_whole(tmp_path, write):
+    path, expected = tmp_path / "model.pt", make().state_dict()
+    torch.save(expected, path)
+    mapped = swapper.checkpoint.load(path, mmap=True)
+    write(mapped, path)
+    found = torch.load(path)
+    assert all(torch.equal(found[name], value) and torch.equal(mapped[name], value) for name, value in expected.items())
+
+
 def test_a_write_that_fails_leaves_the_loaded_file_as_it_was(tmp_path):
     path = tmp_path / "model.pt"
     torch.save(make().state_dict(), path)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import os
 import re
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ _guarded: set[str] = set()
 
 def guard_saves() -> None:
     """Have WRITERS write another file first, from now on, as far as their modules are imported."""
+    _import_safetensors()
     for name, function, place in WRITERS:
         if name not in sys.modules or function in _guarded or is_off("save"):
             continue
@@ -50,6 +52,13 @@ def guard_saves() -> None:
             owner = getattr(owner, part)
         if hasattr(owner, last):  # private names come and go
             setattr(owner, last, _guard(getattr(owner, last), place))
+
+
+@functools.cache
+def _import_safetensors() -> None:
+    """Import what is installed, and might be imported only between this call and a save."""
+    with suppress(ImportError):
+        import_module("safetensors.torch")
 
 
 def _guard(write: Function, place: int) -> Function:
@@ -110,6 +119,8 @@ def _is_mapped(target: Target) -> bool:
         status, path = Path(target).stat(), os.path.realpath(target)
         maps = Path("/proc/self/maps").read_bytes()
     except OSError:
+        return False
+    if not stat.S_ISREG(status.st_mode):
         return False
     inode = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} ".encode()
     name = rb"\s" + re.escape(os.fsencode(path)) + rb"$"
