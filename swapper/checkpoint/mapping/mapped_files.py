@@ -83,6 +83,15 @@ class FileMapping(WatchedMemory):
         self.watch(0, len(self))
         return self
 
+    def is_of_file(self) -> bool:
+        """Return whether it maps what its path names now, all of it, unchanged."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False
+        is_same = os.path.samestat(now, os.fstat(self.descriptor)) and now.st_size == len(self)
+        return is_same and now.st_mtime_ns == self.changed_ns
+
     def problem(self, end: int, is_fixed: bool) -> str | None:
         """Return what happened to the file since it was mapped, if it has not all bytes up to `end` any more.
 

@@ -40,6 +40,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
 
 _shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
+_mapped: weakref.WeakValueDictionary[str, FileMapping] = weakref.WeakValueDictionary()  # files by path, for all states
 
 
 class StateTensor(ShownTensor):
@@ -152,7 +153,7 @@ class MappedState(Shown):
     def _map(self, page: Page) -> FileMapping:
         path = self._path_of(page)
         if path not in self._mappings:
-            self._mappings[path] = FileMapping(Path(path))
+            self._mappings[path] = _mapping_of(path)
         return self._mappings[path]
 
     def _part(self, page: Page, end: int) -> FilePart:
@@ -211,6 +212,14 @@ class MappedState(Shown):
             raise _only_shows(how, made_by)
 
         return ShownState(copied, refuse, is_taken_over=True).tensor()
+
+
+def _mapping_of(path: str) -> FileMapping:
+    """Return the file's mapping. Each keeps descriptors, so that groups with a state each share it."""
+    found = _mapped.get(path)
+    if found is None or not found.is_of_file():
+        found = _mapped[path] = FileMapping(Path(path))
+    return found
 
 
 def _map_over(address: int, nbytes: int, path: str, offset: int) -> None:
