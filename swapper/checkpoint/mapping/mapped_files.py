@@ -50,11 +50,20 @@ class WatchedMemory(mmap.mmap):
         return any(watch.is_lost for watch in self._watches)
 
 
+_mappings: weakref.WeakSet[FileMapping] = weakref.WeakSet()
+
+
+def changed_files() -> set[Path]:
+    """Return the mapped files that became shorter, or were written to and must not be."""
+    return {mapping.path for mapping in list(_mappings) if mapping.problem(len(mapping), mapping.is_fixed)}
+
+
 class FileMapping(WatchedMemory):
     """A file, mapped as a whole, and kept open.
 
     Args:
         path: the file.
+        is_fixed: nobody but the user writes to it.
 
     Attributes:
         descriptor: of the open file.
@@ -67,8 +76,9 @@ class FileMapping(WatchedMemory):
     path: Path
     descriptor: int
     changed_ns: int
+    is_fixed: bool
 
-    def __new__(cls, path: Path) -> FileMapping:
+    def __new__(cls, path: Path, is_fixed: bool) -> FileMapping:
         descriptor = -1
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -79,8 +89,10 @@ class FileMapping(WatchedMemory):
             raise IoError("map", str(path), 0, 0, getattr(error, "errno", 0) or 0, str(error)) from error
         weakref.finalize(self, os.close, descriptor)
         self.path, self.descriptor, self._watches = path, descriptor, []
+        self.is_fixed = is_fixed
         self.changed_ns = os.fstat(descriptor).st_mtime_ns
         self.watch(0, len(self))
+        _mappings.add(self)
         return self
 
     def is_of_file(self) -> bool:

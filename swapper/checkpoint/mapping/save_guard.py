@@ -12,13 +12,14 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from swapper import _C
+from swapper.checkpoint.mapping.mapped_files import changed_files
 from swapper.checkpoint.replacing import replacing
 from swapper.errors import CheckpointError
 from swapper.runtime.process import is_off
@@ -92,13 +93,24 @@ def _in_context(write_to: Callable[[str], Any], target: Target) -> Iterator[Any]
 @contextmanager
 def _path_to_write(target: Target) -> Iterator[str]:
     """Yield where to write what is to be `target`. Raises CheckpointError if what was written may be wrong."""
-    before = _C.ranges_lost()
+    before, lost = changed_files(), _C.ranges_lost()
     with _elsewhere(Path(target)) if _is_mapped(target) else nullcontext(os.fspath(target)) as path:
-        yield path
-        if _C.ranges_lost() != before:
-            raise CheckpointError(
-                f"a file was truncated while tensors that were mapped from it were written to {target}, which is not whole"
-            )
+        try:
+            yield path
+        except Exception as error:  # torch's, of a write from memory beyond a file's end
+            if not isinstance(error, CheckpointError) and (files := changed_files() - before):
+                raise _not_whole(target, files) from error
+            raise
+        files = changed_files() - before
+        if files or _C.ranges_lost() != lost:
+            raise _not_whole(target, files)
+
+
+def _not_whole(target: Target, files: Iterable[Path]) -> CheckpointError:
+    names = ", ".join(map(str, dict.fromkeys(files))) or "a file"
+    return CheckpointError(
+        f"{names} was truncated or written to while tensors that were mapped from it were written to {target}, which is not whole"
+    )
 
 
 @contextmanager

@@ -145,7 +145,7 @@ class MappedSource:
         mapping = self._mappings.get(path)
         stamp = self._source.stamps[path]
         if mapping is None or mapping.changed_ns != stamp.changed_ns:  # of another time, which was accepted
-            mapping = self._mappings[path] = FileMapping(path)
+            mapping = self._mappings[path] = FileMapping(path, is_fixed=True)
             if FileStamp.of(mapping.descriptor) != stamp:
                 del self._mappings[path]
                 raise CheckpointError(f"{path} was changed while its weights are in use: load the model again")

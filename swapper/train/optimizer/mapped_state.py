@@ -153,7 +153,7 @@ class MappedState(Shown):
     def _map(self, page: Page) -> FileMapping:
         path = self._path_of(page)
         if path not in self._mappings:
-            self._mappings[path] = _mapping_of(path)
+            self._mappings[path] = _mapping_of(path, page.location == EXTERNAL)
         return self._mappings[path]
 
     def _part(self, page: Page, end: int) -> FilePart:
@@ -214,11 +214,11 @@ class MappedState(Shown):
         return ShownState(copied, refuse, is_taken_over=True).tensor()
 
 
-def _mapping_of(path: str) -> FileMapping:
+def _mapping_of(path: str, is_external: bool) -> FileMapping:
     """Return the file's mapping. Each keeps descriptors, so that groups with a state each share it."""
     found = _mapped.get(path)
     if found is None or not found.is_of_file():
-        found = _mapped[path] = FileMapping(Path(path))
+        found = _mapped[path] = FileMapping(Path(path), is_external)
     return found
 
 
