@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import stat
 import sys
 import tempfile
@@ -135,5 +134,4 @@ def _is_mapped(target: Target) -> bool:
     if not stat.S_ISREG(status.st_mode):
         return False
     inode = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} ".encode()
-    name = rb"\s" + re.escape(os.fsencode(path)) + rb"$"
-    return inode in maps or re.search(name, maps, re.MULTILINE) is not None
+    return inode in maps or b" " + os.fsencode(path) + b"\n" in maps
