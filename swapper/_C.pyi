@@ -111,6 +111,20 @@ class View:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
+class TruncationWatch:
+    """Has accesses to a mapped range of a file that somebody truncates find zeros, and notes them; they would end the process.
+
+    Goes before the mapping does. The range is no part of another one.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None: ...
+    @property
+    def is_lost(self) -> bool: ...
+
+def ranges_lost() -> int:
+    """Returns the number of ranges lost so far, of all watches."""
+
+@final
 class Window:
     """A fixed range of addresses into which parts of the arena are mapped and unmapped.
 

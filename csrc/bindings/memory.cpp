@@ -11,6 +11,7 @@
 #include "bindings/handles.h"
 #include "memory/arena.h"
 #include "memory/fault.h"
+#include "memory/truncation.h"
 #include "memory/window.h"
 
 using namespace nanobind::literals;
@@ -166,6 +167,16 @@ void bind_memory(nb::module_& module) {
           },
           "window_offset"_a, "nbytes"_a, "arena_offset"_a, "write"_a, "source"_a, "source_offset"_a = 0);
   module.def("writes_noted", &writes_noted);
+
+  nb::class_<TruncationWatch>(module, "TruncationWatch")
+      .def(
+          "__init__",
+          [](TruncationWatch* self, std::uintptr_t address, std::uint64_t nbytes) {
+            new (self) TruncationWatch(reinterpret_cast<std::byte*>(address), nbytes);
+          },
+          "address"_a, "nbytes"_a)
+      .def_prop_ro("is_lost", &TruncationWatch::is_lost);
+  module.def("ranges_lost", &ranges_lost);
 
   nb::class_<ArenaHandle>(module, "Arena")
       .def(

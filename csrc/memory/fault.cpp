@@ -19,6 +19,7 @@
 
 #include "base/align.h"
 #include "base/process.h"
+#include "memory/signal_slot.h"
 
 namespace swapper {
 namespace {
@@ -53,8 +54,6 @@ std::atomic<std::uint64_t> g_writes{0};
 std::array<std::byte*, kMaxChunks> g_faulted_in{};  // a ring of chunks that were faulted in
 std::size_t g_oldest = 0;                           // of these
 pid_t g_owner = 0;                                  // a forked child does not have this memory
-bool g_is_installed = false;
-struct sigaction g_previous;
 
 class SpinLock {
  public:
@@ -190,17 +189,12 @@ void say(const char* text) {
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text, std::strlen(text));
 }
 
-void pass_on(int signal, siginfo_t* info, void* context) {
-  if ((g_previous.sa_flags & SA_SIGINFO) != 0 && g_previous.sa_sigaction != nullptr) {
-    g_previous.sa_sigaction(signal, info, context);
-  } else if (g_previous.sa_handler != SIG_DFL && g_previous.sa_handler != SIG_IGN) {
-    g_previous.sa_handler(signal);
-  } else {
-    ::sigaction(signal, &g_previous, nullptr);  // the instruction runs again, and ends the process
-  }
-}
+void on_fault(int signal, siginfo_t* info, void* context);
 
-void on_fault(int signal, siginfo_t* info, void* context) {
+// Without it an access to absent memory ends the process, and watched memory stays read-only.
+SignalSlot g_slot(SIGSEGV, is_off("sigsegv"), on_fault);
+
+void on_fault(int, siginfo_t* info, void* context) {
   const int saved = errno;
   auto* address = static_cast<std::byte*>(info->si_addr);
   switch (serve(address)) {
@@ -209,48 +203,19 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     case Answer::kRefused:
       say("swapper: code past the guard of a parameter used it while its bytes were absent, and they could "
           "not be read. Use parameters inside `with manager.gather(...):`\n");
-      pass_on(signal, info, context);
+      g_slot.pass_on(info, context);
       break;
     case Answer::kNotOurs:
-      pass_on(signal, info, context);
+      g_slot.pass_on(info, context);
       break;
   }
   errno = saved;
-}
-
-void set_handler(struct sigaction* previous) {
-  struct sigaction action{};
-  action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-  sigemptyset(&action.sa_mask);
-  ::sigaction(SIGSEGV, &action, previous);
-}
-
-// Without the handler an access to absent memory ends the process, and watched memory stays read-only.
-void install() {
-  g_owner = ::getpid();
-  if (is_off("sigsegv")) return;
-  set_handler(&g_previous);
-  g_is_installed = true;
-}
-
-// Installs it at the first call, and again if somebody has reset the signal: code that saves and restores
-// what Python says of it, where a handler that is not Python's counts as none (Lightning's Trainer). No
-// template: each instance would install it again, and the handler be its own predecessor.
-void keep_installed() {
-  static const bool installed = (install(), true);
-  static_cast<void>(installed);
-  struct sigaction now{};
-  const bool is_reset = g_is_installed && ::sigaction(SIGSEGV, nullptr, &now) == 0 &&
-                        (now.sa_flags & SA_SIGINFO) == 0 && now.sa_handler == SIG_DFL;
-  if (is_reset) set_handler(nullptr);
 }
 
 // Replaces the entry of `range` in the table if `remap` succeeds (returns 0, not an errno). `remap` gets the
 // old entry of the very same range, if any, and `range`. An empty range is only forgotten.
 template <typename Remap>
 int exchange_range(std::byte* begin, std::uint64_t nbytes, bool is_known, Range range, Remap remap) {
-  keep_installed();
   if (::getpid() != g_owner) {  // a forked process with windows of its own: the parent's do not exist here
     g_owner = ::getpid();
     g_ranges.clear();
@@ -260,6 +225,7 @@ int exchange_range(std::byte* begin, std::uint64_t nbytes, bool is_known, Range 
   auto fresh = made.extract(made.begin());
   std::vector<Range> forgotten;  // freed after the lock is released
   const SpinLock lock;
+  g_slot.keep_installed();
   const auto same = g_ranges.find(begin);
   Range* before = same != g_ranges.end() && same->second.nbytes == nbytes ? &same->second : nullptr;
   if (const int code = remap(before, fresh.mapped())) return code;

@@ -26,6 +26,7 @@ from torch.utils.serialization import config
 
 from swapper import _C
 from swapper.checkpoint.encoded_state import decode_state, in_nameless_file
+from swapper.checkpoint.mapping.save_guard import guard_saves
 from swapper.checkpoint.stream import Checksum
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, FileStamp, opened, read_at
@@ -182,6 +183,8 @@ def _needs_torch(checkpoint: TorchFile, records: Mapping[str, ZipRecord], map_lo
 
 
 def _load_by_torch(path: Path, map_location: Any, mmap: bool, weights_only: bool) -> Any:
+    if mmap:
+        guard_saves()
     try:
         return torch.load(path, map_location, weights_only=weights_only, mmap=mmap)
     except Exception as error:  # a damaged file can make it raise anything

@@ -44,45 +44,51 @@ def plan_runs(tensors: Iterable[StoredTensor]) -> list[FileRange]:
         key=lambda item: (item[1].path, item[1].offset),
     )
     runs = []
-    members: list[tuple[int, StoredTensor]] = []
-    for item in ordered:
-        if members and not _fits(members, item[1]):
-            runs.append(_run(members))
-            members = []
-        members.append(item)
-    if members:
-        runs.append(_run(members))
+    run: _GrowingRange | None = None
+    for number, tensor in ordered:
+        if run is None or not run.add(number, tensor):
+            if run is not None:
+                runs.append(run.planned())
+            run = _GrowingRange(number, tensor)
+    if run is not None:
+        runs.append(run.planned())
     return runs
 
 
-def _fits(members: list[tuple[int, StoredTensor]], tensor: StoredTensor) -> bool:
-    end = max(member.offset + member.nbytes for _, member in members)
-    if tensor.path != members[0][1].path or tensor.offset - end > MAX_GAP_BYTES:
-        return False
-    return _begin([*(member for _, member in members), tensor]) is not None
+class _GrowingRange:
+    """A run that grows by tensors with ascending offsets. It may begin at any offset that is `rest` modulo `alignment`."""
 
+    def __init__(self, number: int, tensor: StoredTensor) -> None:
+        self._members = [(number, tensor)]
+        self._end = tensor.offset + tensor.nbytes
+        self._alignment = _alignment(tensor)
+        self._rest = tensor.offset % self._alignment
 
-def _run(members: list[tuple[int, StoredTensor]]) -> FileRange:
-    tensors = [tensor for _, tensor in members]
-    begin = _begin(tensors)
-    if begin is None:
-        raise AssertionError("a run of tensors that do not go together")  # _fits excludes it
-    end = max(tensor.offset + tensor.nbytes for tensor in tensors)
-    places = tuple((number, tensor.offset - begin) for number, tensor in members)
-    return FileRange(tensors[0].path, begin, round_up(end - begin, SECTOR_BYTES), places)
+    def add(self, number: int, tensor: StoredTensor) -> bool:
+        """Add a tensor, unless it is far away, or cannot be aligned together with the others."""
+        if tensor.path != self._members[0][1].path or tensor.offset - self._end > MAX_GAP_BYTES:
+            return False
+        alignment = _alignment(tensor)
+        least, most = sorted((alignment, self._alignment))
+        rest = self._rest if self._alignment == most else tensor.offset % alignment
+        if (tensor.offset - rest) % alignment or (self._rest - rest) % least or self._begin(most, rest) < 0:
+            return False
+        self._members.append((number, tensor))
+        self._end = max(self._end, tensor.offset + tensor.nbytes)
+        self._alignment, self._rest = most, rest
+        return True
 
+    def planned(self) -> FileRange:
+        begin = self._begin(self._alignment, self._rest)
+        places = tuple((number, tensor.offset - begin) for number, tensor in self._members)
+        return FileRange(self._members[0][1].path, begin, round_up(self._end - begin, SECTOR_BYTES), places)
 
-def _begin(tensors: list[StoredTensor]) -> int | None:
-    """Return a file offset at which a run of `tensors` (ascending) can begin with all aligned, or None."""
-    first = tensors[0].offset
-    whole_sectors = first // SECTOR_BYTES * SECTOR_BYTES
-    if all((tensor.offset - whole_sectors) % _alignment(tensor) == 0 for tensor in tensors):
-        return whole_sectors
-    strictest = max(tensors, key=_alignment)
-    begin = first - (first - strictest.offset) % _alignment(strictest)
-    if begin < 0 or any((tensor.offset - begin) % _alignment(tensor) for tensor in tensors):
-        return None
-    return begin
+    def _begin(self, alignment: int, rest: int) -> int:
+        """Return the file offset at which it begins: that of a sector if it suits, else the last before the first tensor."""
+        first = self._members[0][1].offset
+        if rest == 0:  # alignments divide sectors
+            return first // SECTOR_BYTES * SECTOR_BYTES
+        return first - (first - rest) % alignment
 
 
 def _alignment(tensor: StoredTensor) -> int:

@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,11 @@ SUFFIXES = (".safetensors", ".bin")
 MAX_INDEX_BYTES = 100_000_000  # of a sane file; it is read whole
 NESTED = ("model.", "state_dict.", "model_state_dict.", "module.", "_orig_mod.")
 """Prefixes of a model's names in a training checkpoint; also nested ("state_dict.model.")."""
+
+NEW_TIME = (
+    ". If only its time is new (`touch`): a model whose `swapper.loaded(model).verify()` was called before compares the bytes, and "
+    "goes on"
+)
 
 Rename = Mapping[str, str] | Callable[[str], str | None] | None
 
@@ -142,7 +147,7 @@ class Source:
     path: Path
     kind: str
     tensors: Mapping[str, StoredTensor]
-    stamps: Mapping[Path, FileStamp]
+    stamps: dict[Path, FileStamp]
     metadata: Mapping[str, str]
     joined: Mapping[Path, ConcatenatedFile] = field(default_factory=dict)
     grids: Mapping[str, ChunkedTensor] = field(default_factory=dict)
@@ -171,9 +176,10 @@ class Source:
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be checked any more ({error}): its weights are in use") from error
             if now != self.stamps[path]:
+                is_alike = replace(now, changed_ns=self.stamps[path].changed_ns) == self.stamps[path]
                 raise CheckpointError(
                     f"{path} was changed while its weights are in use (it had {self.stamps[path].nbytes} bytes, has "
-                    f"{now.nbytes}): load the model again"
+                    f"{now.nbytes}): load the model again" + (NEW_TIME if is_alike else "")
                 )
 
 
@@ -330,6 +336,8 @@ def renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, Store
     tensors = source.everything
     if rename is None:
         prefixes = ("", *NESTED, *(outer + inner for outer in NESTED for inner in NESTED))
+        if wanted <= tensors.keys():
+            return dict(tensors)
         prefix = max(prefixes, key=lambda p: sum(p + name in tensors for name in wanted))  # the first of equals
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if not callable(rename) and not isinstance(rename, Mapping):

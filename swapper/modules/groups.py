@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -166,11 +166,12 @@ def taken_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of submodules that `module`'s own methods name, as `F.linear(x, self.proj.weight)` does, each once.
 
     The forwards of the submodules may never be called (torchvision's Swin, torch's MultiheadAttention). The names are found in the
-    bytecode of the module's class: `self`, attributes, and a parameter at the end. Parameters used in other ways (in a loop over a
-    list) are found out when the forward runs.
+    bytecode of the module's class and of its forward hooks: `self`, attributes, and a parameter at the end. Parameters used in
+    other ways (in a loop over a list) are found out when the forward runs.
     """
     found: dict[int, nn.Parameter] = {}
-    for path in _paths_of(type(module)):  # type: ignore[arg-type]
+    of_hooks = (path for code, first in _codes_of_hooks(module) for path in _paths_in(code, first))
+    for path in (*_paths_of(type(module)), *of_hooks):  # type: ignore[arg-type]
         parameter = _at(module, path)
         if parameter is not None:
             found[id(parameter)] = parameter
@@ -193,8 +194,31 @@ def _paths_of(cls: type[nn.Module]) -> frozenset[tuple[str, ...]]:
     return frozenset(path for method in running for path in _paths_in(method.__code__))
 
 
-def _paths_in(code: CodeType) -> Iterator[tuple[str, ...]]:
-    own = code.co_varnames[:1]
+def hooks_read_weights(module: nn.Module) -> bool:
+    """Return True if the bytecode of a forward hook of `module` names its weights (`module.weight`, `module.parameters()`)."""
+    return any(_NAMES_OF_WEIGHTS & _names_in(code) for code, _ in _codes_of_hooks(module))
+
+
+_NAMES_OF_WEIGHTS = {"weight", "bias", "parameters", "named_parameters", "_parameters", "state_dict"}
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names in a function's code, and in functions inside of it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _codes_of_hooks(module: nn.Module) -> Iterator[tuple[CodeType, int]]:
+    """Yield the code of each forward hook, as far as it is Python's own, and the position of its argument that is the module."""
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        function: Any = hook if isinstance(hook, FunctionType | MethodType) else vars(type(hook)).get("__call__")
+        if isinstance(function, FunctionType | MethodType):
+            yield function.__code__, 0 if function is hook and isinstance(hook, FunctionType) else 1
+
+
+def _paths_in(code: CodeType, first: int = 0) -> Iterator[tuple[str, ...]]:
+    """Yield the chains of attributes of the argument at position `first`."""
+    own = code.co_varnames[first : first + 1]
     path: tuple[str, ...] | None = None
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_ATTR" and path is not None:

@@ -19,6 +19,8 @@ CHANGES = {
     "mallopt": "glibc keeps freed memory until swapper gives it back",
     "mlock": "memory of transfers is locked",
     "optimizers": "another optimizer's step on parameters of a manager is refused",
+    "save": "torch.save and others write a file that is mapped under another name first",
+    "sigbus": "accesses beyond the end of a mapped file that was truncated are noted",
     "signals": "handlers of signals are deferred for moments",
     "sigsegv": "memory that is away is read when it is touched, and writes are noted",
     "sigusr1": "the signal asks for a dump",

@@ -74,6 +74,38 @@ def sigsegv(directory: Path) -> None:
     say(same=content == bytes(expected[0].numpy()))
 
 
+def mapped_file(directory: Path) -> tuple[Path, Any]:
+    """Return a file and the state_dict() of a model that is loaded from it."""
+    import swapper
+
+    directory.mkdir()
+    model, path = torch.nn.Linear(WIDTH, WIDTH), directory / "model.pt"
+    torch.save(model.state_dict(), path)
+    return path, swapper.load(model, path).state_dict()
+
+
+def sigbus(directory: Path) -> None:
+    before = catches(signal.SIGBUS)
+    path, state = mapped_file(directory)
+    with torch._C.DisableTorchFunctionSubclass():
+        address = state["weight"].data_ptr()
+    say(before=before, handler=catches(signal.SIGBUS))
+    os.truncate(path, 0)
+    say(zeros=not any(ctypes.string_at(address, 4 * WIDTH * WIDTH)))
+
+
+def save(directory: Path) -> None:
+    import swapper
+
+    path, state = mapped_file(directory)
+    weight = torch.load(path)["weight"]
+    try:
+        torch.save(state, path)
+        say(same=torch.equal(torch.load(path)["weight"], weight))
+    except swapper.SwapperError as error:
+        say(same=False, error=type(error).__name__)
+
+
 def mallopt(directory: Path) -> None:
     from swapper.runtime.free_memory import anonymous_bytes, watch_free_memory
 
@@ -208,7 +240,7 @@ def everything(directory: Path) -> None:
 
 PROBES = {
     probe.__name__: probe
-    for probe in (sigsegv, mallopt, mlock, signals, sigusr1, watchdog, fork, optimizers, ddp, everything)
+    for probe in (sigsegv, sigbus, save, mallopt, mlock, signals, sigusr1, watchdog, fork, optimizers, ddp, everything)
 } | {"atexit": at_end}
 
 

@@ -20,14 +20,22 @@ PAGE = ROOT / "docs" / "reference" / "environment.md"
 PROBES = Path(__file__).with_name("process_probes.py")
 
 WAYS = {
-    r"sigaction\(|(?<!_)signal\.signal\(|unnamed\.signal\b": {
+    r"sigaction\(|SignalSlot|(?<!_)signal\.signal\(|unnamed\.signal\b": {
         "csrc/memory/fault.cpp": "sigsegv",
+        "csrc/memory/truncation.cpp": "sigbus",
+        "csrc/memory/signal_slot.cpp": "sigsegv` | ",  # and sigbus: of the two files before
+        "csrc/memory/signal_slot.h": "sigsegv` | ",
         "swapper/runtime/interrupts.py": "signals",
         "swapper/runtime/watchdog.py": "sigusr1",
     },
     r"\"mallopt\", None": {"swapper/runtime/free_memory.py": "mallopt"},
     r"::mlock2?\(|mlockall": {"csrc/memory/arena.cpp": "mlock"},
-    r"register_at_fork\(|pthread_atfork\(": {"swapper/runtime/process.py": "fork", "csrc/memory/owned.cpp": "fork"},
+    r"register_at_fork\(|pthread_atfork\(": {
+        "swapper/runtime/process.py": "fork",
+        "csrc/memory/owned.cpp": "fork",
+        "csrc/memory/truncation.cpp": "fork",
+    },
+    r"setattr\(owner, last": {"swapper/checkpoint/mapping/save_guard.py": "save"},
     r"atexit\.register\(|\"atexit\"\)\.attr|std::atexit": {
         "swapper/manager.py": "atexit",
         "swapper/integrations/trainer.py": "atexit",
@@ -68,6 +76,11 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"before": False, "handler": True, "step": 1, "same": True, **ENDED},
         {"before": False, "handler": False, "step": 1, "code": -signal.SIGSEGV},
     ),
+    "sigbus": (
+        {"before": False, "handler": True, "zeros": True, **ENDED},
+        {"before": False, "handler": False, "code": -signal.SIGBUS},
+    ),
+    "save": ({"same": True, **ENDED}, {"same": False, "error": "CheckpointError", **ENDED}),
     "signals": ({"deferred": True, **ENDED}, {"deferred": False, **ENDED}),
     "sigusr1": (
         {"handler": True, "dump": True, "went_on": True, **ENDED},

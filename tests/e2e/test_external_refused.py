@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from swapper.train.state.mapped_state import StateTensor
 from torch import nn
 
 import swapper
@@ -144,6 +146,50 @@ def test_a_file_that_changes_underneath_ends_the_run_at_its_next_use(tmp_path: P
                 use()
         del loss
         assert manager.step == 1
+
+
+@pytest.mark.parametrize("shown", ["the user's file", "a swap file"])
+def test_tensors_of_state_dict_whose_file_becomes_shorter_are_errors_and_do_not_end_the_process(
+    tmp_path: Path, shown: str
+) -> None:
+    is_external = shown == "the user's file"
+    model = half_frozen() if is_external else Net(depth=8)
+    external = ExternalWeights(path=saved(model, tmp_path / "base.safetensors")) if is_external else None
+    with swapper.SwapManager(tmp_path, "8MiB", commits=swapper.CommitPolicy(every=None)) as manager:
+        model, _ = manager.offload(model, trained(model), params="nvme", optimizer_state="nvme", external=external)
+        send_away(manager)
+        state = [value for value in model.state_dict().values() if isinstance(value, StateTensor)]
+        files = {part.file.path for value in state for part in value.shown_files}
+        assert files
+        assert ({path.name for path in files} == {"base.safetensors"}) == is_external
+        views = [value.view(-1)[5:] for value in state]
+        for file in files:
+            os.truncate(file, 4096)
+        for value in (*state, *views):
+            for use in (
+                lambda value=value: value.sum(),
+                lambda value=value: value.numpy(),
+                lambda value=value: repr(value),
+            ):
+                with pytest.raises(swapper.CheckpointError, match="was truncated to"):
+                    use()
+
+
+@pytest.mark.parametrize("write", [torch.save, save_file], ids=["torch.save", "safetensors"])
+def test_what_is_saved_onto_the_file_of_frozen_parameters_is_whole_and_ends_the_run(
+    tmp_path: Path, write: Callable[..., None]
+) -> None:
+    model = half_frozen()
+    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    path = saved(model, tmp_path / "base.file")
+    with swapper.SwapManager(tmp_path / "run", "8MiB") as manager:
+        model, _ = manager.offload(model, trained(model), params="nvme", external=ExternalWeights(path=path))
+        write(dict(model.state_dict()), path)
+        found = torch.load(path) if write is torch.save else load_file(path)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        with pytest.raises(swapper.CheckpointError, match=r"base.file .*frozen parameters are read from it"):
+            model(tokens())
 
 
 def test_a_read_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,29 @@ def test_a_file_that_changes_is_noticed_at_the_next_pass(model, path):
         run(model)
 
 
+@pytest.mark.parametrize("is_known", [True, False], ids=["verified before", "not verified"])
+@pytest.mark.parametrize("change", ["its time", "its time, twice", "a byte", "another file of the same bytes"])
+def test_a_new_time_alone_does_not_stop_a_model_whose_files_were_verified(model, path, reference, change, is_known):
+    before = path.read_bytes()
+    checksums = swapper.loaded(model).verify() if is_known else None
+    expected = run(model)
+    if change == "another file of the same bytes":
+        path.unlink()
+    if not change.startswith("its time"):
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ (change == "a byte")]))
+    for number in range(2 if change == "its time, twice" else 1):
+        os.utime(path, ns=(1, 1 + number))
+        if is_known and change.startswith("its time"):
+            assert torch.equal(run(model), expected)
+            assert torch.equal(model.state_dict()["head.weight"], reference.head.weight)
+            assert torch.equal(model.head.weight.sum(), reference.head.weight.sum())
+            assert swapper.loaded(model).verify() == checksums
+            continue
+        for use in (lambda: run(model), model.state_dict, swapper.loaded(model).verify):
+            with pytest.raises(swapper.CheckpointError, match="was changed while its weights are in use"):
+                use()
+
+
 def test_a_weight_that_the_forward_changes_is_an_error(tmp_path):
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Embedding(4096, 256, max_norm=0.5), nn.Linear(256, 8192))

@@ -109,6 +109,96 @@ def test_the_smallest_budget_runs_a_forward(tmp_path: Path, name: str) -> None:
             assert torch.equal(loss_of(model), expected)
 
 
+class Scales:
+    """A hook that is an object, and one that is a method."""
+
+    def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * module.weight.norm()
+
+    def before(self, module: Any, args: Any) -> Any:
+        return tuple(x if x.dtype == torch.long else x * module.weight.norm() for x in args)
+
+
+def of_child(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output + module.head.weight.norm()
+
+
+def looks_at_outputs(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+class Large(nn.Module):
+    """Embedding and head are larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle, self.head = nn.Embedding(2048, 128), nn.Linear(128, 128), nn.Linear(128, 4096)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.middle(self.embedding(x)))
+        return found
+
+
+def hooked(hook: str, model: nn.Module) -> nn.Module:
+    for module in (model.embedding, model.head) if hook != "of a child" else (model,):
+        assert isinstance(module, nn.Module)
+        if hook == "before":
+            module.register_forward_pre_hook(Scales().before)
+        elif hook == "a method":
+            module.register_forward_hook(Scales().__call__)
+        elif hook == "an object":
+            module.register_forward_hook(Scales())
+        elif hook == "parameters":
+            module.register_forward_hook(lambda module, args, output: output * next(module.parameters()).norm())
+        else:
+            module.register_forward_hook(of_child if hook == "of a child" else looks_at_outputs)
+    return model
+
+
+@pytest.mark.parametrize("hook", ["before", "a method", "an object", "parameters", "of a child", "of outputs"])
+def test_the_smallest_budget_has_room_for_weights_that_hooks_use_as_a_whole(tmp_path: Path, hook: str) -> None:
+    torch.manual_seed(0)
+    plain = hooked(hook, Large()).requires_grad_(False)
+    torch.save(plain.state_dict(), tmp_path / "model.pt")
+
+    def empty() -> nn.Module:
+        with swapper.without_weights():
+            return Large()
+
+    budgets = []
+    for make in (lambda: hooked(hook, empty()), empty):
+        with pytest.raises(swapper.BudgetError) as refused:
+            swapper.load(make(), tmp_path / "model.pt", host_memory=1)
+        budgets.append(named_budget(refused.value))
+    assert (budgets[0] == budgets[1]) == (hook == "of outputs")
+    model = swapper.load(hooked(hook, empty()), tmp_path / "model.pt", host_memory=budgets[0])
+    with swapper.loaded(model), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(torch.arange(6).view(1, 6)), plain(torch.arange(6).view(1, 6)))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("budget", ["64MiB", None], ids=["all in memory", "smallest"])
+def test_outputs_of_the_last_position_are_those_of_weights_without_gradients(
+    tmp_path: Path, batch: int, budget: str | None
+) -> None:
+    """torch chooses a kernel for strided inputs by `requires_grad`, in fp32, also without gradients."""
+    torch.manual_seed(0)
+    plain = nn.Linear(256, 1024).requires_grad_(False)
+    torch.save(plain.state_dict(), tmp_path / "model.pt")
+    x = torch.randn(batch, 7, 256)[:, -1:, :]
+    with swapper.without_weights():
+        model = nn.Linear(256, 1024)
+    if budget is None:
+        with pytest.raises(swapper.BudgetError) as refused:
+            swapper.load(model, tmp_path / "model.pt", host_memory=1)
+    swapper.load(model, tmp_path / "model.pt", host_memory=budget or named_budget(refused.value))
+    with swapper.loaded(model):
+        assert torch.equal(model(x), plain(x))
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+
+
 def test_what_a_module_takes_of_its_children_is_found_in_its_code() -> None:
     module = WindowAttention(64)
     expected = {id(p) for child in (module.qkv, module.proj) for p in child.parameters()}

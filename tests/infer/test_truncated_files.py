@@ -1,22 +1,23 @@
-"""A file that becomes shorter beneath tensors of state_dict() never ends the process."""
+"""A file that becomes shorter beneath tensors that show it never ends the process, and what torch writes onto it is whole."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
+import threading
+import warnings
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import save as save_by_name
 
 import swapper
 from infer.small import make, on_meta
 
 BUDGET = "4.5MiB"  # most weights are read in each pass
-
-
-def by_torch_save(path, state):
-    torch.save(state, path)
 
 
 def by_truncate(path, state):
@@ -45,7 +46,19 @@ def by_rename(path, state):
     (path.parent / "short").replace(path)
 
 
-SHRINKS = (by_torch_save, by_truncate, by_leaving_a_page, by_shell, by_cp)
+def by_open(path, state):
+    with path.open("wb") as file, pytest.raises(swapper.errors.CheckpointError, match="was truncated to"):
+        torch.save(state, file)  # past the guard of torch.save's: the file is empty before
+
+
+def by_growing_again(path, state):
+    nbytes = path.stat().st_size
+    os.truncate(path, 0)
+    os.truncate(path, nbytes)
+
+
+SHRINKS = (by_truncate, by_leaving_a_page, by_shell, by_cp, by_open, by_growing_again)
+CHANGED = "was truncated to|was written to"
 LEAVES_THE_BYTES = (by_unlink, by_rename)
 
 
@@ -58,19 +71,20 @@ def test_a_file_that_became_shorter_is_named(tmp_path, shorten, suffix):
     swapper.load(model, path, host_memory=BUDGET)
     state = model.state_dict()
     view = state["head.weight"][:3].t()
-    if shorten is by_torch_save:
-        with pytest.raises(swapper.errors.CheckpointError, match=r"swapper\.checkpoint\.save"):
-            shorten(path, state)
-    else:
-        shorten(path, state)
+    kept = model.head.weight[:3]
+    array, values = state["head.weight"].numpy(), reference.head.weight.detach().numpy()
+    shorten(path, state)
     for act in (
         lambda: state["head.weight"].sum(),
         lambda: view.clone(),
         lambda: torch.stack([view]),
         lambda: repr(view),
     ):
-        with pytest.raises(swapper.errors.CheckpointError, match="was truncated to"):
+        with pytest.raises(swapper.errors.CheckpointError, match=CHANGED):
             act()
+    with pytest.raises(swapper.errors.CheckpointError, match="was changed"):
+        kept.sum()
+    assert (array == values).all()
     for act in (lambda: model.state_dict(), lambda: model.head.weight.sum(), lambda: swapper.loaded(model).verify()):
         with pytest.raises(swapper.errors.SwapperError):
             act()
@@ -108,3 +122,153 @@ def test_what_torch_writes_of_state_dict_is_plain(tmp_path):
     other.load_state_dict(state, assign=True)
     assert torch.equal(other.head.weight, reference.head.weight)
     swapper.loaded(model).unload()
+
+
+# --- functions that write files ---------------------------------------------------------------------------------------
+
+
+def old_torch_save(state, path):
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+def dcp_save(state, path):
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, checkpoint_id=path)
+
+
+def dcp_load(path):
+    state = {name: torch.zeros_like(value) for name, value in make().state_dict().items()}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(state, checkpoint_id=path)
+    return state
+
+
+WRITERS = {
+    "torch.save": (torch.save, torch.load),
+    "by name": (save_by_name, torch.load),
+    "of a text": (lambda state, path: torch.save(state, str(path)), torch.load),
+    "old format": (old_torch_save, torch.load),
+    "safetensors": (save_file, load_file),
+    "dcp": (dcp_save, dcp_load),
+    "swapper": (lambda state, path: swapper.checkpoint.save(state, path, overwrite=True), torch.load),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_is_written_onto_the_loaded_file_is_whole(tmp_path, writer):
+    """It is what would be written elsewhere, by each of the file's names; the model says that its file is another one."""
+    write, read = WRITERS[writer]
+    path, link, plain = tmp_path / "loaded" / "model.file", tmp_path / "loaded" / "link", tmp_path / "link"
+    path.parent.mkdir()
+    reference = make()
+    (torch.save if read is torch.load else write)(reference.state_dict(), path)
+    model = on_meta()
+    swapper.load(model, path, host_memory="8MiB")
+    before = model.state_dict()
+    link.symlink_to(path)
+    path.chmod(0o750)
+    write(model.state_dict(), link)
+    assert path.stat().st_mode & 0o777 == 0o750
+    assert {entry.name for entry in path.parent.iterdir()} == {"model.file", "link"}
+    if read is torch.load and writer != "old format":  # which has addresses in it
+        write(reference.state_dict(), plain)
+        assert path.read_bytes() == plain.read_bytes()
+    found = read(path)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(found[name], value) and torch.equal(before[name], value)
+    with pytest.raises(swapper.errors.CheckpointError, match="was changed"), torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.long))
+    swapper.loaded(model).unload()
+
+
+@pytest.mark.parametrize("write", [torch.save, old_torch_save], ids=["torch.save", "old format"])
+def test_what_is_written_onto_a_file_that_checkpoint_load_has_mapped_is_whole(tmp_path, write):
+    path, expected = tmp_path / "model.pt", make().state_dict()
+    torch.save(expected, path)
+    mapped = swapper.checkpoint.load(path, mmap=True)
+    write(mapped, path)
+    found = torch.load(path)
+    assert all(torch.equal(found[name], value) and torch.equal(mapped[name], value) for name, value in expected.items())
+
+
+def test_a_write_that_fails_leaves_the_loaded_file_as_it_was(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(make().state_dict(), path)
+    before, model = path.read_bytes(), on_meta()
+    swapper.load(model, path, host_memory="8MiB")
+    with pytest.raises(AttributeError, match="pickle"):
+        torch.save({**model.state_dict(), "a function": lambda: None}, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    swapper.loaded(model).unload()
+
+
+# --- while it is read -------------------------------------------------------------------------------------------------
+
+
+class Truncates:
+    """Truncates a file when it is pickled: torch.save writes the bytes of tensors after that."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        os.truncate(self.path, 4096)
+        return str, ()
+
+
+@pytest.fixture
+def loaded_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(make().state_dict(), path)
+    model = on_meta()
+    swapper.load(model, path, host_memory=BUDGET)
+    yield path, model
+    swapper.loaded(model).unload()
+
+
+@pytest.mark.parametrize("suffix", ["pt", "onto the same"])
+def test_what_is_written_while_the_file_is_truncated_is_refused(loaded_file, suffix):
+    path, model = loaded_file
+    target = path if suffix == "onto the same" else path.parent / "new.pt"
+    with pytest.raises(swapper.errors.CheckpointError, match="which is not whole"):
+        torch.save({**model.state_dict(), "last": Truncates(path)}, target)
+
+
+def test_memory_past_the_end_is_zeros_for_code_that_has_its_address_and_an_error_for_all_else(loaded_file):
+    path, model = loaded_file
+    weight = model.state_dict()["head.weight"]
+    with torch._C.DisableTorchFunctionSubclass():
+        address = weight.data_ptr()
+    nbytes = path.stat().st_size
+    os.truncate(path, 0)
+    assert not any(ctypes.string_at(address, weight.nbytes))
+    with path.open("ab") as file:
+        file.write(b"1" * nbytes)
+    with pytest.raises(swapper.errors.CheckpointError, match=CHANGED):
+        weight.sum()
+
+
+def test_a_read_at_whose_end_the_file_is_shorter_is_an_error(tmp_path):
+    """A thread truncates the file at any moment of reads: each gives the sum of all values, or an error."""
+    path = tmp_path / "model.safetensors"
+    values = torch.ones(1 << 22)
+    for _ in range(8):
+        save_file({"weight": values}, path)
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.empty(1 << 22, device="meta"))
+        swapper.load(model, path, host_memory="24MiB")
+        weight, started = model.state_dict()["weight"], threading.Event()
+
+        def truncate(started=started):
+            started.wait()
+            os.truncate(path, 4096)
+
+        thread = threading.Thread(target=truncate)
+        thread.start()
+        with pytest.raises(swapper.errors.CheckpointError, match=CHANGED):
+            while True:
+                started.set()
+                assert weight.sum() == 1 << 22
+        thread.join()
+        swapper.loaded(model).unload()

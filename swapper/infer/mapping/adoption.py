@@ -7,7 +7,6 @@ checkpoint's tensors as mappings of its files (`MappedSource`).
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,13 +16,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from swapper.checkpoint.mapping.mapped_files import FileMapping
+from swapper.checkpoint.mapping.save_guard import guard_saves
+from swapper.errors import CheckpointError
 from swapper.formats.read_plan import FileRange
-from swapper.formats.sources import Source
+from swapper.formats.sources import FileStamp, Source
 from swapper.formats.stored import StoredTensor
-from swapper.infer.mapping.file_tensor import shown_from
+from swapper.infer.mapping.file_tensor import ShownFile
 from swapper.infer.mapping.matching import BufferPlace, Recipe, Weight
 from swapper.paging.section import Section, own_storage
-from swapper.runtime.limits import naming_limits
 
 
 class Places:
@@ -113,17 +114,15 @@ def _view(place: tuple[torch.Tensor, int] | None, stored: StoredTensor) -> torch
 class MappedSource:
     """A checkpoint's tensors as mappings of its files: nothing is read before an access.
 
-    Owns the mappings. Writes to their tensors stay in memory.
+    Owns the mappings. Writes to their tensors stay in memory. The tensors are FileTensors: each use checks the file.
 
     Args:
         source: the checkpoint.
-        for_users: the tensors are kept by users, and compare the file's size before each use.
     """
 
-    def __init__(self, source: Source, for_users: bool = False) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._for_users = for_users
-        self._mappings: dict[Path, mmap.mmap] = {}
+        self._mappings: dict[Path, FileMapping] = {}
 
     def made(self, recipe: Recipe) -> torch.Tensor:
         """Return the result of `recipe` for the mapped tensors."""
@@ -134,14 +133,23 @@ class MappedSource:
             extents = [e for _, e in self._source.extents(stored.path, stored.offset, stored.nbytes)]
             parts = [replace(stored, path=e.path, offset=e.offset, nbytes=e.nbytes, shape=(-1,)) for e in extents]
             return torch.cat([self.tensor(part) for part in parts]).view(stored.shape)
-        if stored.path not in self._mappings:
-            with naming_limits("map", stored.path), stored.path.open("rb") as file:
-                self._mappings[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        guard_saves()
         number = stored.nbytes // stored.dtype.itemsize
-        mapping = self._mappings[stored.path]
+        mapping = self._mapping(stored.path)
         flat = torch.frombuffer(mapping, dtype=stored.dtype, count=number, offset=stored.offset)
         shaped = flat.view(stored.shape) if stored.stride is None else flat.as_strided(stored.shape, stored.stride)
-        return shown_from(mapping, stored, shaped) if self._for_users else shaped
+        return ShownFile(mapping, stored).show(shaped)
+
+    def _mapping(self, path: Path) -> FileMapping:
+        """Return the mapping of a file. Raises CheckpointError if it is not that of the source."""
+        mapping = self._mappings.get(path)
+        stamp = self._source.stamps[path]
+        if mapping is None or mapping.changed_ns != stamp.changed_ns:  # of another time, which was accepted
+            mapping = self._mappings[path] = FileMapping(path, is_fixed=True)
+            if FileStamp.of(mapping.descriptor) != stamp:
+                del self._mappings[path]
+                raise CheckpointError(f"{path} was changed while its weights are in use: load the model again")
+        return mapping
 
     def forget(self) -> None:
         """Forget the mappings. Tensors in use keep their file mapped."""

@@ -32,6 +32,7 @@ from swapper.infer.runtime.weights import refuse_gradient
 from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.io.engines import Transfer, wait_for_all
 from swapper.modules.cold import is_cold
+from swapper.modules.groups import hooks_read_weights
 from swapper.modules.own_hook import outside_transforms
 from swapper.runtime.interrupts import defer_sigint
 
@@ -58,7 +59,8 @@ def check_place(tensor: torch.Tensor, device: torch.device) -> None:
 
 def can_look_up(module: nn.Module, recipe: Recipe) -> bool:
     """Return True if `module` is an embedding whose rows can be read one by one, and nothing more."""
-    return type(module) is nn.Embedding and module.max_norm is None and recipe.rows(0, 1) is not None
+    is_plain = type(module) is nn.Embedding and module.max_norm is None and not hooks_read_weights(module)
+    return is_plain and recipe.rows(0, 1) is not None
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,9 @@ class RowPartitionedLinear:
 
 def cut(module: nn.Module, weight: Weight, bias: Weight | None) -> RowPartitionedLinear | None:
     """Return the partition of `module`; None if it is not a plain linear map of rows."""
-    if type(module) is not nn.Linear or any(w is not None and w.recipe.rows(0, 1) is None for w in (weight, bias)):
+    if type(module) is not nn.Linear or hooks_read_weights(module):
+        return None
+    if any(w is not None and w.recipe.rows(0, 1) is None for w in (weight, bias)):
         return None
     row_count, nbytes = weight.parameter.shape[0], weight.recipe.stored_bytes
     rows = max(min(MAX_PART_BYTES, nbytes // 8) // max(nbytes // row_count, 1), 1)

@@ -44,7 +44,7 @@ from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
 from swapper.modules.own_hook import never_trace
-from swapper.modules.torch_functions import Function
+from swapper.modules.torch_functions import Function, as_plain
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
@@ -107,7 +107,7 @@ class LoadedModel(FaultHandler):
         self._closed = False
         self._names: dict[int, str] = {}
         self._recipes: dict[int, Recipe] = {}
-        self._given = MappedSource(source, for_users=True)  # who may write to it
+        self._given = MappedSource(source)  # who may write to it
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
         self._operators: dict[tuple[int, Function], Callable[..., Any]] = {}  # by parameter: of some of its rows
@@ -257,7 +257,10 @@ class LoadedModel(FaultHandler):
 
     def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         """Run the operation on mappings of the files."""
-        return run({id(parameter): self.whole(parameter) for parameter in parameters})
+        result = run({id(parameter): self.whole(parameter) for parameter in parameters})
+        for parameter in parameters:
+            self._check_files(self._recipes[id(parameter)])
+        return result
 
     def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         name = getattr(function, "__name__", function)
@@ -275,7 +278,8 @@ class LoadedModel(FaultHandler):
         """Return the weight as a mapping of the file, on its device. For the CPU nothing is read before an access."""
         if parameter.requires_grad and torch.is_grad_enabled():
             refuse_gradient()
-        return self._shown(parameter, MappedSource(self._source)).to(self._where)  # without writes of others
+        mapped = as_plain(self._shown(parameter, MappedSource(self._source)))  # without writes of others
+        return mapped.to(self._where)
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the weight as a mapping of the file, for state_dict: read on access; changes stay in memory."""
@@ -286,10 +290,14 @@ class LoadedModel(FaultHandler):
 
     def _shown(self, parameter: nn.Parameter, mapped: MappedSource) -> torch.Tensor:
         recipe = self._recipes[id(parameter)]
-        self._source.check_unchanged(
+        self._check_files(recipe)
+        return mapped.made(recipe)
+
+    def _check_files(self, recipe: Recipe) -> None:
+        """Raise CheckpointError if a file of `recipe` was changed."""
+        self._streaming.store.check_unchanged(
             {e.path for p in recipe.parts for _, e in self._source.extents(p.path, p.offset, p.nbytes)}
         )
-        return mapped.made(recipe)
 
     def in_part(
         self, parameter: nn.Parameter, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -370,7 +378,7 @@ class LoadedModel(FaultHandler):
 
     def _begin_pass(self) -> None:
         self._check_usable()
-        self._source.check_unchanged()
+        self._streaming.store.check_unchanged()
         never_trace(ColdParameter)
         for group in self._groups:
             group.refuse_change()

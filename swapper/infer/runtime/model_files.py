@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from swapper._C import File
 from swapper.errors import CheckpointError, InvariantError, IoError
-from swapper.formats.sources import Source
+from swapper.formats.sources import FileStamp, Source
 from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import Engine, Transfer, open_for, shared_engine
 from swapper.paging.section import Page, Section
@@ -86,6 +87,33 @@ class WeightFiles(PageStore):
         modes = ("direct" if file.direct else f"buffered ({file.reason})" for file in self._files.direct.values())
         return ", ".join(dict.fromkeys(modes))
 
+    def check_unchanged(self, files: Iterable[Path] | None = None) -> None:
+        """Raise CheckpointError if one of the files (all, if None) was changed since its header was read.
+
+        A file whose time alone is new, by `touch` or a backup, is read and compared, if its checksum is known.
+        """
+        paths = list(self._source.stamps if files is None else files)
+        try:
+            self._source.check_unchanged(paths)
+        except CheckpointError:
+            if not all(self._has_same_bytes(path) for path in paths):
+                raise
+
+    def _has_same_bytes(self, path: Path) -> bool:
+        """Return whether a file has the bytes that it had; remember its time."""
+        before = self._source.stamps[path]
+        try:
+            now = FileStamp.of(path)
+            if now == before:
+                return True
+            is_alike = replace(now, changed_ns=before.changed_ns) == before and path in self._known
+            if not is_alike or _crc32(path, now.nbytes) != self._known[path] or FileStamp.of(path) != now:
+                return False
+        except IoError:
+            return False
+        self._source.stamps[path] = now
+        return True
+
     def verify(self) -> dict[Path, int]:
         """Read all files and return their CRC-32, by path. Uses COPY_BYTES of memory.
 
@@ -96,7 +124,7 @@ class WeightFiles(PageStore):
             CheckpointError: a file has changed since its header was read, or since the last call.
             IoError: a file cannot be read.
         """
-        self._source.check_unchanged()
+        self.check_unchanged()
         found = {path: _crc32(path, stamp.nbytes) for path, stamp in self._source.stamps.items()}
         self._source.check_unchanged()
         for path, crc32 in found.items():

@@ -10,7 +10,6 @@ nothing, and is refused. The result of clone(), `.to()`, numpy() or deepcopy has
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import weakref
 from collections.abc import Iterable, Sequence
@@ -19,21 +18,20 @@ from typing import Any
 
 import torch
 
+from swapper.checkpoint.mapping.mapped_files import BOTH, PRIVATE, FileMapping, FilePart, WatchedMemory, check_parts
+from swapper.checkpoint.mapping.save_guard import guard_saves
+from swapper.checkpoint.mapping.shown_tensor import Shown, ShownTensor
 from swapper.errors import InvariantError, IoError, StateError
 from swapper.io.alignment import SECTOR_BYTES
-from swapper.modules.torch_functions import METADATA, Function, as_plain, tensors_among, written_among
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
 from swapper.runtime.limits import naming_limits
 from swapper.runtime.process import after_fork_in_child
 from swapper.train.layout.slices import TensorLocation
-from swapper.train.state.state_view import ShownState, views_among
+from swapper.train.state.state_view import ShownState
 
 COPIED_BYTES = 1 << 16
 """Bytes. Smaller tensors are copied, so that they need no mapping each: a choice."""
-
-MAP_NORESERVE = 0x4000
-"""A mapping larger than memory must not reserve it (Linux; Python's mmap names it from 3.13 on)."""
 
 MAP_FIXED = 0x10  # of mmap(2)
 MAP_FAILED = ctypes.c_void_p(-1).value
@@ -43,49 +41,27 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
 
 _shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
+_mapped: weakref.WeakValueDictionary[str, FileMapping] = weakref.WeakValueDictionary()  # files by path, for all states
 
 
-class StateTensor(torch.Tensor):
-    """A tensor that shows a part of the state until that changes. Never constructed: a tensor's class is set to it."""
+class StateTensor(ShownTensor):
+    """A tensor that shows a part of the state until that changes.
+
+    Attributes:
+        shown_files: what it is mapped from.
+    """
 
     shown_by: MappedState
     shown_place: TensorLocation
-
-    @classmethod
-    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        shown = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is StateTensor]
-        if func not in METADATA:
-            for tensor in shown:
-                tensor.shown_by.check()
-            _check_not_written(func, args or tuple(kwargs.values()), kwargs)  # torch.nn.init passes its tensor by name
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _ARRAYS:  # an array cannot expire: it gets memory of its own
-                return _array(func, args, kwargs)
-            result = func(*args, **kwargs)
-            if func is torch.Tensor.to and any(result is tensor for tensor in shown):
-                return result.detach().as_subclass(torch.Tensor).clone()  # the new owner of the state may change it
-            for tensor in shown:
-                tensor.shown_by.watch_views(tensor, result)
-        return result
+    shown_files: Sequence[FilePart]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.shown_by.expired:
             return f"StateTensor(expired, shape={tuple(self.shape)}, dtype={self.dtype})"
-        return repr(self._plain())
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self._plain().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def _plain(self) -> torch.Tensor:
-        self.shown_by.check()
-        return as_plain(self)
+        return super().__repr__()
 
 
-class MappedState:
+class MappedState(Shown):
     """The content of one state_dict.
 
     Args:
@@ -93,10 +69,12 @@ class MappedState:
         made_by: the function that made these tensors, for errors.
     """
 
+    may_change = True
+
     def __init__(self, pager: Pager, made_by: str) -> None:
         self._pager = pager
         self.made_by = made_by
-        self._mappings: dict[str, mmap.mmap] = {}
+        self._mappings: dict[str, FileMapping] = {}
         self._places: dict[int, TensorLocation] = {}  # by address
         self._tensors: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
         self.expired = ""
@@ -104,45 +82,57 @@ class MappedState:
 
     def tensor(self, place: TensorLocation) -> torch.Tensor:
         """Return the tensor at `place`, with a storage of its own: torch.save writes whole storages."""
+        guard_saves()
         spec = place.slot.spec
         pages = place.section.pages_of(place.slot.offset, place.slot.end)
         if spec.nbytes < COPIED_BYTES:
             return self._copy(place, pages)
+        files: list[FilePart] = []
         if place.section.resident:
             flat = own_storage(place.section.memory[place.slot.offset : place.slot.end])
         elif len({(page.location, page.drive) for page in pages}) == 1 or all(p.location == EXTERNAL for p in pages):
             at = pages[0].stored_offset - pages[0].offset + place.slot.offset
             if at % spec.dtype.itemsize:  # an external file may have it at any offset
                 return self._copy(place, pages)
-            flat = torch.frombuffer(self._map(pages[0]), dtype=torch.uint8, count=spec.nbytes, offset=at)
+            files = [self._part(pages[0], at + spec.nbytes)]
+            flat = torch.frombuffer(files[0].memory, dtype=torch.uint8, count=spec.nbytes, offset=at)
         elif any(page.stored_offset % SECTOR_BYTES for page in pages):
             return self._copy(place, pages)
         else:
+            memory = self._patchwork(pages)
             flat = torch.frombuffer(
-                self._patchwork(pages), dtype=torch.uint8, count=spec.nbytes, offset=place.slot.offset - pages[0].offset
+                memory, dtype=torch.uint8, count=spec.nbytes, offset=place.slot.offset - pages[0].offset
             )
+            files = self._parts(pages, memory)
         shown = flat.view(spec.dtype).view(spec.shape)
         self._places[shown.data_ptr()] = place
-        self._watch(shown, place)
+        self._watch(shown, place, files)
         return shown
 
-    def check(self) -> None:
-        """Raise StateError if the state has changed."""
+    def check(self, tensor: ShownTensor) -> None:
+        """Raise StateError if the state has changed, CheckpointError if a file has."""
         if self.expired:
             raise StateError(
                 f"a tensor of {self.made_by} is used after {self.expired}: it showed an earlier state, and has no "
                 "memory of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use "
                 "manager.snapshot(path)"
             )
+        self.check_whole(tensor)
+
+    def check_whole(self, tensor: ShownTensor) -> None:
+        assert isinstance(tensor, StateTensor)
+        check_parts(tensor.shown_files, f"a tensor of {self.made_by}")
+
+    def check_written(self, how: str) -> None:
+        raise _only_shows(how, self.made_by)
 
     def place_of(self, tensor: torch.Tensor) -> TensorLocation | None:
         """Return the location that `tensor` shows from its beginning."""
         return self._places.get(tensor.data_ptr())
 
-    def watch_views(self, tensor: StateTensor, result: Any) -> None:
-        """Make a view of `tensor` expire with it."""
-        for view in views_among(result, tensor):
-            self._watch(view, tensor.shown_place)
+    def watch(self, view: torch.Tensor, of: ShownTensor) -> None:
+        assert isinstance(of, StateTensor)
+        self._watch(view, of.shown_place, of.shown_files)
 
     def expire(self, why: str) -> None:
         """Expire all tensors before the state changes; accesses past the check then find the sections' memory."""
@@ -152,21 +142,36 @@ class MappedState:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for tensor in list(self._tensors.values()):
                 tensor.data = _same_part(tensor, tensor.shown_place)  # type: ignore[attr-defined]
+                tensor.shown_files = ()  # type: ignore[attr-defined]
         self._tensors.clear()
         self._mappings.clear()
 
-    def _watch(self, tensor: torch.Tensor, place: TensorLocation) -> None:
+    def _watch(self, tensor: torch.Tensor, place: TensorLocation, files: Sequence[FilePart]) -> None:
         tensor.__class__ = StateTensor
-        tensor.shown_by, tensor.shown_place = self, place  # type: ignore[attr-defined]
+        tensor.shown_by, tensor.shown_place, tensor.shown_files = self, place, files  # type: ignore[attr-defined]
         self._tensors[id(tensor)] = tensor
 
-    def _map(self, page: Page) -> mmap.mmap:
+    def _map(self, page: Page) -> FileMapping:
         path = self._path_of(page)
         if path not in self._mappings:
-            with naming_limits("map", path), Path(path).open("rb") as file:
-                flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-                self._mappings[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._mappings[path] = _mapping_of(path, page.location == EXTERNAL)
         return self._mappings[path]
+
+    def _part(self, page: Page, end: int) -> FilePart:
+        """Return the mapping of the file that has `page`, for bytes up to `end`."""
+        mapping = self._map(page)
+        part = FilePart(mapping, mapping, end, page.location == EXTERNAL)
+        check_parts([part], self.made_by)
+        return part
+
+    def _parts(self, pages: Iterable[Page], memory: WatchedMemory) -> list[FilePart]:
+        """Return the files of pages that are mapped side by side in `memory`."""
+        ends: dict[str, FilePart] = {}
+        for page in pages:
+            path, end = self._path_of(page), page.stored_offset + page.nbytes
+            if path not in ends or ends[path].end < end:
+                ends[path] = FilePart(self._map(page), memory, end, page.location == EXTERNAL)
+        return list(ends.values())
 
     def _path_of(self, page: Page) -> str:
         file = self._pager.file_of(page)
@@ -174,14 +179,13 @@ class MappedState:
             raise InvariantError(f"{page} was flushed and is in no file")
         return file.path
 
-    def _patchwork(self, pages: Sequence[Page]) -> mmap.mmap:
+    def _patchwork(self, pages: Sequence[Page]) -> WatchedMemory:
         """Map pages of several files side by side."""
-        nbytes = pages[-1].offset + pages[-1].nbytes - pages[0].offset
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        patchwork = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(patchwork))
+        patchwork = WatchedMemory.reserved(pages[-1].offset + pages[-1].nbytes - pages[0].offset)
         for page in pages:
-            _map_over(base + page.offset - pages[0].offset, page.nbytes, self._path_of(page), page.stored_offset)
+            offset = page.offset - pages[0].offset
+            _map_over(patchwork.address + offset, page.nbytes, self._path_of(page), page.stored_offset)
+            patchwork.watch(offset, page.nbytes)
         return patchwork
 
     def _copy(self, place: TensorLocation, pages: Iterable[Page]) -> torch.Tensor:
@@ -193,8 +197,10 @@ class MappedState:
         for page in pages:
             begin, end = max(page.offset, slot.offset), min(page.offset + page.nbytes, slot.end)
             at = page.stored_offset + begin - page.offset
-            mapped = torch.frombuffer(self._map(page), dtype=torch.uint8, count=end - begin, offset=at)
+            part = self._part(page, at + end - begin)
+            mapped = torch.frombuffer(part.memory, dtype=torch.uint8, count=end - begin, offset=at)
             copied[begin - slot.offset : end - slot.offset] = mapped
+            check_parts([part], self.made_by)
         return self.only_shown(copied.view(slot.spec.dtype).view(slot.spec.shape))
 
     def only_shown(self, copied: torch.Tensor) -> torch.Tensor:
@@ -209,13 +215,20 @@ class MappedState:
         return ShownState(copied, refuse, is_taken_over=True).tensor()
 
 
+def _mapping_of(path: str, is_external: bool) -> FileMapping:
+    """Return the file's mapping. Each keeps descriptors, so that groups with a state each share it."""
+    found = _mapped.get(path)
+    if found is None or not found.is_of_file():
+        found = _mapped[path] = FileMapping(Path(path), is_external)
+    return found
+
+
 def _map_over(address: int, nbytes: int, path: str, offset: int) -> None:
     """Map bytes of a file at `address`, replacing the mapping there."""
     with naming_limits("open", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
-        mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+        mapped = _libc.mmap(address, nbytes, BOTH, PRIVATE | MAP_FIXED, descriptor, offset)
     finally:
         os.close(descriptor)
     if mapped == MAP_FAILED:
@@ -235,26 +248,10 @@ def _same_part(tensor: torch.Tensor, place: TensorLocation) -> torch.Tensor:
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-_ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
-
-
-def _array(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    array = func(args[0].as_subclass(torch.Tensor).clone(), *args[1:], **kwargs)
-    if func is not torch.Tensor.__dlpack__:
-        array.flags.writeable = False  # nobody would see it
-    return array
-
-
 def steady(value: Any, place: TensorLocation | None) -> Any:
     """Return `value`, to be stored at `place`; a copy if it shows another place, which may be overwritten first."""
     is_other = type(value) is StateTensor and value.shown_by.place_of(value) != place
     return value.clone() if is_other else value
-
-
-def _check_not_written(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    written = [tensor for tensor in written_among(func, args, kwargs) if type(tensor) is StateTensor]
-    if written:
-        raise _only_shows(getattr(func, "__name__", str(func)), written[0].shown_by.made_by)
 
 
 def _only_shows(how: str, made_by: str) -> StateError:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from swapper.checkpoint.mapping.shown_tensor import views_among
 from swapper.errors import StateError
 from swapper.modules.torch_functions import Function, tensors_among
 
@@ -209,15 +210,6 @@ class ShownState:
         tensor.__class__ = StateCopy
         tensor.shown = self  # type: ignore[attr-defined]
         return tensor
-
-
-def views_among(result: Any, memory: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in `result` that share the storage of `memory`."""
-    storage = memory.untyped_storage().data_ptr()
-    for view in tensors_among(result):
-        is_plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
-        if is_plain and view.numel() and view.untyped_storage().data_ptr() == storage:
-            yield view
 
 
 def outdated(name: str, key: str, how: str) -> StateError:

@@ -1,0 +1,148 @@
+"""Maps files of the user's, which somebody may truncate or write to meanwhile.
+
+An access beyond a file's end would end the process (SIGBUS): it finds zeros, and is noted (csrc/memory/truncation.h). So who
+shows mapped memory checks its files before and after each use (shown_tensor.py). Functions that would truncate a file
+themselves, before they read what is mapped from it, write another one (save_guard.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from swapper import _C
+from swapper.errors import LIMITS, CheckpointError, IoError
+
+MAP_NORESERVE = 0x4000
+"""A mapping larger than memory must not reserve it (Linux; Python's mmap names it from 3.13 on)."""
+PRIVATE = mmap.MAP_PRIVATE | MAP_NORESERVE
+BOTH = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class WatchedMemory(mmap.mmap):
+    """Memory into which files are mapped. Writes to it stay in memory."""
+
+    _watches: list[_C.TruncationWatch]  # go before the memory does
+
+    @classmethod
+    def reserved(cls, nbytes: int) -> WatchedMemory:
+        """Return memory of zeros to map files over."""
+        memory = cls(-1, nbytes, flags=PRIVATE | mmap.MAP_ANONYMOUS, prot=BOTH)
+        memory._watches = []
+        return memory
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+    def watch(self, offset: int, nbytes: int) -> None:
+        """Have accesses to these bytes, which are mapped from a file, find zeros beyond its end."""
+        self._watches.append(_C.TruncationWatch(self.address + offset, nbytes))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether anybody has accessed bytes beyond their file's end."""
+        return any(watch.is_lost for watch in self._watches)
+
+
+_mappings: weakref.WeakSet[FileMapping] = weakref.WeakSet()
+
+
+def changed_files() -> set[Path]:
+    """Return the mapped files that became shorter, or were written to and must not be."""
+    return {mapping.path for mapping in list(_mappings) if mapping.problem(len(mapping), mapping.is_fixed)}
+
+
+class FileMapping(WatchedMemory):
+    """A file, mapped as a whole, and kept open.
+
+    Args:
+        path: the file.
+        is_fixed: nobody but the user writes to it.
+
+    Attributes:
+        descriptor: of the open file.
+        changed_ns: its modification time when it was mapped.
+
+    Raises:
+        IoError: it cannot be opened or mapped.
+    """
+
+    path: Path
+    descriptor: int
+    changed_ns: int
+    is_fixed: bool
+
+    def __new__(cls, path: Path, is_fixed: bool) -> FileMapping:
+        descriptor = -1
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self = super().__new__(cls, descriptor, 0, flags=PRIVATE, prot=BOTH)
+        except (OSError, ValueError) as error:  # ValueError: it is empty
+            if descriptor >= 0:
+                os.close(descriptor)
+            number = getattr(error, "errno", 0) or 0
+            why = () if number in LIMITS else (str(error),)  # a limit's error names what to do
+            raise IoError("map", str(path), 0, 0, number, *why) from error
+        weakref.finalize(self, os.close, descriptor)
+        self.path, self.descriptor, self._watches = path, descriptor, []
+        self.is_fixed = is_fixed
+        self.changed_ns = os.fstat(descriptor).st_mtime_ns
+        self.watch(0, len(self))
+        _mappings.add(self)
+        return self
+
+    def is_of_file(self) -> bool:
+        """Return whether it maps what its path names now, all of it, unchanged."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False
+        is_same = os.path.samestat(now, os.fstat(self.descriptor)) and now.st_size == len(self)
+        return is_same and now.st_mtime_ns == self.changed_ns
+
+    def problem(self, end: int, is_fixed: bool) -> str | None:
+        """Return what happened to the file since it was mapped, if it has not all bytes up to `end` any more.
+
+        Args:
+            is_fixed: nobody may write to the file.
+        """
+        status = os.fstat(self.descriptor)
+        if status.st_size < end:
+            return f"{self.path} was truncated to {status.st_size} bytes"
+        return f"{self.path} was written to" if is_fixed and status.st_mtime_ns != self.changed_ns else None
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """Bytes of a file in memory.
+
+    Attributes:
+        file: the file.
+        memory: has the bytes.
+        end: offset in the file behind the last of them.
+        is_fixed: nobody but the user writes to the file.
+    """
+
+    file: FileMapping
+    memory: WatchedMemory
+    end: int
+    is_fixed: bool
+
+
+def check_parts(parts: Iterable[FilePart], what: str) -> None:
+    """Raise CheckpointError if a file lost bytes of `parts`, or was written to; `what` was mapped from it."""
+    for part in parts:
+        problem = part.file.problem(part.end, part.is_fixed)
+        if problem is None and part.memory.is_lost:
+            problem = f"{part.file.path} was truncated for a while"
+        if problem is not None:
+            raise CheckpointError(
+                f"{problem} while {what} was mapped from it: state_dict() shows files. To write onto one of them use "
+                "torch.save(state, path), or swapper.checkpoint.save(..., overwrite=True), which write another file and rename it"
+            )
