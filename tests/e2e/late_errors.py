@@ -1,8 +1,8 @@
 """A run whose drive fails again and again, and recovers, as a program: whatever it then commits is one step, and not of two.
 
 Usage: late_errors.py DIRECTORY SEED CASES. A case is a placement, a time of the updates, a state codec, an error (EIO, ENOSPC),
-at once or late, and what the loop does after it: it repeats the iteration, takes a snapshot, compares the model in memory, closes the
-manager and resumes, or is killed and resumes. Reads, writes or both fail, from a random transfer on, a few or many at a time.
+at once or late, and what the loop does after it: it repeats the iteration, takes a snapshot, compares the model in memory,
+closes the manager and resumes, or is killed and resumes. Reads, writes or both fail, a few or many at a time, once or often.
 What a run says to be the loss of a step, what is in memory after an error, and its last snapshot must equal those of a run
 without errors.
 """

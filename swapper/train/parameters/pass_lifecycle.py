@@ -176,9 +176,12 @@ class PassLifecycle:
             self._on_device.pass_begins()
 
     def _drop_leases(self, kept: Iterable[Access]) -> None:
-        """Drop all leases but `kept`, after waiting for copies that use them."""
+        """Drop all leases but `kept`, after waiting for copies that use them. What a sweep has updated is changed."""
         with contextlib.suppress(DeviceError):
-            self._sweep.settle()
+            try:
+                self._sweep.settle()
+            finally:
+                self._sweep.give_back()  # its last slice may be of a group that is done, which nobody undoes
         if self._on_device is not None:
             self._on_device.finish()
             self._on_device.forget_uses()

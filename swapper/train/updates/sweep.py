@@ -228,7 +228,7 @@ class Sweep:
     def give_back(self, then: Access | None = None) -> None:
         """Release the last update's leases, after leasing `then`, if any; no update follows soon."""
         self._hand_over(then)
-        self._last = None
+        self._last = None  # `then` is the caller's
 
     def rejoin(self) -> None:
         """Order work that the caller queues from now on behind the updates, wherever those ran."""
@@ -290,12 +290,12 @@ class Sweep:
         try:
             if access is not None:
                 self._pager.lease(access)
-                self._last = access
         finally:
             if last is not None:
                 self._pager.release(last, last.writes if changed is None else changed)
         if access is not None:
             self._pager.wait(access)
+            self._last = access
 
     def _runs(self, update: GroupUpdate, part: Slice) -> Iterator[list[Update]]:
         """Yield the runs of a slice, each to be updated and stored before the next. Update what needs no optimizer."""
