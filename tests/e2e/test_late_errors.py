@@ -159,6 +159,71 @@ def test_an_error_between_two_groups_of_a_deferred_step_keeps_the_update_of_the_
     runs.manager.close()
 
 
+class Changed:
+    """A run whose parameters, which have masters, are changed from outside before each step."""
+
+    def __init__(self, directory: Path, codec: str) -> None:
+        directory.mkdir()
+        self._directory = directory
+        self._options = {
+            "params": "nvme",
+            "optimizer_state": "nvme",
+            "master_weights": torch.float32,
+            "state_codec": codec,
+        }
+        model, optimizer, _ = make(dtype=torch.bfloat16)
+        self._budget = smallest_budget(directory, model, optimizer, **self._options)
+        self.resumed = 0
+        self.open()
+
+    def open(self) -> None:
+        model, optimizer, _ = make(dtype=torch.bfloat16)
+        self.manager = swapper.SwapManager(self._directory, host_memory=self._budget, resume="auto")
+        self.model, self.optimizer = self.manager.offload(model, optimizer, **self._options)
+
+    def change(self) -> None:
+        chance = torch.Generator().manual_seed(self.manager.step)
+        for module in self.model[:2]:
+            with self.manager.gather(module.parameters(), write=True), torch.no_grad():
+                module.weight.copy_(torch.randn(module.weight.shape, generator=chance))
+
+    def change_after_error(self) -> None:
+        try:
+            self.change()
+        except swapper.StateError as error:
+            assert "a change of parameters with fp32 masters failed half-way" in str(error)
+            before = self.manager.step
+            self.manager.close()
+            del self.model, self.optimizer
+            self.open()
+            assert self.manager.step == before
+            self.resumed += 1
+            self.change()
+
+    def step(self) -> float:
+        return train_step(self.model, self.optimizer, self.manager.step)
+
+
+@pytest.mark.parametrize("codec", ["exact", "8bit"])
+def test_masters_follow_a_change_from_outside_or_the_session_fails(tmp_path: Path, codec: str) -> None:
+    expected, run = Changed(tmp_path / "expected", codec), Changed(tmp_path / "run", codec)
+    for number in itertools.count():
+        failing = Failing(run.manager.current.run, "lease")
+        failing.at(number)
+        try:
+            run.change()
+        except swapper.IoError:
+            run.change_after_error()
+        else:
+            break
+        failing.at(-1)
+        expected.change()
+        assert run.step() == expected.step(), number
+    assert run.resumed > 0
+    run.manager.close()
+    expected.manager.close()
+
+
 @pytest.mark.slow
 def test_random_errors_leave_no_state_of_two_steps(tmp_path: Path) -> None:
     done = run_python(Path(late_errors.__file__), tmp_path, 1, 4)

@@ -66,10 +66,8 @@ class Gathering:
             with self._turns.turn(), outside_transforms(), defer_sigint:
                 self._check_room({index for group in groups for index in group.pages_to_pin})
                 for group in groups:
-                    group.pin(write)
+                    _pin(group, write, self._masters)
                     pinned.append(group)
-                    if write:
-                        self._masters.before_change([group])
             yield
         finally:
             run_uninterrupted(lambda: self._end(pinned, versions, write, names))
@@ -100,6 +98,16 @@ class Gathering:
                 if write:
                     self._masters.after_change([group])
         self.is_closed = True
+
+
+def _pin(group: GroupParameters, write: bool, masters: Masters) -> None:
+    group.pin(write)
+    if write:
+        try:
+            masters.before_change([group])
+        except BaseException:
+            group.unpin(write)
+            raise
 
 
 def _unpin(group: GroupParameters, versions: dict[int, int], write: bool, names: list[str]) -> None:
@@ -155,9 +163,8 @@ class LoadHooks:
         pinned: list[GroupParameters] = []
         self._open.append((module, pinned))
         for index in unit.groups:
-            self._groups[index].pin(write=True)
+            _pin(self._groups[index], True, self._masters)
             pinned.append(self._groups[index])
-            self._masters.before_change([self._groups[index]])
 
     def _after(self, module: nn.Module, _: Any) -> None:
         if self._open and self._open[-1][0] is module:
