@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 
 PATIENCE_S = 0.5
 """How long a thread waits for another's pass before it checks whether that thread is still inside."""
@@ -80,12 +80,12 @@ class Turns:
 
     def _try_to_take(self, frame: FrameType | None) -> bool:
         """Take the turn if it is free, or soon, or abandoned by its owner. Ctrl-C takes effect before or afterwards."""
-        with defer_sigint, self._takeover:
+        with defer_signals, self._takeover:
             is_abandoned = self.owner is not None and not self._owner_is_inside(self.owner)
             if is_abandoned:
                 self.owner, self._frame = threading.current_thread(), frame
                 return True
-        with defer_sigint:
+        with defer_signals:
             is_free = self._lock.acquire(timeout=PATIENCE_S)
             if is_free:
                 self.owner, self._frame = threading.current_thread(), frame
@@ -93,7 +93,7 @@ class Turns:
 
     def give(self) -> None:
         """End the turn: this thread's pass is over."""
-        with defer_sigint:
+        with defer_signals:
             self.owner = self._frame = None
             self._lock.release()
 

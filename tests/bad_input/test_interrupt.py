@@ -33,7 +33,7 @@ def test_any_signal_is_deferred_however_its_handler_was_set_and_wherever_it_arri
 
 DEFERRED = """
 import _thread, os, signal, threading
-from swapper.runtime.interrupts import defer_sigint, make_lock
+from swapper.runtime.interrupts import defer_signals, make_lock
 
 class Raised(Exception):
     pass
@@ -42,7 +42,7 @@ def handler(number, frame):
 def is_deferred(send):
     reached = False
     try:
-        with defer_sigint, make_lock():
+        with defer_signals, make_lock():
             send()
             os.getpid()
             reached = True

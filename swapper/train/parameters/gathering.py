@@ -22,7 +22,7 @@ from swapper.modules.groups import Models, Unit
 from swapper.modules.leased_group import storage_of
 from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.turns import Turns
-from swapper.runtime.interrupts import close_all, defer_sigint, run_uninterrupted
+from swapper.runtime.interrupts import close_all, defer_signals, run_uninterrupted
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.masters import Masters
 
@@ -63,7 +63,7 @@ class Gathering:
         names: list[str] = []  # of parameters that were changed without `write`
         self._open += 1
         try:
-            with self._turns.turn(), outside_transforms(), defer_sigint:
+            with self._turns.turn(), outside_transforms(), defer_signals:
                 self._check_room({index for group in groups for index in group.pages_to_pin})
                 for group in groups:
                     _pin(group, write, self._masters)

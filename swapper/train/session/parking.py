@@ -20,7 +20,7 @@ from swapper.errors import StateError, UnsupportedError
 from swapper.modules.cold import leave_cold, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.runtime.free_memory import return_free_memory
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.train.optimizer.optim import StateOwner
 from swapper.train.session.relayout import DetachedSession, OpenRun, check_between_steps, detach
 from swapper.train.session.session_slot import SessionSlot
@@ -105,12 +105,12 @@ class Parking:
         old: DetachedSession | None = None
         with clock.leave_out():
             try:
-                with current.turns.turn(), defer_sigint:
+                with current.turns.turn(), defer_signals:
                     old = self._park(lend)
                 yield
             finally:
                 if old is not None:
-                    with current.turns.turn(), defer_sigint:
+                    with current.turns.turn(), defer_signals:
                         self._unpark(old, open_run, bind)
 
     def _park(self, lend: Callable[[StateOwner], None]) -> DetachedSession:
