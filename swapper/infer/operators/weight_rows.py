@@ -342,10 +342,8 @@ class RowPrefetcher:
         """Begin to read the next parts, as long as there are free slots."""
         while len(self._reading) < PARTS_IN_MEMORY and (following := next(wanted, None)) is not None:
             linear, begin, end = following
-            with (
-                defer_signals,
-                outside_transforms(),
-            ):  # an unrecorded read would fill a slot that another part uses next
+            with defer_signals, outside_transforms():
+                # an unrecorded read would fill a slot that another part uses next
                 slot = self._number % PARTS_IN_MEMORY
                 if self._copies is not None and slot in self._copied:
                     self._copies.device.wait_for(self._copied.pop(slot))
