@@ -107,7 +107,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         Args:
             state: of the batch's pass, as this has returned it; None: it begins.
         """
-        self._turns.owner = thread
+        self._turns.hand_over(thread)
         before, self._running = self._running, [] if state is None else state
         return before
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
-from e2e.processes import run_python, started_python
+from e2e.processes import LONG_S, run_python, started_python
+
+from bad_input.injected import Injected, Injector
+from swapper.modules.turns import Turns
 
 
 def test_ctrl_c_at_any_place_of_a_step_leaves_it_whole_or_untaken(tmp_path: Path) -> None:
@@ -117,3 +121,23 @@ def test_ctrl_c_from_outside_while_user_code_runs(tmp_path: Path, where: str, th
         assert process.wait() == 0, process.stderr.read()
     expected = ["interrupted", *(["went on 2 True"] if then == "goes on" else []), "closed"]
     assert rest.splitlines() == expected
+
+
+def test_an_exception_of_another_thread_at_any_place_of_a_turn_leaves_it_to_others() -> None:
+    turns = Turns()
+
+    def use() -> None:
+        with turns.turn():
+            pass
+
+    use()
+    counter = Injector(-1, "thread")
+    assert counter.run(use) is None
+    for at in range(1, counter.count + 1):
+        injector = Injector(at, "thread")
+        assert isinstance(injector.run(use), Injected)
+        other = threading.Thread(target=use, daemon=True)
+        other.start()
+        other.join(LONG_S)
+        assert not other.is_alive(), injector.where
+    assert counter.count > 10
