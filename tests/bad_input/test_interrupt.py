@@ -21,10 +21,11 @@ def test_ctrl_c_at_any_place_of_a_step_leaves_it_whole_or_untaken(tmp_path: Path
 
 
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
-def test_a_handler_that_raises_at_any_instruction_of_a_step_leaves_it_whole_or_untaken(
-    tmp_path: Path, update: str
+@pytest.mark.parametrize("way", ["signal", pytest.param("thread", marks=pytest.mark.slow)])
+def test_what_is_raised_at_any_instruction_of_a_step_leaves_it_whole_or_untaken(
+    tmp_path: Path, update: str, way: str
 ) -> None:
-    done = run_python("-m", "bad_input.injected", tmp_path, "signal", update, 24, 1)
+    done = run_python("-m", "bad_input.injected", tmp_path, way, update, 24, 1)
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
 
