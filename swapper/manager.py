@@ -30,7 +30,7 @@ from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.tuning import weigh
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, check_at_once, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
-from swapper.runtime.interrupts import close_all, defer_sigint
+from swapper.runtime.interrupts import close_all, defer_signals
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import LimitWatch, StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
@@ -608,7 +608,7 @@ class SwapManager:
                 if run is not None and not self.current.has_failed:
                     run.finish()
             finally:
-                with defer_sigint:
+                with defer_signals:
                     self.current.end()
                     atexit.unregister(self.close)
                     self._factory.forget()

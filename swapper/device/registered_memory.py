@@ -96,12 +96,17 @@ class LockedMemory:
         self._given_back: deque[tuple[int, int]] = deque()  # by finalizers, at any moment
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Return memory of any content, uint8 of shape (nbytes,) that begins at a sector; None if no range is free.
+        """Return memory of any content, uint8 of shape (nbytes,) that begins at a sector.
+
+        Returns:
+            None if no range is free, or none is known to be: an exception of another thread has struck in here.
 
         Raises:
             IoError: the system has no memory.
         """
         with self._lock:
+            if self._lock.broken_by:
+                return None
             self._collect()
             offset = self._extents.take(nbytes)
             if self._extents.end > self.nbytes:

@@ -29,7 +29,7 @@ from swapper.io.engines import Transfer
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 
 log = logging.getLogger("swapper")
 
@@ -282,7 +282,7 @@ class Committer:
         """
         if self._due is None or self._writes is not None:
             return
-        with defer_sigint:
+        with defer_signals:
             if self._record is None:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
             if self._model.update_is_open:
@@ -324,7 +324,7 @@ class Committer:
             self._drain()  # resident content must be written again
             raise
         self._publisher.wait_for_sources()
-        with defer_sigint:
+        with defer_signals:
             for piece, ticket in self._writes:
                 self._store.written(piece, ticket)
             if self._every is not None:

@@ -21,7 +21,7 @@ from swapper.device.device import Device
 from swapper.errors import InvariantError
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.module_hooks import ModuleHooks
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.limits import naming_limits
 
 
@@ -75,7 +75,7 @@ class BatchedPass:
         for batch in self._batches:
             batch.thread = threading.Thread(target=self._work, args=(batch, modes), daemon=True)
         try:
-            with defer_sigint:
+            with defer_signals:
                 for batch in self._batches:
                     with naming_limits("run"):
                         batch.thread.start()
@@ -85,7 +85,7 @@ class BatchedPass:
             with self._changed:
                 self._changed.wait_for(self._is_over)
         except BaseException as error:  # Ctrl-C, or there is no memory for a thread
-            with defer_sigint, self._changed:
+            with defer_signals, self._changed:
                 self._failure = self._failure or error
                 if self._running is None:
                     self._switch()

@@ -24,7 +24,7 @@ from swapper.modules.leased_group import LeasedGroup, storage_of
 from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.turns import Turns
 from swapper.paging.planning.schedule import Access
-from swapper.runtime.interrupts import close_all, defer_sigint
+from swapper.runtime.interrupts import close_all, defer_signals
 
 
 class Call:
@@ -112,7 +112,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         Args:
             state: of the batch's pass, as this has returned it; None: it begins.
         """
-        self._turns.owner = thread
+        self._turns.hand_over(thread)
         before, self._running = self._running, [] if state is None else state
         return before
 
@@ -129,7 +129,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         for call in reversed(self._running) if self._is_inside else ():
             module = self._modules[call.module]()
             if module is not None and any(parameter is inside for inside in module.parameters()):
-                with defer_sigint, outside_transforms():
+                with defer_signals, outside_transforms():
                     self._lease_more(call, group)
                 return True
         return False

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 
 
 def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +49,7 @@ class OwnHook:
 
     @not_traced
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        with defer_sigint:
+        with defer_signals:
             return self._function(*arguments, **keywords)
 
     def __reduce__(self) -> Any:

@@ -2,6 +2,9 @@
 
 They are reentrant (a module within a module). Ctrl-C, or a backward that fails, can end a pass without ending its turn, and a
 thread can die in one: a waiting thread checks by the owner's frame whether the owner is still inside.
+
+[Note: in one step] Another thread can raise an exception between any two instructions here. So there is no mutex that is taken
+first and gets its owner then, which would be held for ever: the owner is the entry of a dictionary, which comes and goes at once.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
@@ -20,7 +24,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 
 PATIENCE_S = 0.5
 """How long a thread waits for another's pass before it checks whether that thread is still inside."""
@@ -36,18 +40,33 @@ _WAITING = frozenset({threading.__file__, selectors.__file__})
 log = logging.getLogger("swapper")
 
 
-class Turns:
-    """The turns of one model.
+@dataclass(eq=False)
+class _Owner:
+    """A turn. See `Turns.take`."""
 
-    Attributes:
-        owner: the thread that is inside; None: none, or one that is about to be.
-    """
+    thread: threading.Thread | None
+    frame: FrameType | None
+
+
+class Turns:
+    """The turns of one model."""
 
     def __init__(self) -> None:
-        self.owner: threading.Thread | None = None
-        self._lock = threading.Lock()  # held as long as there is an owner
+        self._owners: dict[None, _Owner] = {}  # one, or none: [Note: in one step]
         self._takeover = threading.Lock()  # an abandoned turn is taken over by one thread only
-        self._frame: FrameType | None = None
+        self._bell = threading.Lock()  # released when a turn ends; acquired by who waits for that
+        self._bell.acquire()
+
+    @property
+    def owner(self) -> threading.Thread | None:
+        """The thread that is inside; None: none, or one that is about to be."""
+        inside = self._owners.get(None)
+        return None if inside is None else inside.thread
+
+    def hand_over(self, thread: threading.Thread | None) -> None:
+        """Give this thread's turn to `thread`; None: to one that is about to take it so."""
+        if (inside := self._owners.get(None)) is not None:
+            inside.thread = thread
 
     @property
     def is_mine(self) -> bool:
@@ -64,7 +83,8 @@ class Turns:
         Raises:
             StateError: the owner's forward waits for this thread, which runs a part of it.
         """
-        if self.is_mine and (self._frame is None or is_running(self._frame)):
+        inside = self._owners.get(None)
+        if inside is not None and inside.thread is threading.current_thread() and _is_inside(inside):
             return False
         began, has_warned = time.monotonic(), False
         waits: list[object] = []
@@ -80,22 +100,25 @@ class Turns:
 
     def _try_to_take(self, frame: FrameType | None) -> bool:
         """Take the turn if it is free, or soon, or abandoned by its owner. Ctrl-C takes effect before or afterwards."""
-        with defer_sigint, self._takeover:
-            is_abandoned = self.owner is not None and not self._owner_is_inside(self.owner)
-            if is_abandoned:
-                self.owner, self._frame = threading.current_thread(), frame
-                return True
-        with defer_sigint:
-            is_free = self._lock.acquire(timeout=PATIENCE_S)
-            if is_free:
-                self.owner, self._frame = threading.current_thread(), frame
-        return is_free
+        mine = _Owner(threading.current_thread(), frame)
+        while True:
+            with defer_signals, self._takeover:
+                inside = self._owners.setdefault(None, mine)
+                if inside is mine:
+                    return True
+                if not _is_inside(inside) and self._owners.get(None) is inside:
+                    self._owners[None] = mine
+                    return True
+            with defer_signals:
+                if not self._bell.acquire(timeout=PATIENCE_S):
+                    return False
 
     def give(self) -> None:
         """End the turn: this thread's pass is over."""
-        with defer_sigint:
-            self.owner = self._frame = None
-            self._lock.release()
+        with defer_signals:
+            self._owners.pop(None, None)
+            with suppress(RuntimeError):  # it has been released, and nobody waited
+                self._bell.release()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -106,12 +129,6 @@ class Turns:
         finally:
             if is_new and self.is_mine:
                 self.give()
-
-    def _owner_is_inside(self, owner: threading.Thread) -> bool:
-        wanted = self._frame
-        if not owner.is_alive() or wanted is None:
-            return owner.is_alive()
-        return is_running(wanted) or self._frame is not wanted
 
     def _where_owner_waits(self) -> object:
         """Return the instruction at which the owner waits for other threads or for tasks; None if it does not."""
@@ -134,6 +151,11 @@ class Turns:
             "that itself waits for threads that run parts of the model never ends: run those parts in the thread of the forward",
             threading.current_thread().name, int(_WARN_AFTER_S), getattr(self.owner, "name", "?"),
         )  # fmt: skip
+
+
+def _is_inside(owner: _Owner) -> bool:
+    thread = owner.thread
+    return thread is None or (thread.is_alive() and (owner.frame is None or is_running(owner.frame)))
 
 
 def is_running(frame: FrameType) -> bool:

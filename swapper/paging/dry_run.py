@@ -21,7 +21,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
 from swapper.paging.section import NoWindow, Page, Section
 from swapper.paging.virtual_drive import VirtualCounters, VirtualDrive, VirtualTransfer, VirtualWindow
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.stats import StepClock, StepStats
 
 FIRST_STEPS = 2
@@ -217,13 +217,13 @@ class DryRun:
 
     def flush(self) -> None:
         """Write changed pages, as a commit does."""
-        with defer_sigint:
+        with defer_signals:
             self._pager.flush()
 
     def step(self) -> None:
         """Take one step: lease, compute and release each access; the optimizer's leases overlap."""
         self._held: Access | None = None
-        with defer_sigint:
+        with defer_signals:
             last_is_written = not self._is_committed
             for task in self._tasks:
                 self.clock.enter(task.phase)

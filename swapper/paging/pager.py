@@ -210,6 +210,11 @@ class Pager:
                 self._write_back.write_all()
 
     @property
+    def leased_pages(self) -> int:
+        """How many pages are leased; one that is leased twice counts twice."""
+        return sum(page.leases for page in self._pages)
+
+    @property
     def frame_bytes(self) -> int:
         return self._pool.frame_bytes
 

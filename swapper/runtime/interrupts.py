@@ -1,7 +1,7 @@
 """Signals, deferred where they would leave something half-changed; and closing several things of which each may raise.
 
 Python runs the handler of a signal between any two instructions of the main thread, so that what it raises (KeyboardInterrupt,
-SystemExit, a TimeoutError) may arise in the middle of a list being changed. Within `defer_sigint` signals are only noted, and
+SystemExit, a TimeoutError) may arise in the middle of a list being changed. Within `defer_signals` signals are only noted, and
 their handlers run at its end. A second Ctrl-C takes effect at once, for a user who cannot wait.
 
 [Note: handlers in handlers] The first section in the main thread puts a `DeferredHandler` around each handler that Python has,
@@ -65,20 +65,20 @@ def _prepare() -> bool:
 
 _signals = _C.DeferredSignals(_prepare)
 
-defer_sigint: AbstractContextManager[None] = _signals
+defer_signals: AbstractContextManager[None] = _signals
 """In the main thread, handlers of signals wait for the end of this context, which may be nested. In others it does nothing."""
 
 
 def run_uninterrupted(action: Callable[[], None]) -> None:
-    """Do `action` within `defer_sigint`, even if Ctrl-C comes just before: for actions that give something back."""
+    """Do `action` within `defer_signals`, even if a signal comes just before: for actions that give something back."""
     begun = False
     try:
-        with defer_sigint:
+        with defer_signals:
             begun = True
             action()
     except BaseException:
         if not begun:
-            with defer_sigint:
+            with defer_signals:
                 action()
         raise
 

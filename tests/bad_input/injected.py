@@ -171,8 +171,9 @@ class Run:
         for number, expected in self.plain_optimizer.state_dict()["state"].items():
             assert_same(dict(state[number]), expected, f"state {number}")
         self.manager.current.run.pager.check()
-        if self.way == "signal":
-            assert leased_pages(self.manager) == []
+        if self.way == "thread":
+            self.manager.current.run.model.passes.abandon()  # as the next step does: a lease may have no holder
+        assert leased_pages(self.manager) == [], self.manager.current.run.pager.describe()
 
 
 def main(directory: Path, way: str, update: str, places: int, seed: int) -> None:

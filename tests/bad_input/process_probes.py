@@ -134,11 +134,11 @@ def mlock(directory: Path) -> None:
 
 
 def signals(directory: Path) -> None:
-    from swapper.runtime.interrupts import defer_sigint
+    from swapper.runtime.interrupts import defer_signals
 
     reached = False
     try:
-        with defer_sigint:
+        with defer_signals:
             os.kill(os.getpid(), signal.SIGINT)
             reached = signal.getsignal(signal.SIGINT) is not None
     except KeyboardInterrupt:

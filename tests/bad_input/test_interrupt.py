@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
-from e2e.processes import run_python, started_python
+from e2e.processes import LONG_S, run_python, started_python
+
+from bad_input.injected import Injected, Injector
+from swapper.modules.turns import Turns
 
 
 def test_ctrl_c_at_any_place_of_a_step_leaves_it_whole_or_untaken(tmp_path: Path) -> None:
@@ -17,10 +21,11 @@ def test_ctrl_c_at_any_place_of_a_step_leaves_it_whole_or_untaken(tmp_path: Path
 
 
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
-def test_a_handler_that_raises_at_any_instruction_of_a_step_leaves_it_whole_or_untaken(
-    tmp_path: Path, update: str
+@pytest.mark.parametrize("way", ["signal", pytest.param("thread", marks=pytest.mark.slow)])
+def test_what_is_raised_at_any_instruction_of_a_step_leaves_it_whole_or_untaken(
+    tmp_path: Path, update: str, way: str
 ) -> None:
-    done = run_python("-m", "bad_input.injected", tmp_path, "signal", update, 24, 1)
+    done = run_python("-m", "bad_input.injected", tmp_path, way, update, 24, 1)
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
 
@@ -33,7 +38,7 @@ def test_any_signal_is_deferred_however_its_handler_was_set_and_wherever_it_arri
 
 DEFERRED = """
 import _thread, os, signal, threading
-from swapper.runtime.interrupts import defer_sigint, make_lock
+from swapper.runtime.interrupts import defer_signals, make_lock
 
 class Raised(Exception):
     pass
@@ -42,7 +47,7 @@ def handler(number, frame):
 def is_deferred(send):
     reached = False
     try:
-        with defer_sigint, make_lock():
+        with defer_signals, make_lock():
             send()
             os.getpid()
             reached = True
@@ -117,3 +122,23 @@ def test_ctrl_c_from_outside_while_user_code_runs(tmp_path: Path, where: str, th
         assert process.wait() == 0, process.stderr.read()
     expected = ["interrupted", *(["went on 2 True"] if then == "goes on" else []), "closed"]
     assert rest.splitlines() == expected
+
+
+def test_an_exception_of_another_thread_at_any_place_of_a_turn_leaves_it_to_others() -> None:
+    turns = Turns()
+
+    def use() -> None:
+        with turns.turn():
+            pass
+
+    use()
+    counter = Injector(-1, "thread")
+    assert counter.run(use) is None
+    for at in range(1, counter.count + 1):
+        injector = Injector(at, "thread")
+        assert isinstance(injector.run(use), Injected)
+        other = threading.Thread(target=use, daemon=True)
+        other.start()
+        other.join(LONG_S)
+        assert not other.is_alive(), injector.where
+    assert counter.count > 10

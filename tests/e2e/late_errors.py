@@ -1,8 +1,8 @@
 """A run whose drive fails again and again, and recovers, as a program: whatever it then commits is one step, and not of two.
 
 Usage: late_errors.py DIRECTORY SEED CASES. A case is a placement, a time of the updates, a state codec, an error (EIO, ENOSPC),
-and what the loop does after an error: it repeats the iteration, takes a snapshot, compares the model in memory, closes the
-manager and resumes, or is killed and resumes. Reads, writes or both fail, from a random transfer on, a few or many at a time.
+at once or late, and what the loop does after it: it repeats the iteration, takes a snapshot, compares the model in memory,
+closes the manager and resumes, or is killed and resumes. Reads, writes or both fail, a few or many at a time, once or often.
 What a run says to be the loss of a step, what is in memory after an error, and its last snapshot must equal those of a run
 without errors.
 """
@@ -33,23 +33,26 @@ STEPS = 5
 LIMIT_S = 120
 """A run takes about a second. One that takes this long hangs."""
 ERRORS = ("eio", "enospc")
-AFTERWARDS = ("repeat", "snapshot", "compare", "close", "kill")
+STAY = ("repeat", "snapshot", "compare")
+LEAVE = ("close", "kill")
 CODEC = "8bit"
 
 
 @dataclass(frozen=True)
 class Faults:
-    """The transfers of a process that fail, among those of `calls`, counted from the first step on.
+    """The transfers of a process that fail, among those of `calls`, counted from the first step on. No read fails with ENOSPC.
 
     Attributes:
         waits: how many succeed before each burst.
         lengths: how many fail in each.
+        is_late: they fail up to 2 ms after they were submitted, when the loop is somewhere else, and not at once.
     """
 
     calls: tuple[str, ...]
     error: str
     waits: tuple[int, ...]
     lengths: tuple[int, ...]
+    is_late: bool = False
 
     def fail(self, count: int) -> bool:
         """Return whether the transfer after `count` others fails."""
@@ -68,7 +71,7 @@ class FailingEngine:
 
     def __init__(self, engine: Any, faults: Faults) -> None:
         self._engine, self._faults = engine, faults
-        self._failing = _C.Engine(chaos={"seed": 1, faults.error: 1})
+        self._failing = _C.Engine(chaos={"seed": 1, faults.error: 1, "delay": faults.is_late})
         self._count = 0
         self.is_armed = False
         self.failed = 0
@@ -76,23 +79,19 @@ class FailingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def read(self, *of: Any, after: Any = None, **how: Any) -> Any:
-        return self._next("read", of, after, how)
+    def read(self, *of: Any, **how: Any) -> Any:
+        return self._next("read").read(*of, **how)
 
-    def write(self, *of: Any, after: Any = None, **how: Any) -> Any:
-        return self._next("write", of, after, how)
+    def write(self, *of: Any, **how: Any) -> Any:
+        return self._next("write").write(*of, **how)
 
-    def _next(self, call: str, of: Any, after: Any, how: Any) -> Any:
+    def _next(self, call: str) -> Any:
+        """Return the engine that is to carry out the next transfer."""
         is_counted = self.is_armed and call in self._faults.calls
         fails = is_counted and self._faults.fail(self._count)
         self._count += is_counted
-        if not fails:
-            return getattr(self._engine, call)(*of, after=after, **how)
-        if after is not None:  # the engines know nothing of each other
-            with contextlib.suppress(swapper.IoError):
-                after.wait()
-        self.failed += 1
-        return getattr(self._failing, call)(*of, **how)
+        self.failed += fails
+        return self._failing if fails else self._engine
 
     def close(self) -> None:
         self._failing.close()
@@ -205,7 +204,9 @@ class Run:
         elif what == "snapshot":
             with contextlib.suppress(swapper.SwapperError):
                 manager.snapshot(self._directory / "between.pt").wait()
-        elif what == "compare":
+        elif (
+            what == "compare" and not manager.current.has_failed
+        ):  # parameters that stay in memory are then of two steps
             self._compare(manager, model)
         return what != "close" and not manager.current.has_failed
 
@@ -268,8 +269,17 @@ def try_case(
 
 def any_faults(chance: random.Random) -> Faults:
     calls = chance.choice([("write",), ("write",), ("read",), ("read", "write")])
-    waits = tuple(chance.randrange(120) for _ in range(chance.choice((1, 2, 4))))
-    return Faults(calls, chance.choice(ERRORS), waits, tuple(chance.choice((1, 1, 3, 8, 30)) for _ in waits))
+    count, most = chance.choice([(1, 120), (4, 60), (32, 40)])
+    waits = tuple(chance.randrange(most) for _ in range(count))
+    lengths = (1, 1, 3) if count > 4 else (1, 1, 3, 8, 30)
+    error = chance.choice(ERRORS if "write" in calls else ERRORS[:1])
+    return Faults(calls, error, waits, tuple(chance.choice(lengths) for _ in waits), chance.random() < 0.7)
+
+
+def any_afterwards(chance: random.Random) -> list[str]:
+    """Return what is done after each error, the last one first."""
+    leave = chance.choice((0, 0.1, 0.4))
+    return [chance.choice(LEAVE if chance.random() < leave else STAY) for _ in range(40)]
 
 
 def main(directory: Path, seed: int, cases: int) -> None:
@@ -288,7 +298,7 @@ def main(directory: Path, seed: int, cases: int) -> None:
             chance.shuffle(kinds)
         codec, kind = kinds[case % len(kinds)]
         all_faults = [any_faults(chance) for _ in range(chance.choice((1, 2, 3)))]
-        afterwards = [chance.choice(AFTERWARDS) for _ in range(8)]
+        afterwards = any_afterwards(chance)
         try:
             said = try_case(directory / f"case-{case}", kind, all_faults, list(afterwards), codecs[codec])
         except AssertionError as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bad_input.injected import Injector
 from torch import nn
 from torch.nn import functional as F
 
@@ -280,3 +282,31 @@ def test_transforms_that_torch_refuses_there_are_refused_by_name(manager: swappe
     with swapper.offload_activations(manager, min_bytes=1):
         (gradient,) = torch.autograd.grad(loss(x.requires_grad_()), x)
     assert torch.equal(gradient, expected)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that strikes in a destructor
+def test_after_an_exception_of_another_thread_gradients_are_right_or_refused(manager: swapper.SwapManager) -> None:
+    model, value = Residual(), torch.randn(2, 128, WIDTH)
+    expected = gradients(model, lambda: model(value).square().mean())
+    activations = swapper.offload_activations(manager, **SMALL)
+
+    def run() -> list[torch.Tensor]:
+        return gradients(model, lambda: model(value).square().mean())
+
+    with activations:
+        counter = Injector(-1, "thread")
+        assert counter.run(run) is None
+    refused = 0
+    for at in random.Random(1).sample(range(1, counter.count + 1), 30):
+        with activations:
+            Injector(at, "thread").run(run)
+        try:
+            with activations:
+                assert_equal(run(), expected)
+        except swapper.StateError as error:
+            assert "while saved activations were being moved" in str(error)
+            refused += 1
+            activations = swapper.offload_activations(manager, **SMALL)
+            with activations:
+                assert_equal(run(), expected)
+    assert 0 < refused < 30

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from swapper.train.state.mapped_state import StateTensor
 from torch import nn
 
 import swapper
@@ -18,6 +17,7 @@ from e2e.external_files import half_frozen, saved, trained
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import adamw, send_away, smallest_budget
 from swapper import ExternalWeights
+from swapper.train.state.mapped_state import StateTensor
 
 
 def refused(directory: Path, model: nn.Module, error: type[Exception], match: str, **options: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ from e2e.twins import smallest_budget
 
 
 class Failing:
-    """A verb of the pager that raises what an earlier write's failure does, at its n-th call from now on."""
+    """A function of a run that raises what an earlier write's failure does, at its n-th call from now on."""
 
-    def __init__(self, pager: Any, verb: str) -> None:
-        self._pager, self._verb, self._function = pager, verb, getattr(pager, verb)
+    def __init__(self, run: Any, name: str) -> None:
+        owner = run.pager if hasattr(run.pager, name) else run.model._sweep
+        self._function, self._drop = getattr(owner, name), run.pager._drop if name == "wait" else None
         self._left = -1
-        setattr(pager, verb, self)
+        setattr(owner, name, self)
 
     def at(self, number: int) -> None:
         self._left = number
@@ -32,58 +35,193 @@ class Failing:
     def has_failed(self) -> bool:
         return self._left < 0
 
-    def __call__(self, access: Any) -> None:
+    def __call__(self, argument: Any) -> None:
         self._left -= 1
         if self._left == -1:
-            if self._verb == "wait":
-                self._pager._drop(access)
+            if self._drop is not None:
+                self._drop(argument)
             raise swapper.IoError("write", "turn-0.swap", 0, 4096, errno.EIO)
-        self._function(access)
+        self._function(argument)
+
+
+class Runs:
+    """A run, and the same with plain torch."""
+
+    def __init__(self, directory: Path, update: str) -> None:
+        self.plain, self.plain_optimizer, _ = make()
+        self._directory = directory
+        self._options = {"params": "nvme", "optimizer_state": "nvme", "gradients": "host", "update": update}
+        model, optimizer, _ = make()
+        self._budget = smallest_budget(directory, model, optimizer, **self._options)
+        self.taken = 0
+        self.open()
+
+    def open(self) -> None:
+        model, optimizer, _ = make()
+        self.manager = swapper.SwapManager(self._directory, host_memory=self._budget, resume="auto")
+        self.model, self.optimizer = self.manager.offload(model, optimizer, **self._options)
+
+    def resume(self) -> None:
+        """Close, and go on from the last commit, which is of the step before or of the last one."""
+        self.manager.close()
+        del self.model, self.optimizer  # of this process, which hold the directory's files
+        self.open()
+        assert self.manager.step == self.taken
+
+    def step(self) -> None:
+        loss = train_step(self.model, self.optimizer, self.taken)
+        assert loss == train_step(self.plain, self.plain_optimizer, self.taken)
+        self.taken += 1
+
+    def fail_to_snapshot(self, failing: Failing, number: int) -> None:
+        failing.at(0)
+        with contextlib.suppress(swapper.SwapperError):
+            self.manager.snapshot(self._directory / f"between-{number}.pt").wait()
+        failing.at(-1)
+
+    def check(self) -> None:
+        state = self.model.state_dict()
+        for name, tensor in self.plain.state_dict().items():
+            assert torch.equal(state[name], tensor), name
+        state = self.optimizer.state_dict()["state"]
+        for of, values in self.plain_optimizer.state_dict()["state"].items():
+            assert all(torch.equal(state[of][key], value) for key, value in values.items()), of
+
+
+WAYS = [
+    (update, name, then)
+    for update in ("step", "deferred", "backward")
+    for name in ("lease", "wait", "_make_ready")
+    for then in ("repeat", "snapshot, repeat", "close", "snapshot, close")
+]
+FAST = [("deferred", "lease", "snapshot, repeat")]
 
 
 @pytest.mark.parametrize(
-    ("update", "verb"),
-    [
-        pytest.param(update, verb, marks=() if (update, verb) == ("deferred", "lease") else pytest.mark.slow)
-        for update in ("step", "deferred", "backward")
-        for verb in ("lease", "wait")
-    ],
+    ("update", "name", "then"), [pytest.param(*way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS]
 )
-def test_after_an_error_at_any_lease_the_iteration_is_repeated_exactly(tmp_path: Path, update: str, verb: str) -> None:
-    plain, plain_optimizer, _ = make()
-    model, optimizer, _ = make()
-    budget = smallest_budget(tmp_path, model, optimizer, params="nvme", optimizer_state="nvme", update=update)
-    number = failed = 0
-    with swapper.SwapManager(tmp_path, host_memory=budget) as manager:
-        model, optimizer = manager.offload(
-            model, optimizer, params="nvme", optimizer_state="nvme", gradients="host", update=update
-        )
-        for _ in range(2):
-            assert train_step(model, optimizer, number) == train_step(plain, plain_optimizer, number)
-            number += 1
-        failing = Failing(manager.current.run.pager, verb)
-        while True:
-            failing.at(failed)
-            before = manager.step
-            try:
-                loss = train_step(model, optimizer, number)
-            except swapper.IoError:
-                assert manager.step == before
-                optimizer.zero_grad()
-                loss = train_step(model, optimizer, number)
-            assert loss == train_step(plain, plain_optimizer, number), f"{verb} {failed}"
-            number += 1
-            failed += 1
-            if not failing.has_failed:
-                break
+def test_after_an_error_at_any_place_of_a_step_the_run_is_exact(
+    tmp_path: Path, update: str, name: str, then: str
+) -> None:
+    runs = Runs(tmp_path, update)
+    for _ in range(2):
+        runs.step()
+    failing = Failing(runs.manager.current.run, name)
+    for number in itertools.count():
+        failing.at(number)
+        try:
+            loss = train_step(runs.model, runs.optimizer, runs.taken)
+            has_failed = False
+        except swapper.IoError:
+            has_failed = True
+            assert runs.manager.step == runs.taken
+            with contextlib.suppress(swapper.IoError):
+                runs.optimizer.zero_grad()
+            if "snapshot" in then:
+                runs.fail_to_snapshot(failing, number)
+            if "close" in then:
+                runs.resume()
+                failing = Failing(runs.manager.current.run, name)
+            loss = train_step(runs.model, runs.optimizer, runs.taken)
+        assert loss == train_step(runs.plain, runs.plain_optimizer, runs.taken), f"{name} {number}"
+        runs.taken += 1
+        if not has_failed:
+            break
+        runs.step()  # the step that the next error falls in is deferred again: no graph is left of the failed forward
+    failing.at(-1)
+    runs.check()
+    runs.resume()
+    runs.check()
+    runs.manager.close()
+    assert number > 5
+
+
+@pytest.mark.parametrize("name", ["lease", "wait", "_make_ready"])
+def test_an_error_between_two_groups_of_a_deferred_step_keeps_the_update_of_the_first(
+    tmp_path: Path, name: str
+) -> None:
+    runs = Runs(tmp_path, "deferred")
+    runs.step()
+    failing = Failing(runs.manager.current.run, name)
+    for number in range(2, 100, 2 if name == "_make_ready" else 5):
+        runs.step()
+        failing.at(number)
+        try:
+            runs.optimizer.state_dict()
+        except swapper.IoError:
+            failing.at(-1)
+            runs.check()
+        else:
+            break
+    assert number > 4
+    runs.resume()
+    runs.check()
+    runs.manager.close()
+
+
+class Changed:
+    """A run whose parameters, which have masters, are changed from outside before each step."""
+
+    def __init__(self, directory: Path, codec: str) -> None:
+        directory.mkdir()
+        self._directory = directory
+        self._options = {
+            "params": "nvme",
+            "optimizer_state": "nvme",
+            "master_weights": torch.float32,
+            "state_codec": codec,
+        }
+        model, optimizer, _ = make(dtype=torch.bfloat16)
+        self._budget = smallest_budget(directory, model, optimizer, **self._options)
+        self.resumed = 0
+        self.open()
+
+    def open(self) -> None:
+        model, optimizer, _ = make(dtype=torch.bfloat16)
+        self.manager = swapper.SwapManager(self._directory, host_memory=self._budget, resume="auto")
+        self.model, self.optimizer = self.manager.offload(model, optimizer, **self._options)
+
+    def change(self) -> None:
+        chance = torch.Generator().manual_seed(self.manager.step)
+        for module in self.model[:2]:
+            with self.manager.gather(module.parameters(), write=True), torch.no_grad():
+                module.weight.copy_(torch.randn(module.weight.shape, generator=chance))
+
+    def change_after_error(self) -> None:
+        try:
+            self.change()
+        except swapper.StateError as error:
+            assert "a change of parameters with fp32 masters failed half-way" in str(error)
+            before = self.manager.step
+            self.manager.close()
+            del self.model, self.optimizer
+            self.open()
+            assert self.manager.step == before
+            self.resumed += 1
+            self.change()
+
+    def step(self) -> float:
+        return train_step(self.model, self.optimizer, self.manager.step)
+
+
+@pytest.mark.parametrize("codec", ["exact", "8bit"])
+def test_masters_follow_a_change_from_outside_or_the_session_fails(tmp_path: Path, codec: str) -> None:
+    expected, run = Changed(tmp_path / "expected", codec), Changed(tmp_path / "run", codec)
+    for number in itertools.count():
+        failing = Failing(run.manager.current.run, "lease")
+        failing.at(number)
+        try:
+            run.change()
+        except swapper.IoError:
+            run.change_after_error()
+        else:
+            break
         failing.at(-1)
-        state = model.state_dict()
-        for name, tensor in plain.state_dict().items():
-            assert torch.equal(state[name], tensor), name
-        manager.snapshot(tmp_path / "end.pt").wait()
-    saved = torch.load(tmp_path / "end.pt", weights_only=True)["optimizer"]["state"]
-    for of, values in plain_optimizer.state_dict()["state"].items():
-        assert all(torch.equal(saved[of][key], value) for key, value in values.items()), of
+        expected.change()
+        assert run.step() == expected.step(), number
+    assert run.resumed > 0
+    run.manager.close()
+    expected.manager.close()
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from swapper.io.engines import Transfer, wait_for_all
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import hooks_read_weights
 from swapper.modules.own_hook import outside_transforms
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 
 ReadInto = Callable[[StoredTensor, int, torch.Tensor], Transfer]
 """Submits a read of a stored tensor: (tensor, offset in it, contiguous memory to fill); returns the ticket."""
@@ -346,7 +346,8 @@ class RowPrefetcher:
         """Begin to read the next parts, as long as there are free slots."""
         while len(self._reading) < PARTS_IN_MEMORY and (following := next(wanted, None)) is not None:
             linear, begin, end = following
-            with defer_sigint, outside_transforms():  # an unrecorded read would fill a slot that another part uses next
+            with defer_signals, outside_transforms():
+                # an unrecorded read would fill a slot that another part uses next
                 slot = self._number % PARTS_IN_MEMORY
                 if self._copies is not None and slot in self._copied:
                     self._copies.device.wait_for(self._copied.pop(slot))

@@ -99,7 +99,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
             yield True
         finally:
             self._batches = None
-            self._turns.owner = threading.current_thread()
+            self._turns.hand_over(threading.current_thread())
             order, self._order = self._order, []
             try:
                 if order:

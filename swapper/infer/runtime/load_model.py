@@ -23,7 +23,7 @@ from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.loaded_model import KEY, LoadedModel
 from swapper.modules.groups import Models
 from swapper.options import parse_host_memory
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 
 
 class SharedBudget:
@@ -200,7 +200,7 @@ def _open(model: nn.Module, source: Source, matched: Match, budgets: Budgets, ba
     else:
         device, other_bytes = budgets.device.device, _other_bytes(model, matched)
         fitting = fit_on_device(plan, budgets.host_bytes, budgets.device.nbytes, other_bytes, device)
-    with torch.inference_mode(False), torch.no_grad(), defer_sigint:
+    with torch.inference_mode(False), torch.no_grad(), defer_signals:
         cache_bytes = fitting.plan.cache_bytes(budgets.host_bytes)
         opened = LoadedModel(model, source, fitting, matched.buffers, cache_bytes, backend, device)
         model.__dict__[KEY] = opened

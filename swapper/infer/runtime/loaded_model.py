@@ -47,7 +47,7 @@ from swapper.modules.own_hook import never_trace
 from swapper.modules.torch_functions import Function, as_plain
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.sizes import format_bytes
 
 log = logging.getLogger("swapper")
@@ -212,7 +212,7 @@ class LoadedModel(FaultHandler):
         """
         if self._closed or os.getpid() != self._pid:
             return
-        with contextlib.nullcontext() if self._hooks is None else self._hooks.turn_to_unload(), defer_sigint:
+        with contextlib.nullcontext() if self._hooks is None else self._hooks.turn_to_unload(), defer_signals:
             if self._closed:  # by another thread, meanwhile
                 return
             self._unload()

@@ -29,7 +29,7 @@ from swapper.device.registered_memory import LockedMemory
 from swapper.errors import BudgetError, DeviceError, IoError
 from swapper.runtime.interrupts import make_lock
 from swapper.runtime.sizes import format_bytes
-from swapper.train.activations.saved_tensor_cache import Arrival, SavedTensorCache, Stored, page_aligned
+from swapper.train.activations.saved_tensor_cache import Arrival, SavedTensorCache, Stored, check_whole, page_aligned
 
 
 class DeviceStored:
@@ -122,7 +122,8 @@ class DeviceTensorCache:
     def end(self) -> None:
         """Release pending memory: nothing is saved any more for now."""
         with self._lock:
-            self._settle()
+            if not self._lock.broken_by:  # else the next use raises
+                self._settle()
 
     def keep(self, memory: torch.Tensor) -> DeviceStored:
         """Take over the content of a storage, uint8, which nobody changes any more.
@@ -302,7 +303,8 @@ class DeviceTensorCache:
         counters.device_peak_bytes = max(counters.device_peak_bytes, counters.device_held_bytes)
 
     def _settle(self) -> None:
-        """Handle every finished copy and every dropped storage."""
+        """Handle every finished copy and every dropped storage. Raises StateError, see `check_whole`."""
+        check_whole(self._lock)
         for going in (self._going_down, self._going_up):
             while going and self._device.has_passed(going[0][0]):
                 going.popleft()

@@ -21,8 +21,9 @@ from itertools import count
 
 import torch
 
+from swapper._C import SteadyLock
 from swapper.device.device import Device
-from swapper.errors import IoError
+from swapper.errors import IoError, StateError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
 from swapper.io.extents import SpillFile
@@ -305,7 +306,8 @@ class SavedTensorCache:
     # --- completions --------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Handle every finished transfer and every dropped storage."""
+        """Handle every finished transfer and every dropped storage. Raises StateError, see `check_whole`."""
+        check_whole(self._lock)
         for number, reference in list(self._moving.items()):
             stored = reference()
             if stored is None:
@@ -369,6 +371,15 @@ class SavedTensorCache:
     def _add(self, nbytes: int) -> None:
         self.counters.held_bytes += nbytes
         self.counters.peak_bytes = max(self.counters.peak_bytes, self.counters.held_bytes)
+
+
+def check_whole(lock: SteadyLock) -> None:
+    """Raise StateError if something has struck while saved storages, which `lock` guards, were being moved."""
+    if lock.broken_by:
+        raise StateError(
+            f"{lock.broken_by} was raised while saved activations were being moved (by another thread, or a second Ctrl-C): they "
+            "are in no known state. Repeat the forward with a new swapper.offload_activations"
+        )
 
 
 def _again(error: IoError) -> IoError:

@@ -22,7 +22,7 @@ from torch import nn
 from swapper.device.device_placement import EARLIER_SHARE
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.paging.pager import Pager
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.train.gradients.autograd_grads import Hook
 from swapper.train.gradients.cold_grad import GradientMeta, GradientPart, GradientSlot, is_part
 from swapper.train.gradients.paged_grads import PagedGradients
@@ -128,7 +128,7 @@ class DeviceGradients(PagedGradients):
         for key in [key for key in keys if key in self._sums]:
             slot, changes = self._slots[key], self._slots[key].content.changes
             self._order.follow()
-            with defer_sigint, torch.no_grad():
+            with defer_signals, torch.no_grad():
                 found = self._take_sum(key)
                 if found is None:
                     continue

@@ -19,7 +19,7 @@ from torch import nn
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.free_memory import note_freed
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook, check_dense
 from swapper.train.gradients.cold_grad import (
     Change,
@@ -160,7 +160,7 @@ class PagedGradients:
         slot = self._slots.get(id(parameter))
         if slot is None or gradient is None or type(gradient) is ColdGradient:
             return
-        with defer_sigint:
+        with defer_signals:
             self.forget_released()
             slot.here, slot.content = None, GradientMeta()
             self._move(slot, gradient.detach().contiguous(), adding=False)
@@ -242,7 +242,7 @@ class PagedGradients:
         if gradient.requires_grad:
             self._leave_with_graph(slot, gradient)
             return
-        with defer_sigint:
+        with defer_signals:
             self._take_held(slot, gradient)
 
     @torch.enable_grad()

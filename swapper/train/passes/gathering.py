@@ -22,7 +22,7 @@ from swapper.modules.groups import Models, Unit
 from swapper.modules.leased_group import storage_of
 from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.turns import Turns
-from swapper.runtime.interrupts import close_all, defer_sigint, run_uninterrupted
+from swapper.runtime.interrupts import close_all, defer_signals, run_uninterrupted
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.updates.masters import Masters
 
@@ -63,13 +63,11 @@ class Gathering:
         names: list[str] = []  # of parameters that were changed without `write`
         self._open += 1
         try:
-            with self._turns.turn(), outside_transforms(), defer_sigint:
+            with self._turns.turn(), outside_transforms(), defer_signals:
                 self._check_room({index for group in groups for index in group.pages_to_pin})
                 for group in groups:
-                    group.pin(write)
+                    _pin(group, write, self._masters)
                     pinned.append(group)
-                    if write:
-                        self._masters.before_change([group])
             yield
         finally:
             run_uninterrupted(lambda: self._end(pinned, versions, write, names))
@@ -100,6 +98,16 @@ class Gathering:
                 if write:
                     self._masters.after_change([group])
         self.is_closed = True
+
+
+def _pin(group: GroupParameters, write: bool, masters: Masters) -> None:
+    group.pin(write)
+    if write:
+        try:
+            masters.before_change([group])
+        except BaseException:
+            group.unpin(write)
+            raise
 
 
 def _unpin(group: GroupParameters, versions: dict[int, int], write: bool, names: list[str]) -> None:
@@ -155,9 +163,8 @@ class LoadHooks:
         pinned: list[GroupParameters] = []
         self._open.append((module, pinned))
         for index in unit.groups:
-            self._groups[index].pin(write=True)
+            _pin(self._groups[index], True, self._masters)
             pinned.append(self._groups[index])
-            self._masters.before_change([self._groups[index]])
 
     def _after(self, module: nn.Module, _: Any) -> None:
         if self._open and self._open[-1][0] is module:

@@ -88,7 +88,7 @@ class PassLifecycle:
         return self._hooks.pass_is_open
 
     def abandon(self) -> None:
-        """Forget a forward, a backward or a load_state_dict that never ended.
+        """Forget a forward, a backward or a load_state_dict that never ended, and leases that an exception left without a holder.
 
         Raises:
             StateError: called by a loss_fn.
@@ -96,6 +96,12 @@ class PassLifecycle:
         if self._hooks.is_batched:
             raise StateError("loss_fn called what must wait for the end of accumulate_batches, as a step or snapshot")
         self._abandon()
+        kept = self._kept_accesses()
+        has_more = self._pager.leased_pages > sum(len(access.pages) for access in kept)
+        if has_more and self._on_device is None:  # copies to a device have leases, too
+            for group in self._groups:
+                group.forget_leases()
+            self._drop_leases(kept)
 
     def _abandon(self) -> None:
         self._updates.pass_begins()
@@ -105,7 +111,10 @@ class PassLifecycle:
     def forget_leases(self) -> None:
         """Abandon the pass, and drop all leases of the pager and the device except pins, even if no pass is open."""
         self._abandon()
-        self._drop_leases([access for group in self._groups for access in group.kept_accesses])
+        self._drop_leases(self._kept_accesses())
+
+    def _kept_accesses(self) -> list[Access]:
+        return [access for group in self._groups for access in group.kept_accesses]
 
     def accumulate(self, loss_fn: Callable[[Any], torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor]:
         """See SwapManager.accumulate_batches. Failed backwards leave no gradients."""
@@ -176,9 +185,12 @@ class PassLifecycle:
             self._on_device.pass_begins()
 
     def _drop_leases(self, kept: Iterable[Access]) -> None:
-        """Drop all leases but `kept`, after waiting for copies that use them."""
+        """Drop all leases but `kept`, after waiting for copies that use them. What a sweep has updated is changed."""
         with contextlib.suppress(DeviceError):
-            self._sweep.settle()
+            try:
+                self._sweep.settle()
+            finally:
+                self._sweep.give_back()  # its last slice may be of a group that is done, which nobody undoes
         if self._on_device is not None:
             self._on_device.finish()
             self._on_device.forget_uses()

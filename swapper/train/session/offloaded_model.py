@@ -115,7 +115,7 @@ class OffloadedModel:
         self._sweep = self._make_sweep(plan.budget.page_bytes, current.clock.counters)
         self._conditions = Conditions(inventory, self._trainables, self._membership, self.optimizer_state.entries)
         self.groups: list[GroupParameters] = []
-        self._masters = Masters(self._sweep, pager)
+        self._masters = Masters(self._sweep, pager, current.fail_change)
         self.gathering = Gathering(self.groups, self._masters, session_guard.turns, pager.check_room)
         self.fault_handler = ParameterFaultHandler(
             inventory, self._trainables, self.groups, self._places, pager, session_guard, self.gathering, self.finish_update,

@@ -21,7 +21,7 @@ from swapper.errors import StateError
 from swapper.modules.cold import leave_cold, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.runtime.free_memory import return_free_memory
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.train.session.relayout import DetachedSession, OpenRun, check_between_steps, detach
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
@@ -106,12 +106,12 @@ class Parking:
         old: DetachedSession | None = None
         with clock.leave_out():
             try:
-                with current.turns.turn(), defer_sigint:
+                with current.turns.turn(), defer_signals:
                     old = self._park(lend)
                 yield
             finally:
                 if old is not None:
-                    with current.turns.turn(), defer_sigint:
+                    with current.turns.turn(), defer_signals:
                         self._unpark(old, open_run, bind)
 
     def _park(self, lend: Callable[[StateOwner], None]) -> DetachedSession:

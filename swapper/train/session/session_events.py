@@ -42,5 +42,8 @@ class SessionEvents(Protocol):
     def undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
         """Updates of `sections` have failed. See UndoSections."""
 
+    def fail_change(self, error: BaseException) -> None:
+        """A change from outside is half done: parameters, and not their masters."""
+
     def lose_ranks(self, error: BaseException) -> None:
         """This rank has left a collective that others wait in."""

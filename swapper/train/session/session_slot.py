@@ -48,7 +48,7 @@ class SessionSlot:
         self._pid = os.getpid()
         self._is_closed = False
         self._failure: BaseException | None = None
-        self._failed_step = 0
+        self._failed = ""
         self._left: BaseException | None = None
 
     def running(self, verb: str) -> TrainingSession:
@@ -89,7 +89,7 @@ class SessionSlot:
             ) from self._left
         if self._failure is not None:
             raise StateError(
-                f"step {self._failed_step} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
+                f"{self._failed} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
                 "Close the manager and resume from the last commit (resume='auto') or snapshot"
             ) from self._failure
         if self.run is not None and self.run.pager.broken_by:
@@ -223,7 +223,7 @@ class SessionSlot:
             run.model.passes.forget_leases()
             self.fail(step, error, run.model.sections_of(member))
         else:
-            self._failure, self._failed_step = error, step
+            self._failure, self._failed = error, f"step {step}"
         ours.undo(member)
         run.model.step_undone()
 
@@ -310,10 +310,14 @@ class SessionSlot:
 
         Otherwise the manager can only be closed.
         """
-        self._failure, self._failed_step = error, step
+        self._failure, self._failed = error, f"step {step}"
         if self.run is not None and self._may_undo(self.run, sections) and self.run.roll_back(step - 1, sections):
             self._failure = None
         return self._failure is None
+
+    def fail_change(self, error: BaseException) -> None:
+        """Refuse every use from now on: fp32 masters have not followed a change of parameters."""
+        self._failure, self._failed = error, "a change of parameters with fp32 masters"
 
     def _may_undo(self, run: TrainingSession, sections: Sequence[Section] | None) -> bool:
         """Return True if in this training step nothing has changed the sections but the step that failed."""

@@ -34,7 +34,7 @@ from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
 from swapper.runtime.free_memory import Watch, return_free_memory, watch_free_memory
-from swapper.runtime.interrupts import close_all, defer_sigint
+from swapper.runtime.interrupts import close_all, defer_signals
 from swapper.runtime.process import is_off
 from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.groups.train_device import TrainingDevice
@@ -315,7 +315,7 @@ class TrainingSession:
             start: called when a thread waits for it; starts it at once.
         """
         step = self._counters.step
-        with self._current.turns.turn(), defer_sigint:
+        with self._current.turns.turn(), defer_signals:
             content = self._content(more, step)
             snapshot = self.publisher.capture(path, content, keep, has_frozen, step, start)
             self.pager.write_back()
@@ -337,7 +337,7 @@ class TrainingSession:
             made.append(SnapshotDirectory(path, hidden, background, lambda: ranks.has_failed, content))
             return content
 
-        with self._current.turns.turn(), defer_sigint:
+        with self._current.turns.turn(), defer_signals:
             background = ranks.in_background()
             try:
                 with self._counters.waiting("rank", "to take this snapshot, which another does not, or not yet"):
@@ -387,7 +387,7 @@ class TrainingSession:
             return False
         if sections is None and self._resources.store.scratch is not None:
             return False  # gradients on NVMe are lost once they are used
-        with defer_sigint, suppress(SwapperError):
+        with defer_signals, suppress(SwapperError):
             if self.on_device is not None:
                 self.on_device.finish()  # copies from and to the discarded frames
             if sections is None:

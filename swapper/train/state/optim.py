@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from swapper.errors import StateError, UnsupportedError
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.process import is_off
 from swapper.train.optimizer.optimizer_set import MODES, is_own_method
 from swapper.train.state.state_view import StateView
@@ -186,7 +186,7 @@ class PagedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), defer_sigint:
+        with torch.no_grad(), defer_signals:
             if self._follow_scaler():
                 self._run_step()
             else:
@@ -239,7 +239,7 @@ class PagedOptimizer(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        with defer_sigint:
+        with defer_signals:
             state = self._bound.save()
         state_dict: dict[str, Any] = {"state": state, "param_groups": packed_groups(self.param_groups)}
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -266,7 +266,7 @@ class PagedOptimizer(Optimizer):
         unknown = state_dict["state"].keys() - numbers.keys()
         if unknown:
             raise ValueError(f"the state_dict has state for {min(unknown, key=str)!r}, which is in none of its groups")
-        with defer_sigint:
+        with defer_signals:
             self._bound.load({numbers[key]: state for key, state in state_dict["state"].items()})
             for saved, group in zip(theirs, ours, strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
@@ -288,7 +288,7 @@ class PagedOptimizer(Optimizer):
         if not hasattr(self, "_original"):
             super().add_param_group(param_group)
             return
-        with defer_sigint:
+        with defer_signals:
             self._train_more(lambda: self._original.add_param_group(param_group))
 
 

@@ -18,7 +18,7 @@ from swapper.errors import StateError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.section import Section
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import as_tensor, copy_of, iter_section_pages
@@ -332,7 +332,7 @@ class OptimizerState:
             self._copied_generation = self._generation
         shown = self._copies.get((name, key))
         if shown is None:
-            with defer_sigint, torch.no_grad():
+            with defer_signals, torch.no_grad():
                 copied = self._copy_of(name, key, self._group_of[id(parameter)])
                 shown = ShownState(copied, self._make_write(name, key))
             self._copies[name, key] = shown
@@ -363,7 +363,7 @@ class OptimizerState:
         self._finish_update()
         self.sync_to_host()
         try:
-            with defer_sigint, torch.inference_mode(False), torch.no_grad():
+            with defer_signals, torch.inference_mode(False), torch.no_grad():
                 change()
         except ValueError as error:
             raise StateError(f"optimizer.state was not changed: {error}") from error

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import defer_signals
 from swapper.train.layout.trainable import GroupUpdate
 from swapper.train.updates.sweep import Sweep
 
@@ -137,7 +137,7 @@ class Updates:
 @contextmanager
 def apart_from_pass() -> Iterator[None]:
     """Run the context, in the middle of a forward or a backward, without the modes of the pass around it."""
-    with defer_sigint, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with defer_signals, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 

@@ -7,7 +7,7 @@ bytes for each element that is gathered for writing, in addition to the budget, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -19,11 +19,16 @@ from swapper.train.updates.sweep import Sweep
 
 
 class Masters:
-    """Notes parameters before changes, and refreshes their masters afterwards."""
+    """Notes parameters before changes, and refreshes their masters afterwards.
 
-    def __init__(self, sweep: Sweep, pager: Pager) -> None:
+    Args:
+        fail: called with an error that left some masters as they were: the session cannot go on.
+    """
+
+    def __init__(self, sweep: Sweep, pager: Pager, fail: Callable[[BaseException], None]) -> None:
         self._sweep = sweep
         self._pager = pager
+        self._fail = fail
         self._of = {t.group: t for t in sweep.trainables if any(places.has_master for places in t.places)}
         self._changes: Counter[int] = Counter()  # that are open, by group
         self._before: dict[int, dict[str, torch.Tensor]] = {}  # by group and name: parameters before a change
@@ -34,17 +39,21 @@ class Masters:
         for group in found:
             group.write_back()
         for trainable in self._among(found):
-            self._changes[trainable.group] += 1
-            if self._changes[trainable.group] == 1:
+            if self._changes[trainable.group] == 0:
                 coded = [places for places in trainable.places if places.has_coded_master]
                 self._before[trainable.group] = {one.name: copy_of(one.param, self._pager).view(-1) for one in coded}
+            self._changes[trainable.group] += 1
 
     def after_change(self, groups: Iterable[GroupParameters]) -> None:
         """Set masters of `groups` to changed parameters, when the outermost change of each is over: no step is taken before."""
         for trainable in self._among(groups):
             self._changes[trainable.group] -= 1
             if self._changes[trainable.group] == 0:
-                self._sweep.refresh_masters(trainable, self._before.pop(trainable.group))
+                try:
+                    self._sweep.refresh_masters(trainable, self._before.pop(trainable.group))
+                except BaseException as error:
+                    self._fail(error)
+                    raise
 
     def _among(self, groups: Iterable[GroupParameters]) -> Iterator[Trainable]:
         found = (self._of.get(group.index) for group in groups)

@@ -173,7 +173,7 @@ class Sweep:
     def give_back(self, then: Access | None = None) -> None:
         """Release the last update's leases, after leasing `then`, if any; no update follows soon."""
         self._hand_over(then)
-        self._last = None
+        self._last = None  # `then` is the caller's
 
     def fetch_ahead(self, groups: int | None = None) -> None:
         """Begin to fetch the state that the next forward needs first: this backward may be the last one of its step.
@@ -244,12 +244,12 @@ class Sweep:
         try:
             if access is not None:
                 self._pager.lease(access)
-                self._last = access
         finally:
             if last is not None:
                 self._pager.release(last, last.writes if changed is None else changed)
         if access is not None:
             self._pager.wait(access)
+            self._last = access
 
     def _runs(self, update: GroupUpdate, part: Slice) -> Iterator[list[Update]]:
         """Yield the runs of a slice, each to be updated and stored before the next. Update what needs no optimizer."""
