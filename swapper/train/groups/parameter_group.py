@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from swapper.device.tier import DeviceCopy
-from swapper.errors import DeviceError, StateError, UnsupportedError
+from swapper.errors import DeviceError, InvariantError, StateError, UnsupportedError
 from swapper.modules.cold import ASSIGNED_BESIDE_ALIAS, SAME_FORM, materialize, set_cold, unguard
 from swapper.modules.groups import Group
 from swapper.modules.guarded import FaultHandler, guard
@@ -25,6 +25,7 @@ from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_files import checksum_of
+from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import SectionSource, compare, fill
 
@@ -43,6 +44,9 @@ class GroupParameters(LeasedGroup):
     Args:
         places: for each parameter, its section and slot.
         expire: called with a reason before changed parameters may be written: expires the tensors that show them.
+
+    Attributes:
+        state: in the present step.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class GroupParameters(LeasedGroup):
         self._read_access = Access(None, tuple(pages))
         self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
         self.paged = bool(pages)
+        self.state = CURRENT
         self.catch_up: Callable[[Access | None], None] | None = None  # see `defer_update`
         self.open_shards: Hidable | None = None  # of a sharded model
         self.pins: list[Access] = []  # leases outside of the order of a step
@@ -124,13 +129,24 @@ class GroupParameters(LeasedGroup):
             else:
                 fill(section, self._pager, content)
 
-    def defer_update(self, catch_up: Callable[[Access | None], None]) -> None:
+    def move(self, new: GroupState) -> None:
+        """Change the state. Raises InvariantError: that is no legal move."""
+        if (self.state, new) not in LEGAL_MOVES:
+            raise InvariantError(
+                f"group {self.index} ({self.names[0]} and others): {self.state.name} -> {new.name} is not a legal move"
+            )
+        self.state = new
+
+    def defer_update(self, state: GroupState, catch_up: Callable[[Access | None], None]) -> None:
         """Hide the parameters: the group is in the middle of a step.
 
         Args:
+            state: DUE or SEALED.
             catch_up: called at the next access. Updates the group and leases the given access (deferred.py), or refuses
                 (during_backward.py).
         """
+        if self.state is not state:
+            self.move(state)
         self.catch_up = catch_up
         if self.open_shards is not None:
             self.open_shards.hide()
@@ -140,12 +156,18 @@ class GroupParameters(LeasedGroup):
 
     def clear_deferred(self) -> None:
         """Show the parameters: the group is updated."""
-        self.catch_up = None
+        self.forget_update()
         if self.open_shards is not None:
             self.open_shards.show()
         if not self.paged:
             for parameter in self.parameters:
                 materialize(parameter)
+
+    def forget_update(self) -> None:
+        """Leave the step: the group is of the last one that was taken."""
+        self.catch_up = None
+        if self.state is not CURRENT:
+            self.move(CURRENT)
 
     def expected_before(self) -> list[int]:
         """Return the groups that the rest of this step is expected to lease before this one."""
@@ -382,8 +404,8 @@ class DeviceGroupParameters(GroupParameters):
         """Return no groups: copies are made ahead of the schedule, so it does not tell which ones were skipped."""
         return []
 
-    def defer_update(self, catch_up: Callable[[Access | None], None]) -> None:
-        super().defer_update(catch_up)
+    def defer_update(self, state: GroupState, catch_up: Callable[[Access | None], None]) -> None:
+        super().defer_update(state, catch_up)
         self.image.waits = True
 
     def clear_deferred(self) -> None:

@@ -38,6 +38,7 @@ from swapper.modules.own_hook import OwnHook
 from swapper.paging.planning.schedule import Access
 from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.gradients.fixed_gradient import fix, unfix
+from swapper.train.groups.group_state import DUE, UPDATING
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.trainable import GroupUpdate
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
@@ -65,7 +66,6 @@ class DeferredStep(Updates):
         self._may_defer = may_defer
         self._left: dict[int, GroupUpdate] = {}  # by group
         self._members: set[int] = set()  # optimizers whose step is open
-        self._begun: set[int] = set()  # groups whose update is in flight, ahead of their use
         self._reached: set[int] = set()  # groups that a forward has used since the step
         self._versions: dict[int, int] = {}  # of the fixed gradients, by id
         self._hooks = AccumulationHooks()
@@ -104,7 +104,7 @@ class DeferredStep(Updates):
         `in_order` is True from then on as long as only forwards and backwards cause updates.
         """
         self._sweep.take_in_written()
-        for group in list(self._begun):
+        for group in self._begun():
             self._close(group)
         if not self._may_defer(member):
             self.in_order = False
@@ -154,15 +154,19 @@ class DeferredStep(Updates):
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _begun(self) -> list[int]:
+        """Return the groups whose update is in flight, ahead of their use."""
+        return [group for group in self._left if self._groups[group].state is UPDATING]
+
     def _update(self, group: int) -> None:
         left = list(self._left)
         at = left.index(group)
         for index in left[at : at + 1 + self._sweep.ahead]:
-            if index not in self._begun:
+            if self._groups[index].state is not UPDATING:
                 with self._rolling_back(index):
                     self._check_not_written(index)
                     self._check_and_release(self._left[index])
-                    self._begun.add(index)
+                    self._groups[index].move(UPDATING)
                     self._sweep.update(self._left[index])
                     if self._sweep.ahead:
                         self._fix(self._left[index])  # kernels may still be to use them
@@ -175,7 +179,6 @@ class DeferredStep(Updates):
             if self._sweep.ahead:
                 self._check_and_release(self._left[group])
             self._groups[group].clear_deferred()
-            self._begun.discard(group)
             del self._left[group]  # this frees the gradients, whose memory may be reused now
             if not self._left:
                 self._sweep.end()
@@ -183,7 +186,7 @@ class DeferredStep(Updates):
 
     def _hide(self, group: int) -> None:
         """Hide the group's outdated parameters. See [Note: who may not see an open step]."""
-        self._groups[group].defer_update(partial(self.catch_up, group))
+        self._groups[group].defer_update(DUE, partial(self.catch_up, group))
         self._fix(self._left[group])
 
     def _fix(self, update: GroupUpdate) -> None:
@@ -216,12 +219,11 @@ class DeferredStep(Updates):
 
     def _forget(self) -> None:
         for index, update in self._left.items():
-            self._groups[index].catch_up = None
+            self._groups[index].forget_update()
             for gradient in update.gradients:
                 if gradient is not None:
                     unfix(gradient)
         self._left, self._versions = {}, {}
-        self._begun.clear()
 
     @contextmanager
     def _rolling_back(self, group: int | None) -> Iterator[None]:
@@ -230,12 +232,12 @@ class DeferredStep(Updates):
             try:
                 yield
             except BaseException as error:
-                undone = [index for index in self._left if index == group or index in self._begun]
+                begun = self._begun()
+                undone = [index for index in self._left if index == group or index in begun]
                 if not self._undo([self._left[index] for index in undone], error):
                     self._forget()
                 else:
                     self._sweep.abandon()
                     for index in undone:
                         self._hide(index)
-                    self._begun.clear()
                 raise

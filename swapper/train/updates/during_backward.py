@@ -57,6 +57,7 @@ from swapper.errors import StateError
 from swapper.modules.torch_functions import METADATA, leaves, share_memory, tensors_among, written_among
 from swapper.paging.planning.schedule import Access
 from swapper.train.gradients.autograd_grads import AccumulationHooks
+from swapper.train.groups.group_state import SEALED, UPDATING
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.trainable import GroupUpdate, Trainable
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
@@ -319,6 +320,7 @@ class StepInBackward(Updates):
                 if update is None:
                     return
                 self._done[group] = update  # from here on it must be restored if anything fails
+                self._groups[group].move(UPDATING)
                 self._sweep.update(update)
                 self._sweep.give_back()
                 self._close_group(group, update)
@@ -337,7 +339,7 @@ class StepInBackward(Updates):
                 f"update='backward' it cannot be used; {REMEDY}"
             )
 
-        self._groups[group].defer_update(refuse)
+        self._groups[group].defer_update(SEALED, refuse)
         for gradient in update.gradients:
             if gradient is not None:
                 self._versions[id(gradient)] = gradient._version

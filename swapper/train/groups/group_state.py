@@ -1,0 +1,34 @@
+"""The states of a group within a step and the moves between them. Any other move is a bug and raises at once."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class GroupState(Enum):
+    """Where a group's parameters are between two steps."""
+
+    CURRENT = auto()
+    """Of the last step that was taken; anybody may lease them."""
+    DUE = auto()
+    """Of the step before: `optimizer.step()` has fixed the update. They are hidden, and a lease does the update first."""
+    UPDATING = auto()
+    """The update is queued or runs; its results are not shown yet."""
+    SEALED = auto()
+    """Of a step that backward has begun and nobody has taken yet. They are hidden, and a lease is refused."""
+
+
+CURRENT, DUE, UPDATING, SEALED = GroupState
+
+LEGAL_MOVES: frozenset[tuple[GroupState, GroupState]] = frozenset(
+    {
+        (CURRENT, DUE),  # a step has fixed the update
+        (DUE, UPDATING),  # the update begins
+        (UPDATING, DUE),  # it failed, and was undone
+        (UPDATING, CURRENT),  # its results are shown, or it failed in backward, and was undone
+        (DUE, CURRENT),  # the step was undone as a whole, or dropped
+        (CURRENT, UPDATING),  # in backward: the gradients are complete
+        (UPDATING, SEALED),  # in backward: it is done
+        (SEALED, CURRENT),  # the step was taken, or undone
+    }
+)
