@@ -3,13 +3,16 @@
 A copy stream copies a slice's state, gradient and parameters to one of a ring of storages on the device. The optimizer
 works on views of it on a stream of its own ([Note: stream of updates], train_device.py). Another stream copies the
 results down. The slice's pages are leased until they have arrived, and then its storage is free. So the copies and the
-update of three slices overlap with each other and with the drive, and Python waits for the oldest only, also across
-groups; the ring exists from a step's first update until its last results have come. State that stays on the device is
+update of three slices overlap with each other and with the drive, also across groups; the ring exists from a step's first update until its last results have come. State that stays on the device is
 updated there.
 
 The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
 decoded for the update there, and encoded after it (slice_parts.py).
+
+[Note: who waits for a slot] The copies up into a slot wait, on their stream, for the copies down from it: for state in host memory
+Python waits for nothing. It waits for the slot's last results if the slice leases frames, since a frame is given to another page
+by Python, or if the slot has too little memory.
 
 [Note: a step goes on] A step is queued when `optimizer.step()` returns, and its copies go on during the next forward, as far as
 streams order everything: state in host memory, of parameters that are updated in their images. What reads that state, or a
