@@ -3,8 +3,8 @@
 A copy stream copies a slice's state, gradient and parameters to one of a ring of storages on the device. The optimizer
 works on views of it on a stream of its own ([Note: stream of updates], train_device.py). Another stream copies the
 results down. The slice's pages are leased until they have arrived, and then its storage is free. So the copies and the
-update of three slices overlap with each other and with the drive, also across groups; the ring exists from a step's first update until its last results have come. State that stays on the device is
-updated there.
+update of three slices overlap with each other and with the drive, also across groups; the ring exists from a step's
+first update until its last results have come. State that stays on the device is updated there.
 
 The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
