@@ -8,6 +8,7 @@ long as it is its newest.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +67,11 @@ def forget_kept() -> Iterator[None]:
 
 def a_tensor(model: nn.Module) -> None:
     for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+
+
+def a_tensor_for_each_second(model: nn.Module) -> None:
+    for parameter in list(model.parameters())[::2]:
         parameter.grad = torch.randn(parameter.shape)
 
 
@@ -142,7 +148,14 @@ def parts_of_one_buffer(model: nn.Module) -> None:
 
 
 FOLLOWED = [
-    *(a_tensor, one_for_some, one_tensor_for_two, its_own_again, a_tensor_and_another_backward),
+    *(
+        a_tensor,
+        a_tensor_for_each_second,
+        one_for_some,
+        one_tensor_for_two,
+        its_own_again,
+        a_tensor_and_another_backward,
+    ),
     *(one_tensor_for_two_and_another_backward, parts_of_one_buffer),
 ]
 WITH_DATA = [
@@ -170,6 +183,41 @@ def test_assigned_gradients_are_those_that_are_used(pair: MakeTwins, place: str,
         made.train(lambda model, optimizer: step(model, optimizer, its_own_again), steps=1)
         made.train(step, steps=2)
         made.assert_same_parameters()
+    made.assert_same_state()
+
+
+@pytest.mark.parametrize("way", [its_own_again, a_tensor_for_each_second])
+def test_an_earlier_gradient_may_die_at_any_lease_of_a_step(pair: MakeTwins, way: Any) -> None:
+    """As one does that the program has kept, or the traceback of an exception: the newer one is still to be used."""
+    made = pair("nvme", update="deferred")
+    pager = made.manager.current.run.pager
+    lease, left, kept = pager.lease, -1, list[Any]()
+
+    def let_go(access: Any) -> None:
+        nonlocal left
+        if left == 0:
+            kept.clear()
+        left -= 1
+        lease(access)
+
+    def step(model: nn.Module, optimizer: Any, keeps: bool = False) -> torch.Tensor:
+        loss = backward(model)
+        way(model)
+        kept.extend(parameter.grad for parameter in model.parameters() if keeps)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    pager.lease = let_go
+    for number in itertools.count():
+        made.both(lambda model, optimizer: step(model, optimizer, keeps=True))
+        left = number
+        made.both(step)
+        if left >= 0:
+            break
+    made.both(step)
+    assert number > 10
+    made.assert_same_parameters()
     made.assert_same_state()
 
 

@@ -13,16 +13,18 @@ import torch
 
 import swapper
 from e2e import late_errors
-from e2e.killed_run import make
+from e2e.killed_run import batch, make
 from e2e.late_errors import train_step
 from e2e.processes import run_python
 from e2e.twins import smallest_budget
+from swapper.errors import InvariantError
 
 
 class Failing:
-    """A function of a run that raises what an earlier write's failure does, at its n-th call from now on."""
+    """A function of a run that raises `error`, else what an earlier write's failure does, at its n-th call from now on."""
 
-    def __init__(self, run: Any, name: str) -> None:
+    def __init__(self, run: Any, name: str, error: Exception | None = None) -> None:
+        self._error = error
         owner = run.pager if hasattr(run.pager, name) else run.model._sweep
         self._function, self._drop = getattr(owner, name), run.pager._drop if name == "wait" else None
         self._left = -1
@@ -40,7 +42,7 @@ class Failing:
         if self._left == -1:
             if self._drop is not None:
                 self._drop(argument)
-            raise swapper.IoError("write", "turn-0.swap", 0, 4096, errno.EIO)
+            raise self._error or swapper.IoError("write", "turn-0.swap", 0, 4096, errno.EIO)
         self._function(argument)
 
 
@@ -155,6 +157,28 @@ def test_an_error_between_two_groups_of_a_deferred_step_keeps_the_update_of_the_
             break
     assert number > 4
     runs.resume()
+    runs.check()
+    runs.manager.close()
+
+
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_a_broken_invariant_in_an_update_ends_the_session_by_name(tmp_path: Path, update: str) -> None:
+    """A repetition would meet it again, and what memory has is not to be committed."""
+    runs = Runs(tmp_path, update)
+    losses = [train_step(runs.plain, runs.plain_optimizer, number) for number in range(4)]
+    for number in range(2):
+        assert train_step(runs.model, runs.optimizer, number) == losses[number]
+    failing = Failing(runs.manager.current.run, "_make_ready", InvariantError("a page was lost"))
+    failing.at(0)
+    with pytest.raises(InvariantError, match="a page was lost"):
+        train_step(runs.model, runs.optimizer, 2)
+    for use in (lambda: runs.model(batch(2)), runs.optimizer.state_dict, runs.optimizer.step):
+        with pytest.raises(swapper.StateError, match=r"failed half-way \(a page was lost\).*resume"):
+            use()
+    runs.taken = 1 if update == "deferred" else 2  # its last step was still open
+    runs.resume()
+    for number in range(runs.taken, 4):
+        assert train_step(runs.model, runs.optimizer, number) == losses[number]
     runs.check()
     runs.manager.close()
 

@@ -52,7 +52,8 @@ class PagedGradients:
         self._slots = {id(parameter): GradientSlot(name, parameter, place) for name, parameter, place in places}
         self._by_name = {slot.name: slot for slot in self._slots.values()}
         self._stashed: list[GradientSlot] = []  # whose ColdGradient was removed in this backward
-        self._released: list[GradientSlot] = []  # by zero_grad; recorded anywhere, processed when a gradient arrives
+        # ColdGradients that died, as by zero_grad, by slot; recorded anywhere, processed when a gradient arrives.
+        self._released: list[tuple[GradientSlot, weakref.ref[torch.Tensor]]] = []
         self._users: dict[int, set[int]] = {}  # by index of a page: ids of the parameters whose gradients it has
         self._norm_types: dict[float, None] = {USUAL_NORM: None}  # computed for each as it is written
         self._hooks = AccumulationHooks()
@@ -259,7 +260,7 @@ class PagedGradients:
         note_freed(gradient.nbytes)
         before = slot.stash
         if before is None:
-            slot.content = GradientMeta()
+            slot.here, slot.content = None, GradientMeta()
         try:
             slot.check_whole()
             self._move(slot, gradient.detach().contiguous(), adding=before is not None)
@@ -285,7 +286,7 @@ class PagedGradients:
         here = self._stand_in(slot)
         here.__class__ = ColdGradient
         here.swapper_name = slot.name  # type: ignore[attr-defined]
-        slot.here = weakref.ref(here, lambda _: self._released.append(slot))
+        slot.here = weakref.ref(here, lambda died: self._released.append((slot, died)))
         here.swapper_gradient = _finder(weakref.ref(self), id(slot.parameter), slot.here)  # type: ignore[attr-defined]
         return here
 
@@ -329,9 +330,13 @@ class PagedGradients:
             self._pager.release(part.access, part.access.writes)
 
     def forget_released(self) -> None:
-        """Process `zero_grad`. A ColdGradient may die anywhere, even within the pager; here it is safe."""
-        slots, self._released[:] = list(self._released), []
-        self._forget(h for h in slots if h.stash is None and type(h.parameter.grad) is not ColdGradient)
+        """Process `zero_grad`. A ColdGradient may die anywhere, even within the pager; here it is safe.
+
+        An earlier one, which the program or an exception's traceback has kept, may die at any time: the pages have a newer
+        gradient then, which an open step may be still to use.
+        """
+        released, self._released = self._released, []
+        self._forget(slot for slot, died in released if slot.here is died)
 
     def _forget(self, slots: Iterable[GradientSlot]) -> None:
         empty = []

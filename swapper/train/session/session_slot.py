@@ -12,7 +12,7 @@ from typing import Any
 
 from swapper.capabilities import Feature, check
 from swapper.durability.directory import RunDirectory
-from swapper.errors import StateError
+from swapper.errors import InvariantError, StateError
 from swapper.modules.turns import Turns
 from swapper.paging.section import Section
 from swapper.runtime.counters import FAMILIES
@@ -308,10 +308,13 @@ class SessionSlot:
     def fail(self, step: int, error: BaseException, sections: Sequence[Section] | None = None) -> bool:
         """Restore `sections`, or all, to the state before `step`, which failed half-way. Return True if they are restored.
 
-        Otherwise the manager can only be closed.
+        Otherwise the manager can only be closed; so too after an InvariantError, which each repetition would meet again.
         """
         self._failure, self._failed = error, f"step {step}"
-        if self.run is not None and self._may_undo(self.run, sections) and self.run.roll_back(step - 1, sections):
+        is_bug = isinstance(error, InvariantError)
+        if self.run is None or is_bug or not self._may_undo(self.run, sections):
+            return False
+        if self.run.roll_back(step - 1, sections):
             self._failure = None
         return self._failure is None
 
