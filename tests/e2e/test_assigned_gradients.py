@@ -193,7 +193,7 @@ def test_an_earlier_gradient_may_die_at_any_lease_of_a_step(pair: MakeTwins, way
     pager = made.manager.current.run.pager
     lease, left, kept = pager.lease, -1, list[Any]()
 
-    def let_go(access: Any) -> None:
+    def drop(access: Any) -> None:
         nonlocal left
         if left == 0:
             kept.clear()
@@ -208,7 +208,7 @@ def test_an_earlier_gradient_may_die_at_any_lease_of_a_step(pair: MakeTwins, way
         optimizer.zero_grad()
         return loss
 
-    pager.lease = let_go
+    pager.lease = drop
     for number in itertools.count():
         made.both(lambda model, optimizer: step(model, optimizer, keeps=True))
         left = number
