@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.serialization import config
 
+from swapper.checkpoint.mapping.mapped_files import FileChanges
 from swapper.checkpoint.replacing import replacing
 from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError
@@ -47,7 +48,8 @@ def save(
         durable: return when the file would survive a power loss.
 
     Raises:
-        CheckpointError: the path is not allowed, or two tensors see the same memory as different types.
+        CheckpointError: the path is not allowed, two tensors see the same memory as different types, or a file from which
+            tensors are mapped was changed meanwhile.
         IoError: the drive failed, or is full. Nothing is left under the name.
         DeviceError: the device of a tensor failed. Nothing is left under the name.
         Any error of pickling your objects.
@@ -55,14 +57,14 @@ def save(
     alignment = config.save.storage_alignment
     if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise ConfigError(f"config.save.storage_alignment={alignment!r} must be a power of two up to {MAX_ALIGNMENT}")
-    file = io.BytesIO()
+    changes, file = FileChanges(), io.BytesIO()
     pickler = _Pickler(file, pickle_protocol)
     pickler.dump(obj)
     storages = list(pickler.storages.values())
     sizes = [storage.nbytes() for storage in storages]
     if len(sizes) == 0 or sum(sizes) >= SMALL_MEAN_BYTES * len(sizes):
         alignment = max(alignment, SECTOR_BYTES)
-    with replacing(path, overwrite=overwrite, durable=durable) as temporary:
+    with replacing(path, overwrite=overwrite, durable=durable) as temporary, changes.refused(path):
         _write(temporary, file.getvalue(), storages, sizes, alignment)
 
 

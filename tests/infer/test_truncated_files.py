@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
+import signal
 import subprocess
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,14 +209,14 @@ def test_a_write_that_fails_leaves_the_loaded_file_as_it_was(tmp_path):
 # --- while it is read -------------------------------------------------------------------------------------------------
 
 
-class Truncates:
-    """Truncates a file when it is pickled: torch.save writes the bytes of tensors after that."""
+class Shortens:
+    """Shortens a file when it is pickled: torch.save writes the bytes of tensors after that."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, shorten, path):
+        self.shorten, self.path = shorten, path
 
     def __reduce__(self):
-        os.truncate(self.path, 4096)
+        self.shorten(self.path, None)
         return str, ()
 
 
@@ -227,12 +230,42 @@ def loaded_file(tmp_path):
     swapper.loaded(model).unload()
 
 
-@pytest.mark.parametrize("suffix", ["pt", "onto the same"])
-def test_what_is_written_while_the_file_is_truncated_is_refused(loaded_file, suffix):
+def save_into_an_open_file(state, path):
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+SAVES = {
+    "torch.save": torch.save,
+    "old format": old_torch_save,
+    "open file": save_into_an_open_file,
+    "memory": lambda state, path: torch.save(state, io.BytesIO()),
+    "old format in memory": lambda state, path: torch.save(state, io.BytesIO(), _use_new_zipfile_serialization=False),
+    "swapper": swapper.checkpoint.save,
+}
+
+
+@pytest.mark.parametrize("shorten", [by_leaving_a_page, by_growing_again], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", SAVES)
+def test_what_is_written_while_the_file_becomes_shorter_is_refused(loaded_file, way, shorten):
+    """Also if another file had the same path before, is mapped still, and was changed then."""
     path, model = loaded_file
-    target = path if suffix == "onto the same" else path.parent / "new.pt"
+    older = model.state_dict()
+    by_leaving_a_page(path, older)
+    path.unlink()
+    save_file(make().state_dict(), path)
+    newer = on_meta()
+    swapper.load(newer, path, host_memory=BUDGET)
+    with pytest.raises(swapper.errors.CheckpointError, match=f"{path} was .* which is not whole"):
+        SAVES[way]({**newer.state_dict(), "last": Shortens(shorten, path)}, path.parent / "new.pt")
+    swapper.loaded(newer).unload()
+    assert older.keys() == newer.state_dict().keys()
+
+
+def test_what_is_written_onto_a_file_that_becomes_shorter_meanwhile_is_refused(loaded_file):
+    path, model = loaded_file
     with pytest.raises(swapper.errors.CheckpointError, match="which is not whole"):
-        torch.save({**model.state_dict(), "last": Truncates(path)}, target)
+        torch.save({**model.state_dict(), "last": Shortens(by_leaving_a_page, path)}, path)
 
 
 def test_memory_past_the_end_is_zeros_for_code_that_has_its_address_and_an_error_for_all_else(loaded_file):
@@ -272,3 +305,18 @@ def test_a_read_at_whose_end_the_file_is_shorter_is_an_error(tmp_path):
                 assert weight.sum() == 1 << 22
         thread.join()
         swapper.loaded(model).unload()
+
+
+def test_each_thread_takes_the_signals_that_its_own_instructions_cause(loaded_file):
+    """A thread that blocks them ends the process, whatever the handler does, when it copies from a shorter file."""
+    path, model = loaded_file
+    swapper.checkpoint.save(model.state_dict(), path.parent / "copy.pt")
+    found = [status_of(task) for task in Path("/proc/self/task").iterdir()]
+    masks = [(task["Name"].strip(), task["SigBlk"]) for task in found if task["Name"].strip().startswith("swapper")]
+    assert masks
+    for number in (signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL):
+        assert not [name for name, mask in masks if int(mask, 16) >> (number - 1) & 1]
+
+
+def status_of(task):
+    return dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())

@@ -11,7 +11,8 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,11 +52,6 @@ class WatchedMemory(mmap.mmap):
 
 
 _mappings: weakref.WeakSet[FileMapping] = weakref.WeakSet()
-
-
-def changed_files() -> set[Path]:
-    """Return the mapped files that became shorter, or were written to and must not be."""
-    return {mapping.path for mapping in list(_mappings) if mapping.problem(len(mapping), mapping.is_fixed)}
 
 
 class FileMapping(WatchedMemory):
@@ -106,6 +102,11 @@ class FileMapping(WatchedMemory):
         is_same = os.path.samestat(now, os.fstat(self.descriptor)) and now.st_size == len(self)
         return is_same and now.st_mtime_ns == self.changed_ns
 
+    def state(self) -> tuple[int, int]:
+        """Return the file's size, and its modification time if nobody but the user writes to it."""
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns if self.is_fixed else 0
+
     def problem(self, end: int, is_fixed: bool) -> str | None:
         """Return what happened to the file since it was mapped, if it has not all bytes up to `end` any more.
 
@@ -116,6 +117,45 @@ class FileMapping(WatchedMemory):
         if status.st_size < end:
             return f"{self.path} was truncated to {status.st_size} bytes"
         return f"{self.path} was written to" if is_fixed and status.st_mtime_ns != self.changed_ns else None
+
+
+class FileChanges:
+    """What happens to mapped files from its creation on.
+
+    It is told by mapping: another one, of a file that had the same path, may have changed before.
+    """
+
+    def __init__(self) -> None:
+        self._before, self._lost = _file_states(), _C.ranges_lost()
+
+    @contextmanager
+    def refused(self, target: object) -> Iterator[None]:
+        """Raise CheckpointError if what is written to `target` within this may be wrong."""
+        try:
+            yield
+        except Exception as error:  # torch's or the drive's, of a write from memory beyond a file's end
+            if not isinstance(error, CheckpointError) and (files := self._files()):
+                raise _not_whole(target, files) from error
+            raise
+        files = self._files()
+        if files or _C.ranges_lost() != self._lost:
+            raise _not_whole(target, files)
+
+    def _files(self) -> set[Path]:
+        """Return the files that became shorter, or were written to and must not be."""
+        changed = (mapping for mapping, state in _file_states().items() if state != self._before.get(mapping))
+        return {mapping.path for mapping in changed if mapping.problem(len(mapping), mapping.is_fixed)}
+
+
+def _file_states() -> dict[FileMapping, tuple[int, int]]:
+    return {mapping: mapping.state() for mapping in list(_mappings)}
+
+
+def _not_whole(target: object, files: Iterable[Path]) -> CheckpointError:
+    names = ", ".join(map(str, files)) or "a file"
+    return CheckpointError(
+        f"{names} was truncated or written to while tensors that were mapped from it were written to {target}, which is not whole"
+    )
 
 
 @dataclass(frozen=True, slots=True)

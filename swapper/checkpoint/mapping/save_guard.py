@@ -11,16 +11,14 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from swapper import _C
-from swapper.checkpoint.mapping.mapped_files import changed_files
+from swapper.checkpoint.mapping.mapped_files import FileChanges
 from swapper.checkpoint.replacing import replacing
-from swapper.errors import CheckpointError
 from swapper.runtime.process import is_off
 
 Function = Callable[..., Any]
@@ -64,63 +62,48 @@ def _import_safetensors() -> None:
 def _guard(write: Function, place: int) -> Function:
     @functools.wraps(write)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        target = args[place] if len(args) > place else None
         mode = args[place + 1] if len(args) > place + 1 else kwargs.get("mode", "w")
-        if not isinstance(target, str | os.PathLike) or (isinstance(mode, str) and "w" not in mode):
+        if len(args) <= place or (isinstance(mode, str) and "w" not in mode):
             return write(*args, **kwargs)
 
-        def write_to(path: str) -> Any:
-            return write(*args[:place], path if isinstance(target, str) else Path(path), *args[place + 1 :], **kwargs)
+        def write_to(target: Any) -> Any:
+            return write(*args[:place], target, *args[place + 1 :], **kwargs)
 
         is_context = write.__name__ != "serialize_file"
-        return _in_context(write_to, target) if is_context else _in_call(write_to, target)
+        return _in_context(write_to, args[place]) if is_context else _in_call(write_to, args[place])
 
     return guarded
 
 
-def _in_call(write_to: Callable[[str], Any], target: Target) -> Any:
-    with _path_to_write(target) as path:
-        return write_to(path)
+def _in_call(write_to: Function, target: Any) -> Any:
+    with _to_write(target) as now:
+        return write_to(now)
 
 
 @contextmanager
-def _in_context(write_to: Callable[[str], Any], target: Target) -> Iterator[Any]:
-    with _path_to_write(target) as path, write_to(path) as writer:
+def _in_context(write_to: Function, target: Any) -> Iterator[Any]:
+    with _to_write(target) as now, write_to(now) as writer:
         yield writer
 
 
 @contextmanager
-def _path_to_write(target: Target) -> Iterator[str]:
-    """Yield where to write what is to be `target`. Raises CheckpointError if what was written may be wrong."""
-    before, lost = changed_files(), _C.ranges_lost()
-    with _elsewhere(Path(target)) if _is_mapped(target) else nullcontext(os.fspath(target)) as path:
-        try:
-            yield path
-        except Exception as error:  # torch's, of a write from memory beyond a file's end
-            if not isinstance(error, CheckpointError) and (files := changed_files() - before):
-                raise _not_whole(target, files) from error
-            raise
-        files = changed_files() - before
-        if files or _C.ranges_lost() != lost:
-            raise _not_whole(target, files)
-
-
-def _not_whole(target: Target, files: Iterable[Path]) -> CheckpointError:
-    names = ", ".join(map(str, dict.fromkeys(files))) or "a file"
-    return CheckpointError(
-        f"{names} was truncated or written to while tensors that were mapped from it were written to {target}, which is not whole"
-    )
+def _to_write(target: Any) -> Iterator[Any]:
+    """Yield `target`, a path or a file object, or another path. Raises CheckpointError if what was written may be wrong."""
+    changes = FileChanges()
+    is_mapped = isinstance(target, str | os.PathLike) and _is_mapped(target)
+    with _elsewhere(target) if is_mapped else nullcontext(target) as now, changes.refused(target):
+        yield now
 
 
 @contextmanager
-def _elsewhere(target: Path) -> Iterator[str]:
+def _elsewhere(target: Target) -> Iterator[Target]:
     """Yield a path in another directory, with the same name, which torch writes into the file; then rename the file."""
     with (
         replacing(target, overwrite=True, durable=False) as temporary,
         tempfile.TemporaryDirectory(dir=temporary.parent, prefix=".swapper-") as folder,
     ):
-        written = Path(folder, target.name)
-        yield str(written)
+        written = Path(folder, Path(target).name)
+        yield str(written) if isinstance(target, str) else written
         written.replace(temporary)
 
 
