@@ -386,7 +386,10 @@ class Frames:
         """Raise the first failure of a write that was not raised yet."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback refers to this frame, and to what the caller's frames hold
 
     def _settle_write(self, page: Page) -> None:
         if self._counters.trace is not None:

@@ -568,7 +568,10 @@ def _is_to_be_overwritten(page: Page, access: Access) -> bool:
 def _raise_error_of(page: Page) -> None:
     if page.error is not None:
         error, page.error = page.error, None
-        raise error from None
+        try:
+            raise error from None
+        finally:
+            del error  # its traceback refers to this frame, and to what the caller's frames hold
 
 
 def _wait_quietly(ticket: Transfer | None) -> None:

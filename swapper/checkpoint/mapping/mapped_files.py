@@ -122,7 +122,7 @@ class FileMapping(WatchedMemory):
 class FileChanges:
     """What happens to mapped files from its creation on.
 
-    It is told by mapping: another one, of a file that had the same path, may have changed before.
+    Each mapping is compared by itself: another one, of a file that had the same path, may have changed before.
     """
 
     def __init__(self) -> None:
