@@ -89,7 +89,7 @@ def become_somebody() -> None:
 LIMITS: dict[str, tuple[int, Callable[[], int], list[int]]] = {
     "files": (resource.RLIMIT_NOFILE, open_files, [-1, 1, 3, 6, 8, 32]),
     "addresses": (resource.RLIMIT_AS, addresses, [n << 20 for n in (0, 8, 24, 128)]),
-    "threads": (resource.RLIMIT_NPROC, threads, [0, 1, 8]),
+    "threads": (resource.RLIMIT_NPROC, threads, [-64, 0, 1, 8]),  # threads that are about to end count as used
 }
 
 
@@ -98,7 +98,7 @@ def run(limit: str) -> None:
     before = resource.getrlimit(kind)
     for (name, use), more in itertools.product(USES.items(), steps):
         with in_directory() as directory:
-            resource.setrlimit(kind, (used() + more, before[1]))
+            resource.setrlimit(kind, (max(used() + more, 1), before[1]))
             try:
                 use(directory)
                 print(f"{name} {limit} {more} OK", flush=True)
