@@ -116,11 +116,7 @@ def test_a_step_that_fails_half_way_is_undone_where_the_one_before_is_committed(
     monkeypatch.setattr(DeviceSweep, "_update_on_device", fail_once)
     with pytest.raises(RuntimeError, match="a fault in the middle"):
         pair.optimizer.step()
-    pair.optimizer.step()
-    pair.optimizer.zero_grad()
-    loss_of(pair.plain, batch).backward()
-    pair.plain_optimizer.step()
-    pair.plain_optimizer.zero_grad()
+    step_again(pair, batch)
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
 

@@ -11,7 +11,7 @@ from infer.host_device import ORDERS
 from torch import nn
 
 import swapper
-from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
+from e2e.device_twins import MIB, MakeTwins, accumulate, on_device, step_again
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins
 from swapper.train.updates.state_ahead import StateAhead
@@ -128,11 +128,7 @@ def test_a_step_that_fails_leaves_none_behind(
         patch.setattr(StateAhead, "take", lambda self, group, number: (_ for _ in ()).throw(RuntimeError("a fault")))
         with pytest.raises(RuntimeError, match="a fault"):
             pair.optimizer.step()
-    pair.optimizer.step()
-    pair.optimizer.zero_grad()
-    loss_of(pair.plain, batch).backward()
-    pair.plain_optimizer.step()
-    pair.plain_optimizer.zero_grad()
+    step_again(pair, batch)
     pair.train(train_step, steps=2)
     assert any(used)
     pair.finish(paged=False)

@@ -398,7 +398,7 @@ def with_two_optimizers(directory: Path | None, die_after: int = 99) -> list[flo
     """Train the biases by an optimizer of their own; layers come at steps 2 and 3. Without a directory by plain torch.
 
     Args:
-        die_after: end the process after so many groups were added, as a kill does.
+        die_after: end the process after this number of groups were added, as a kill does.
     """
     model, _ = regrouped_run.make()
     optimizers: Any = [adamw([model[-1].weight]), sgd([model[-1].bias])]

@@ -161,7 +161,7 @@ class Holds(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         held = self.held[0] + self.held[1]["count"] + self.held[2][0].sum()
         x = self.layer(x) * self.scale + self.layer.same + self.unsaved * self.view.flatten() + held + self.row
-        self.scale.mul_(1.5)  # whoever holds it sees it
+        self.scale.mul_(1.5)  # each of its holders sees it
         return x[:, : WIDTH // 2] * self.first_half
 
 

@@ -1,7 +1,7 @@
 """Steps of the product's own code on a device with virtual time, of the sizes and rates of a Llama of 1.24 G on an H200.
 
-What such a device measured is in docs/decisions/a-step-on-a-device.md, beside what this gave for the code of that time: within 5 %.
-So these figures say what an order of calls costs, and not only that it is an order.
+What such a device measured is in docs/decisions/a-step-on-a-device.md, next to what this gave for the code of that time:
+within 5 %. So these figures say what an order of calls costs, and not only that it is an order.
 """
 
 from __future__ import annotations

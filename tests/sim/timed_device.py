@@ -130,7 +130,7 @@ class TimedDevice(HostDevice):
             self.now = time
 
     def synchronize(self) -> None:
-        """Wait for the kernels of the compute stream, as whoever reads a loss."""
+        """Wait for the kernels of the compute stream, as a program does that reads a loss."""
         self.wait_until(self._module.compute.time)
 
     def kernel(self, seconds: float, launched_s: float = 0.0) -> None:
@@ -286,7 +286,7 @@ def run_steps(
 
     Args:
         bytes_an_element: device memory; parameters and gradients take 2 each.
-        options: of `offload`, beside a device with that memory and `optimizer_state="host"`. `plain=True`: no
+        options: of `offload`, in addition to a device with that memory and `optimizer_state="host"`. `plain=True`: no
             swapper.
     """
     torch.manual_seed(0)

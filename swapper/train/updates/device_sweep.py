@@ -96,16 +96,14 @@ class DeviceSweep(Sweep):
         self._last_down: dict[int, torch.Event] = {}  # by group: after the results of its last update have come down
         self._turn = 0
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
-        self._views: dict[
-            tuple[TensorLocation, int], torch.Tensor
-        ] = {}  # of a slice: what is in the slot, by its begin
+        # Of a slice: what is in the slot, by its begin.
+        self._views: dict[tuple[TensorLocation, int], torch.Tensor] = {}
         self._coded_there = CodedSlices(
             device_scratch_bytes(self.trainables, self._page_bytes), self._there, on_device.new_storage
         )
         self._awaited: set[int] = set()  # groups of the step whose results something waits for: [Note: a step goes on]
-        self._read: list[
-            tuple[nn.Parameter, torch.Tensor | None]
-        ] = []  # gradients that updates of the step may still read
+        # Gradients that updates of the step may still read.
+        self._read: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._failure: BaseException | None = None  # with which results of a step were lost
         self._unheld: dict[int, StateError] = {}  # by group: an error that came down with a slice of the step
         self._accesses: dict[Access, Access] = {}  # of slices
