@@ -42,6 +42,20 @@ std::uint64_t lead_of(const Op& op, const Piece& piece) {
   return (op.request.offset + piece.begin) % op.request.file->demands().sector;
 }
 
+// The state of a piece at the backend after a result that was judged as `step`.
+PieceState state_after(PieceState state, Step step, const Piece& piece, Direction direction) {
+  if (step == Step::again) return state;
+  if (step == Step::failed || state == PieceState::flushing) return PieceState::idle;
+  if (piece.way == Way::edge) return PieceState::flushing;
+  const bool is_staged_read = piece.way == Way::staged && direction == Direction::read;
+  return is_staged_read ? PieceState::copying_out : PieceState::idle;
+}
+
+// Filesystems in memory do not implement flushing.
+bool is_flushed(PieceState state, std::int64_t result) {
+  return state == PieceState::flushing && (result == 0 || result == -ESPIPE || result == -ENOSYS);
+}
+
 bool overlap(std::uint64_t a_begin, std::uint64_t a_end, std::uint64_t b_begin, std::uint64_t b_end) {
   return a_begin < b_end && b_begin < a_end;
 }
@@ -127,7 +141,7 @@ bool Scheduler::meets_an_edge(const Op& op, const Piece& piece) const {
   const std::uint64_t begin = align_down(op.request.offset + piece.begin, file.granule());
   const std::uint64_t end = align_up(op.request.offset + piece.begin + piece.nbytes, file.granule());
   return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
-    if (!slot.op || slot.op->request.direction == Direction::read) return false;
+    if (slot.state == PieceState::idle || slot.op->request.direction == Direction::read) return false;
     if ((slot.piece.way == Way::edge) == edge) return false;  // the kernel orders edges among each other
     const std::uint64_t other = slot.op->request.offset + slot.piece.begin;
     return slot.op->request.file->identity() == file.identity() &&
@@ -157,6 +171,7 @@ void Scheduler::start_piece(Direction direction) {
   const std::uint32_t number = free_slots_.back();
   free_slots_.pop_back();
   Slot& slot = slots_[number];
+  move_to(slot.state, PieceState::placing);
   slot.op = op;
   slot.piece = op->cutter.cut();
   slot.index = static_cast<std::uint32_t>(op->checksums.size());
@@ -174,10 +189,11 @@ void Scheduler::start_piece(Direction direction) {
     return;
   }
   if (slot.stage != nullptr && direction == Direction::write) {
+    move_to(slot.state, PieceState::copying_in);
     copies_.push_back(number);
     return;
   }
-  hand_over(number);
+  hand_over(number, PieceState::transferring);
   if (op->wants_checksums() && direction == Direction::write) {
     ++op->outstanding;
     checksums_.push_back({op, slot.piece, slot.index});
@@ -199,8 +215,9 @@ void Scheduler::place(Slot& slot) {
   ++staged_[index_of(request.direction)];
 }
 
-void Scheduler::hand_over(std::uint32_t number) {
-  const Slot& slot = slots_[number];
+void Scheduler::hand_over(std::uint32_t number, PieceState state) {
+  Slot& slot = slots_[number];
+  move_to(slot.state, state);
   const File& file = *slot.op->request.file;
   const bool edge = slot.piece.way == Way::edge;
   const std::uint64_t begin = slot.offset + slot.progress.begin();
@@ -215,7 +232,7 @@ void Scheduler::hand_over(std::uint32_t number) {
                     !edge && file.is_copied(),
                     !edge && file.in_memory()};
   if (slot.op->request.direction == Direction::write) transfer.command = Command::write;
-  if (slot.flushing) {
+  if (state == PieceState::flushing) {
     transfer.command = Command::flush;
     transfer.offset = align_down(slot.offset, file.granule());
     transfer.nbytes = static_cast<std::uint32_t>(align_up(slot.offset + slot.piece.nbytes, file.granule()) -
@@ -231,30 +248,22 @@ void Scheduler::complete(std::span<const Completion> completions) {
 
 void Scheduler::complete_one(const Completion& completion) {
   const std::uint32_t number = completion.slot;
-  SWAPPER_CHECK(number < slots_.size() && slots_[number].op, "a result for no piece");
+  SWAPPER_CHECK(number < slots_.size() && is_at_backend(slots_[number].state), "a result for no transfer");
   Slot& slot = slots_[number];
   check_addressable(slot.address, slot.piece.nbytes);  // allocated until the end of the transfer
-  const Step step = judge(slot, completion.result);
-  if (step == Step::again && !slot.op->error) {
-    hand_over(number);
-  } else if (step == Step::finished && slot.stage != nullptr &&
-             slot.op->request.direction == Direction::read && !slot.op->error) {
+  const Step step =
+      is_flushed(slot.state, completion.result) ? Step::finished : slot.progress.advance(completion.result);
+  const PieceState next = state_after(slot.state, step, slot.piece, slot.op->request.direction);
+  if (next == PieceState::idle) {
+    end_piece(number, step);
+  } else if (slot.op->error) {
+    release(number);  // what remains of it is not needed
+  } else if (next == PieceState::copying_out) {
+    move_to(slot.state, next);
     copies_.push_back(number);
   } else {
-    end_piece(number, step);
+    hand_over(number, next);
   }
-}
-
-Step Scheduler::judge(Slot& slot, std::int64_t result) {
-  if (slot.flushing) {
-    // Filesystems in memory do not implement the call.
-    if (result == 0 || result == -ESPIPE || result == -ENOSYS) return Step::finished;
-    return slot.progress.advance(result);
-  }
-  const Step step = slot.progress.advance(result);
-  if (step != Step::finished || slot.piece.way != Way::edge) return step;
-  slot.flushing = true;
-  return Step::again;
 }
 
 void Scheduler::work() {
@@ -283,7 +292,7 @@ void Scheduler::copy_one() {
   } else {
     std::memcpy(slot.stage, op.request.address + slot.piece.begin, slot.piece.nbytes);
     if (op.wants_checksums()) op.checksums[slot.index].crc = crc32(slot.stage, slot.piece.nbytes);
-    hand_over(number);
+    hand_over(number, PieceState::transferring);
   }
 }
 
@@ -320,6 +329,7 @@ void Scheduler::end_piece(std::uint32_t number, Step step) {
 
 void Scheduler::release(std::uint32_t number) {
   Slot& slot = slots_[number];
+  move_to(slot.state, PieceState::idle);
   const OpPtr op = std::move(slot.op);
   const int direction = index_of(op->request.direction);
   --in_flight_[direction];

@@ -25,6 +25,7 @@
 #include "io/backend.h"
 #include "io/inbox.h"
 #include "io/op.h"
+#include "io/piece_state.h"
 #include "io/plan.h"
 #include "io/progress.h"
 #include "io/staging.h"
@@ -57,8 +58,10 @@ class Scheduler {
  private:
   using OpPtr = std::shared_ptr<Op>;
 
-  // A piece in flight. Distinct from the slots of the staging ring, of which a staged piece holds one.
+  // A piece from its cut to its end. Distinct from the slots of the staging ring, of which a staged piece
+  // holds one.
   struct Slot {
+    PieceState state = PieceState::idle;  // changed by move_to
     OpPtr op;
     Piece piece;
     std::uint32_t index = 0;  // of the piece among the operation's checksums
@@ -66,9 +69,9 @@ class Scheduler {
     std::uint64_t offset = 0;      // of the transfer in the file
     std::byte* address = nullptr;  // of the transfer in memory
     std::byte* stage = nullptr;
-    bool flushing = false;  // an edge that is written and is being flushed from the page cache
   };
 
+  // What remains to be read of a piece that has ended, or of memory that is being written: it needs no slot.
   struct Checksum {
     OpPtr op;
     Piece piece;
@@ -82,9 +85,8 @@ class Scheduler {
   bool meets_an_edge(const Op& op, const Piece& piece) const;
   void start_piece(Direction direction);
   void place(Slot& slot);
-  void hand_over(std::uint32_t slot);
+  void hand_over(std::uint32_t slot, PieceState state);
   void complete_one(const Completion& completion);
-  Step judge(Slot& slot, std::int64_t result);
   void copy_one();
   void copy_out(Slot& slot);
   void checksum_one();

@@ -60,6 +60,7 @@ class SimulatedDrive final : public Backend {
 
  private:
   std::int64_t perform(const Transfer& transfer) {
+    if (transfer.command == Command::flush) return random_() % 100 < fault_percent ? -EINTR : 0;
     if (transfer.offset <= broken_offset && broken_offset < transfer.offset + transfer.nbytes) return -EIO;
     std::uint32_t nbytes = transfer.nbytes;
     if (random_() % 100 < fault_percent) {
@@ -250,6 +251,52 @@ TEST(staged_bytes_arrive_whatever_the_drive_does) {
     EXPECT(rig.staging_bytes == 2 * kSlotUnitBytes);
     EXPECT(rig.staging.has_free());
   }
+}
+
+TEST(an_edge_is_flushed_once_it_is_written) {
+  for (std::uint32_t seed = 0; seed < 100; ++seed) {
+    Rig rig(seed, 1 + seed % 9);
+    rig.demands = {.sector = 512, .granule = 4096, .memory = 512};
+    rig.drive.fault_percent = seed % 60;
+    const auto ticket = rig.push(Direction::write, 5000, 50'000);
+    rig.run();
+    EXPECT(ticket->finished() && !ticket->error());
+    EXPECT(std::memcmp(&rig.memory[5000], &rig.drive.content[5000], 50'000) == 0);
+    std::vector<std::uint64_t> flushed;
+    for (const Transfer& each : rig.drive.started) {
+      if (each.command == Command::flush) flushed.push_back(each.offset);
+    }
+    std::sort(flushed.begin(), flushed.end());
+    flushed.erase(std::unique(flushed.begin(), flushed.end()), flushed.end());
+    EXPECT((flushed == std::vector<std::uint64_t>{4096, 53'248}));
+    EXPECT(rig.totals[1] == 50'000);
+  }
+}
+
+TEST(a_piece_makes_no_move_but_those_of_the_table) {
+  using enum PieceState;
+  const auto try_move = [](PieceState from, PieceState to) {
+    return testing::last_words([&] { move_to(from, to); });
+  };
+  EXPECT(try_move(copying_out, idle).empty());
+  EXPECT(try_move(copying_out, transferring) ==
+         "swapper: broken invariant: a piece: copying_out -> transferring is not a legal move\n");
+  EXPECT(!is_legal(idle, transferring) && !is_legal(copying_in, copying_out) && !is_legal(flushing, placing));
+}
+
+TEST(a_second_result_for_a_piece_ends_the_process) {
+  Rig rig(6, 4);
+  rig.stage = true;
+  rig.push(Direction::read, 0, 4096);
+  std::vector<std::shared_ptr<Op>> ops;
+  rig.inbox->take(ops);
+  rig.scheduler.accept(ops);
+  rig.scheduler.fill();
+  std::array<Completion, 1> result;
+  rig.scheduler.complete(std::span(result).first(rig.drive.reap(result, false)));
+  EXPECT(testing::last_words([&] { rig.scheduler.complete(result); }).find("a result for no transfer") !=
+         std::string::npos);
+  rig.run();
 }
 
 TEST(operations_are_called_off_before_they_begin_and_not_after) {

@@ -2,7 +2,13 @@
 // it the data plane is tested without a dependency. Owns the list of tests.
 #pragma once
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
 #include <cstdio>
+#include <functional>
+#include <string>
 #include <vector>
 
 namespace swapper::testing {
@@ -25,6 +31,28 @@ inline int& failures() {
 struct Registration {
   Registration(const char* name, void (*run)()) { tests().push_back({name, run}); }
 };
+
+// What `act` prints on the error output before it aborts, in a child process; "" if it does not abort.
+inline std::string last_words(const std::function<void()>& act) {
+  int ends[2];
+  if (::pipe(ends) != 0) return "";
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::dup2(ends[1], STDERR_FILENO);
+    act();
+    ::_exit(0);
+  }
+  ::close(ends[1]);
+  std::string words;
+  char buffer[256];
+  for (ssize_t count = 0; (count = ::read(ends[0], buffer, sizeof buffer)) > 0;) {
+    words.append(buffer, static_cast<std::size_t>(count));
+  }
+  ::close(ends[0]);
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT ? words : "";
+}
 
 }  // namespace swapper::testing
 
