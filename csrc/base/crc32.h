@@ -10,10 +10,10 @@
 namespace swapper {
 
 // CRC-32 of `nbytes` at `data`, continued from `value` (0 to begin): the same numbers as zlib.crc32.
-std::uint32_t crc32(const void* data, std::size_t nbytes, std::uint32_t value = 0);
+[[nodiscard]] std::uint32_t crc32(const void* data, std::size_t nbytes, std::uint32_t value = 0);
 
 // CRC-32 of A followed by B, given those of A and B; B is `nbytes_b` long.
-std::uint32_t crc32_combine(std::uint32_t a, std::uint32_t b, std::uint64_t nbytes_b);
+[[nodiscard]] std::uint32_t crc32_combine(std::uint32_t a, std::uint32_t b, std::uint64_t nbytes_b);
 
 // One implementation, on the bare register (no complement before or after).
 struct Crc32Method {

@@ -13,7 +13,7 @@
 namespace swapper {
 
 // A thread-safe strerror.
-inline std::string errno_text(int code) {
+[[nodiscard]] inline std::string errno_text(int code) {
   return std::generic_category().message(code);
 }
 

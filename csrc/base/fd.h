@@ -8,7 +8,7 @@
 
 namespace swapper {
 
-class UniqueFd {
+class [[nodiscard]] UniqueFd {
  public:
   UniqueFd() = default;
   explicit UniqueFd(int fd) : fd_(fd) {}

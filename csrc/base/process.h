@@ -38,7 +38,7 @@ class Creator {
   pid_t pid_ = ::getpid();
 };
 
-class SignalsBlocked {
+class [[nodiscard]] SignalsBlocked {
  public:
   SignalsBlocked() {
     sigset_t all;

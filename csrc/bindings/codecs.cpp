@@ -76,7 +76,7 @@ class States {
       throw ConfigError("the states are two moments, after masters or alone");
     for (const auto& [name, addresses] : states) {
       const Codec& codec = find_codec(kernels, name);
-      coded_.push_back({&codec, parts_of(codec, addresses)});
+      coded_.push_back({.codec = &codec, .parts = parts_of(codec, addresses)});
       if (codec.needs_parameter() && coded_.size() + 2 > states.size())
         throw ConfigError("moments are not what is missing to a parameter");
     }
@@ -84,14 +84,14 @@ class States {
 
   CodedSlice slice(std::size_t count, const Tensor& parameter, const Tensor& gradient) const {
     const bool has_masters = coded_.size() == 3;
-    return {count,
-            at<void>(std::get<Address>(parameter)),
-            dtype_of(std::get<std::string>(parameter)),
-            at<const void>(std::get<Address>(gradient)),
-            dtype_of(std::get<std::string>(gradient)),
-            has_masters ? &coded_.front() : nullptr,
-            coded_[coded_.size() - 2],
-            coded_.back()};
+    return {.count = count,
+            .parameter = at<void>(std::get<Address>(parameter)),
+            .parameter_dtype = dtype_of(std::get<std::string>(parameter)),
+            .gradient = at<const void>(std::get<Address>(gradient)),
+            .gradient_dtype = dtype_of(std::get<std::string>(gradient)),
+            .masters = has_masters ? &coded_.front() : nullptr,
+            .exp_avg = coded_[coded_.size() - 2],
+            .exp_avg_sq = coded_.back()};
   }
 
  private:
@@ -116,7 +116,7 @@ std::uint64_t update_as_torch_at(std::size_t count, const Tensor& parameter, con
   const States coded(kernels, states);
   const CodedSlice slice = coded.slice(count, parameter, gradient);
   const TorchAdamNumbers given = std::apply([](auto... each) { return TorchAdamNumbers{each...}; }, numbers);
-  const TorchArithmetic arithmetic{uses_fma, reinterpret_cast<Roots>(roots)};
+  const TorchArithmetic arithmetic{.uses_fma = uses_fma, .roots = reinterpret_cast<Roots>(roots)};
   const nb::gil_scoped_release released;
   return update_as_torch(kernels, slice, given, arithmetic, threads);
 }

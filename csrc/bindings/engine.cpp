@@ -135,15 +135,14 @@ TicketHandle submit_transfer(Direction direction, const EngineHandle& self, cons
                              std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
                              nb::object keep, const TicketHandle* after, bool checksum,
                              std::optional<std::uint32_t> expected) {
-  Request request;
-  request.direction = direction;
-  request.file = file.get(name_of(direction));
-  request.offset = offset;
-  request.address = reinterpret_cast<std::byte*>(address);
-  request.nbytes = nbytes;
-  request.checksum = checksum || expected;
-  request.expected = expected;
-  if (after != nullptr) request.after = after->ticket;
+  Request request{.direction = direction,
+                  .file = file.get(name_of(direction)),
+                  .offset = offset,
+                  .address = reinterpret_cast<std::byte*>(address),
+                  .nbytes = nbytes,
+                  .checksum = checksum || expected,
+                  .after = after == nullptr ? nullptr : after->ticket,
+                  .expected = expected};
   self.engine->check_process(name_of(direction));  // a forked child does not have the arena's memory either
   check_owner(request, keep);
   return submit(self, std::move(request), std::move(keep));
@@ -207,16 +206,14 @@ std::uint32_t ticket_crc32(const TicketHandle& self) {
 EngineOptions engine_options(const std::string& backend, std::uint32_t depth, std::uint64_t piece_bytes,
                              const ArenaHandle* arena, std::uint64_t staging_bytes, bool stage,
                              const std::optional<std::map<std::string, double>>& chaos, bool debug) {
-  EngineOptions options;
-  options.backend = backend;
-  options.depth = depth;
-  options.piece_bytes = piece_bytes;
-  if (arena != nullptr) options.arena = arena->get("engine");
-  options.staging_bytes = staging_bytes;
-  options.stage = stage;
-  if (chaos) options.chaos = parse_chaos(*chaos);
-  options.debug = debug;
-  return options;
+  return {.backend = backend,
+          .depth = depth,
+          .piece_bytes = piece_bytes,
+          .arena = arena == nullptr ? nullptr : arena->get("engine"),
+          .staging_bytes = staging_bytes,
+          .stage = stage,
+          .chaos = chaos ? std::optional(parse_chaos(*chaos)) : std::nullopt,
+          .debug = debug};
 }
 
 }  // namespace
@@ -228,7 +225,7 @@ TicketHandle::~TicketHandle() {
   if (!ticket->is_usable()) {
     static_cast<void>(new std::shared_ptr<Ticket>(std::move(ticket)));
   } else if (keep && !ticket->finished()) {
-    kept().push_back({std::move(ticket), std::move(keep)});
+    kept().push_back({.ticket = std::move(ticket), .owner = std::move(keep)});
   }
 }
 

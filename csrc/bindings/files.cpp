@@ -18,8 +18,9 @@ void bind_file(nb::module_& module) {
              int at) {
             std::string name = from_python_path(path);
             const nb::gil_scoped_release released;
-            auto file = std::make_shared<File>(name, FileOptions{create, read_only, direct, at});
-            new (self) FileHandle{std::move(name), std::move(file)};
+            auto file = std::make_shared<File>(
+                name, FileOptions{.create = create, .read_only = read_only, .direct = direct, .at = at});
+            new (self) FileHandle{.path = std::move(name), .file = std::move(file)};
           },
           "path"_a, nb::kw_only(), "create"_a = false, "read_only"_a = false, "direct"_a = nb::none(),
           "at"_a = -1)

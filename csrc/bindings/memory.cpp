@@ -58,8 +58,8 @@ int window_buffer(PyObject* self, Py_buffer* buffer, int flags) {
   return fill_buffer(self, buffer, flags, window.is_usable(), window.address(), window.nbytes());
 }
 
-PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(view_buffer)}, {0, nullptr}};
-PyType_Slot window_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(window_buffer)}, {0, nullptr}};
+PyType_Slot view_slots[] = {{.slot = Py_bf_getbuffer, .pfunc = reinterpret_cast<void*>(view_buffer)}, {}};
+PyType_Slot window_slots[] = {{.slot = Py_bf_getbuffer, .pfunc = reinterpret_cast<void*>(window_buffer)}, {}};
 
 View make_view(const ArenaHandle& self, std::uint64_t offset, std::uint64_t nbytes) {
   const auto& arena = self.get("view");
@@ -137,7 +137,7 @@ void bind_memory(nb::module_& module) {
             Backing backing;
             if (source != nullptr) {
               const std::shared_ptr<File>& open = source->get("unmap");
-              backing = {open, open->fd(), source_offset};
+              backing = {.owner = open, .fd = open->fd(), .offset = source_offset};
             }
             const nb::gil_scoped_release released;
             window.unmap(window_offset, nbytes, std::move(backing));
@@ -150,7 +150,9 @@ void bind_memory(nb::module_& module) {
             Window& window = usable(self, "unmap");
             const auto begin = static_cast<std::uint64_t>(source.address - source.arena->address());
             const nb::gil_scoped_release released;
-            window.unmap(window_offset, nbytes, {source.arena, source.arena->memfd(), begin + source_offset});
+            window.unmap(
+                window_offset, nbytes,
+                {.owner = source.arena, .fd = source.arena->memfd(), .offset = begin + source_offset});
           },
           "window_offset"_a, "nbytes"_a, "source"_a, "source_offset"_a = 0)
       .def(
@@ -163,7 +165,7 @@ void bind_memory(nb::module_& module) {
             auto outcome = Ticket::outcome_of(write.ticket);
             const nb::gil_scoped_release released;
             window.promise(window_offset, nbytes, arena_offset, std::move(outcome),
-                           {open, open->fd(), source_offset});
+                           {.owner = open, .fd = open->fd(), .offset = source_offset});
           },
           "window_offset"_a, "nbytes"_a, "arena_offset"_a, "write"_a, "source"_a, "source_offset"_a = 0);
   module.def("writes_noted", &writes_noted);

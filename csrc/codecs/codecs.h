@@ -19,8 +19,8 @@ const Kernels& find_kernels(std::string_view isa);
 const Codec& find_codec(const Kernels& kernels, std::string_view name);
 
 // Returns how many elements the code cannot hold.
-std::uint64_t encode(const Codec& codec, const float* value, std::size_t count, const Parts& parts,
-                     const std::uint16_t* parameter, std::size_t threads);
+[[nodiscard]] std::uint64_t encode(const Codec& codec, const float* value, std::size_t count,
+                                   const Parts& parts, const std::uint16_t* parameter, std::size_t threads);
 void decode(const Codec& codec, const Parts& parts, std::size_t count, float* value,
             const std::uint16_t* parameter, std::size_t threads);
 
@@ -42,8 +42,8 @@ struct CodedSlice {
 
 // Decodes, updates by AdamW, rounds the parameters and encodes, a block that fits the L1 cache after the
 // other. Returns how many elements the codes cannot hold. Gradients and parameters are fp32 or bf16.
-std::uint64_t update_adamw(const Kernels& kernels, const CodedSlice& slice, const AdamWNumbers& numbers,
-                           std::size_t threads);
+[[nodiscard]] std::uint64_t update_adamw(const Kernels& kernels, const CodedSlice& slice,
+                                         const AdamWNumbers& numbers, std::size_t threads);
 
 // MKL's vmsSqrt.
 using Roots = void (*)(int count, const float* value, float* out, long long mode);
@@ -55,8 +55,8 @@ struct TorchArithmetic {
 };
 
 // The same in the order of operations of torch.optim's Adam and AdamW.
-std::uint64_t update_as_torch(const Kernels& kernels, const CodedSlice& slice,
-                              const TorchAdamNumbers& numbers, const TorchArithmetic& arithmetic,
-                              std::size_t threads);
+[[nodiscard]] std::uint64_t update_as_torch(const Kernels& kernels, const CodedSlice& slice,
+                                            const TorchAdamNumbers& numbers,
+                                            const TorchArithmetic& arithmetic, std::size_t threads);
 
 }  // namespace swapper

@@ -17,7 +17,7 @@ struct Maker {
   std::unique_ptr<Backend> (*make)(const BackendOptions&);
 };
 
-#define SWAPPER_ENTRY(name) {#name, make_##name##_backend},
+#define SWAPPER_ENTRY(which) {.name = #which, .make = make_##which##_backend},
 constexpr Maker kMakers[] = {SWAPPER_BACKENDS(SWAPPER_ENTRY)};
 #undef SWAPPER_ENTRY
 
@@ -27,7 +27,7 @@ ChosenBackend first_that_works(const BackendOptions& options) {
     try {
       auto backend = maker.make(options);
       std::string reason = refusals + maker.name + ": " + backend->describe();
-      return {std::move(backend), maker.name, std::move(reason)};
+      return {.backend = std::move(backend), .name = maker.name, .reason = std::move(reason)};
     } catch (const BackendUnavailable& refusal) {
       refusals += std::string("no ") + maker.name + ": " + refusal.what() + "; ";
     }
@@ -44,7 +44,7 @@ ChosenBackend choose_plain(const std::string& name, const BackendOptions& option
     try {
       auto backend = maker.make(options);
       std::string reason = std::string(maker.name) + " (requested): " + backend->describe();
-      return {std::move(backend), maker.name, std::move(reason)};
+      return {.backend = std::move(backend), .name = maker.name, .reason = std::move(reason)};
     } catch (const BackendUnavailable& refusal) {
       throw ConfigError("backend \"" + name + "\" does not work here: " + refusal.what());
     }

@@ -43,7 +43,7 @@ struct Transfer {
 };
 
 // Implements Command::flush for every backend without an asynchronous one. Returns 0 or a negative errno.
-std::int64_t flush_range(const Transfer& transfer);
+[[nodiscard]] std::int64_t flush_range(const Transfer& transfer);
 
 struct Completion {
   std::uint32_t slot;
@@ -62,7 +62,7 @@ class Backend {
 
   // Begins what was submitted, stores results and returns their number. With `wait` it sleeps until there is
   // a result or a wake(), and may then return none.
-  virtual std::size_t reap(std::span<Completion> results, bool wait) = 0;
+  [[nodiscard]] virtual std::size_t reap(std::span<Completion> results, bool wait) = 0;
 
   // Announces that many transfers will use this memory, which outlives the backend's last reap(). Called at
   // most once.
@@ -82,7 +82,8 @@ struct BackendUnavailable : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-#define SWAPPER_DECLARE(name) std::unique_ptr<Backend> make_##name##_backend(const BackendOptions& options);
+#define SWAPPER_DECLARE(name) \
+  [[nodiscard]] std::unique_ptr<Backend> make_##name##_backend(const BackendOptions& options);
 SWAPPER_BACKENDS(SWAPPER_DECLARE)
 #undef SWAPPER_DECLARE
 
@@ -108,7 +109,7 @@ struct ChaosOptions {
 
 // Makes the backend called `name`, or for "auto" the first that works. With "chaos", "chaos:<name>" or
 // `chaos`, wraps it in the chaos backend. Throws ConfigError with the reason.
-ChosenBackend choose_backend(const std::string& name, const BackendOptions& options,
-                             const std::optional<ChaosOptions>& chaos = std::nullopt);
+[[nodiscard]] ChosenBackend choose_backend(const std::string& name, const BackendOptions& options,
+                                           const std::optional<ChaosOptions>& chaos = std::nullopt);
 
 }  // namespace swapper

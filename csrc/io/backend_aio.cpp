@@ -36,7 +36,7 @@ class AioBackend final : public Backend {
 
   void submit(const Transfer& transfer) override {
     if (transfer.command == Command::flush) {
-      ready_.push_back({transfer.slot, flush_range(transfer)});
+      ready_.push_back({.slot = transfer.slot, .result = flush_range(transfer)});
       return;
     }
     iocb& block = blocks_[transfer.slot];
@@ -78,7 +78,7 @@ class AioBackend final : public Backend {
         first += taken;
       } else {
         const int code = taken < 0 ? errno : EAGAIN;
-        ready_.push_back({static_cast<std::uint32_t>((*first)->aio_data), -code});
+        ready_.push_back({.slot = static_cast<std::uint32_t>((*first)->aio_data), .result = -code});
         ++first;
       }
     }
@@ -88,7 +88,7 @@ class AioBackend final : public Backend {
   // Sleeps until a result or a wake(), unless a result is here already.
   void sleep() {
     if (!ready_.empty()) return;
-    pollfd bell{bell_.get(), POLLIN, 0};
+    pollfd bell{.fd = bell_.get(), .events = POLLIN, .revents = 0};
     if (::poll(&bell, 1, -1) <= 0) return;
     std::uint64_t rings = 0;
     const ssize_t taken = ::read(bell_.get(), &rings, sizeof rings);
@@ -101,11 +101,11 @@ class AioBackend final : public Backend {
     ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(count));
     const std::size_t room = std::min(results.size() - count, events_.size());
     if (room == 0) return count;
-    timespec now{0, 0};
+    timespec now{};
     const long got = ::syscall(SYS_io_getevents, context_, 0l, room, events_.data(), &now);
     for (long n = 0; n < got; ++n) {
       const io_event& event = events_[static_cast<std::size_t>(n)];
-      results[count++] = {static_cast<std::uint32_t>(event.data), event.res};
+      results[count++] = {.slot = static_cast<std::uint32_t>(event.data), .result = event.res};
     }
     return count;
   }

@@ -49,7 +49,7 @@ class ChaosBackend final : public Backend {
 
   void submit(const Transfer& transfer) override {
     if (const int code = failure(transfer.command)) {
-      hold({transfer.slot, -code});
+      hold({.slot = transfer.slot, .result = -code});
       return;
     }
     if (transfer.slot >= open_.size()) open_.resize(transfer.slot + 1);
@@ -98,7 +98,7 @@ class ChaosBackend final : public Backend {
   void take_in(std::span<Completion> buffer, bool wait) {
     const std::size_t count = inner_->reap(buffer, wait);
     for (const Completion& completion : buffer.first(count)) {
-      hold({completion.slot, shortened(open_[completion.slot], completion.result)});
+      hold({.slot = completion.slot, .result = shortened(open_[completion.slot], completion.result)});
     }
   }
 
@@ -118,12 +118,12 @@ class ChaosBackend final : public Backend {
     auto until = Clock::now();
     if (strikes(options_.delay)) until += std::chrono::microseconds(below(kMaxDelayUs));
     const bool jumps = strikes(options_.reorder) && !held_.empty();
-    held_.insert(jumps ? held_.begin() : held_.end(), {completion, until});
+    held_.insert(jumps ? held_.begin() : held_.end(), {.completion = completion, .until = until});
   }
 
   // A pipe whose other end is closed counts as open too.
   bool is_gate_open() const {
-    pollfd gate{gate_.get(), POLLIN, 0};
+    pollfd gate{.fd = gate_.get(), .events = POLLIN, .revents = 0};
     return !gate_ || ::poll(&gate, 1, 0) > 0;
   }
 
@@ -155,7 +155,7 @@ std::unique_ptr<Backend> make_chaos_backend(std::unique_ptr<Backend> inner, cons
 }
 
 ChaosOptions parse_chaos(const std::map<std::string, double>& options) {
-  ChaosOptions chaos{0, 0, 0, 0, 0, 0, 0, 0, -1};
+  ChaosOptions chaos{.brief = 0, .interrupt = 0, .again = 0, .delay = 0, .reorder = 0};
   const std::map<std::string, double*> rates = {{"short", &chaos.brief},     {"interrupt", &chaos.interrupt},
                                                 {"again", &chaos.again},     {"delay", &chaos.delay},
                                                 {"reorder", &chaos.reorder}, {"eio", &chaos.eio},

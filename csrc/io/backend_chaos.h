@@ -15,9 +15,10 @@
 namespace swapper {
 
 // Throws ConfigError if `until` is not an open descriptor.
-std::unique_ptr<Backend> make_chaos_backend(std::unique_ptr<Backend> inner, const ChaosOptions& options);
+[[nodiscard]] std::unique_ptr<Backend> make_chaos_backend(std::unique_ptr<Backend> inner,
+                                                          const ChaosOptions& options);
 
 // Throws ConfigError for an unknown name or a number out of range.
-ChaosOptions parse_chaos(const std::map<std::string, double>& options);
+[[nodiscard]] ChaosOptions parse_chaos(const std::map<std::string, double>& options);
 
 }  // namespace swapper

@@ -93,7 +93,7 @@ class ThreadsBackend final : public Backend {
       const Transfer transfer = waiting_.front();
       waiting_.pop_front();
       lock.unlock();
-      const Completion completion{transfer.slot, perform(transfer, filler)};
+      const Completion completion{.slot = transfer.slot, .result = perform(transfer, filler)};
       lock.lock();
       completed_.push_back(completion);
       news_.notify_one();

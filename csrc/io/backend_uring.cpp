@@ -41,7 +41,7 @@ class UringBackend final : public Backend {
 
   ~UringBackend() override {
     // Closing a ring unpins the pages some time later; this unpins them now.
-    if (registered_) ring_.register_with(uring::kUnregisterBuffers, nullptr, 0);
+    if (registered_) static_cast<void>(ring_.register_with(uring::kUnregisterBuffers, nullptr, 0));
   }
 
   std::string describe() const override {
@@ -82,13 +82,13 @@ class UringBackend final : public Backend {
   // Uses the slot that was kept free for it.
   void expect_memory(std::byte* address, std::uint64_t nbytes) override {
     if (!spare_ || nbytes > kSlabBytes) return;
-    const iovec vector{address, nbytes};
+    const iovec vector{.iov_base = address, .iov_len = nbytes};
     uring::BuffersUpdate update{};
     update.first = *spare_;
     update.vectors = reinterpret_cast<std::uint64_t>(&vector);
     update.count = 1;
     if (ring_.register_with(uring::kRegisterBuffersUpdate, &update, sizeof update) >= 0) {
-      extra_ = {address, nbytes};
+      extra_ = {.address = address, .nbytes = nbytes};
     }
   }
 
@@ -119,10 +119,11 @@ class UringBackend final : public Backend {
     // Registering takes memory, so only populated memory is registered; without it huge pages lose little.
     arena_bytes_ = arena_ ? arena_->populated_bytes() : 0;
     for (std::uint64_t begin = 0; begin < arena_bytes_; begin += kSlabBytes) {
-      slabs.push_back({arena_->address() + begin, std::min(kSlabBytes, arena_bytes_ - begin)});
+      slabs.push_back(
+          {.iov_base = arena_->address() + begin, .iov_len = std::min(kSlabBytes, arena_bytes_ - begin)});
     }
     const auto count = static_cast<std::uint32_t>(slabs.size());
-    slabs.push_back({nullptr, 0});  // kept free for expect_memory; needs Linux 5.13
+    slabs.push_back({.iov_base = nullptr, .iov_len = 0});  // kept free for expect_memory; needs Linux 5.13
     int result = ring_.register_with(uring::kRegisterBuffers, slabs.data(), count + 1);
     if (result == 0) {
       spare_ = count;
@@ -166,7 +167,7 @@ class UringBackend final : public Backend {
         woken_ = true;
         listen();
       } else {
-        results[count++] = {static_cast<std::uint32_t>(entry.user_data), entry.result};
+        results[count++] = {.slot = static_cast<std::uint32_t>(entry.user_data), .result = entry.result};
       }
     }
     return count;

@@ -106,7 +106,7 @@ void Engine::run(const EngineOptions& options, Start& start) {
   pthread_setname_np(pthread_self(), "swapper-io");
   ChosenBackend chosen;
   try {
-    chosen = choose_backend(options.backend, {options.depth, options.arena}, options.chaos);
+    chosen = choose_backend(options.backend, {.depth = options.depth, .arena = options.arena}, options.chaos);
     backend_ = chosen.name;
     reason_ = chosen.reason;
     inbox_->set_bell([backend = chosen.backend.get()] { backend->wake(); });
@@ -154,7 +154,7 @@ std::shared_ptr<Op> Engine::prepare(Request request) {
   request.owner = owner_of(request.address, request.nbytes);
   const Plan plan = make_plan(
       request.direction, request.offset, reinterpret_cast<std::uint64_t>(request.address), request.nbytes,
-      request.file->demands(), {piece_bytes_, staging_.slot_bytes}, must_stage(request));
+      request.file->demands(), {.plain = piece_bytes_, .staged = staging_.slot_bytes}, must_stage(request));
   if (plan.has_edges()) request.file->ready_edges();
   hint_huge_pages(request);
   auto ticket = std::make_shared<Ticket>(request.nbytes, request.checksum);

@@ -25,10 +25,10 @@ struct EngineOptions {
   std::string backend = "auto";
   std::uint32_t depth = 32;                            // pieces in flight
   std::uint64_t piece_bytes = std::uint64_t{1} << 20;  // bytes of one kernel call
-  std::shared_ptr<Arena> arena;
+  std::shared_ptr<Arena> arena = nullptr;
   std::uint64_t staging_bytes = std::uint64_t{32} << 20;
   bool stage = false;  // see must_stage in engine.cpp
-  std::optional<ChaosOptions> chaos;
+  std::optional<ChaosOptions> chaos = std::nullopt;
   bool debug = false;
 };
 
@@ -47,13 +47,13 @@ class Engine {
   // Submitting has two halves, so that a caller may check for signals while the inbox is full: prepare checks
   // the request and throws; enqueue waits for space for a while, and is false if there was none. If there is
   // nothing to transfer and nothing to wait for, prepare returns a finished ticket and enqueue does nothing.
-  std::shared_ptr<Op> prepare(Request request);
-  bool enqueue(const std::shared_ptr<Op>& op, Clock::duration patience);
+  [[nodiscard]] std::shared_ptr<Op> prepare(Request request);
+  [[nodiscard]] bool enqueue(const std::shared_ptr<Op>& op, Clock::duration patience);
 
   std::uint64_t bytes(Direction direction) const;
   std::uint64_t in_flight() const;
   std::uint64_t staging_bytes() const { return staging_bytes_.load(std::memory_order_relaxed); }
-  bool wait_until_drained(Clock::duration patience);
+  [[nodiscard]] bool wait_until_drained(Clock::duration patience);
 
   void refuse_submissions();  // from now on enqueue throws
   void abandon();             // fails what has not begun, so that close is quick

@@ -81,7 +81,7 @@ void File::identify() {
   if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) {
     throw IoError("open", path_, 0, 0, EINVAL, "neither a regular file nor a block device");
   }
-  identity_ = {status.st_dev, status.st_ino};
+  identity_ = {.device = status.st_dev, .inode = status.st_ino};
   struct statfs filesystem{};
   in_memory_ = ::fstatfs(fd_.get(), &filesystem) == 0 && is_memory(filesystem.f_type);
   // With O_NONBLOCK, io_uring would return EAGAIN instead of waiting.
@@ -137,7 +137,7 @@ void File::choose_granule() {
 
 Demands File::demands() const {
   if (!direct_) return {};
-  return {alignment_, granule_, memory_alignment_};
+  return {.sector = alignment_, .granule = granule_, .memory = memory_alignment_};
 }
 
 // Opens by way of /proc, which leads to the same file even after its name is gone.

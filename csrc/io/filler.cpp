@@ -53,7 +53,7 @@ std::uint64_t Filler::fill(int fd, std::uint64_t offset, const std::byte* addres
   const Mapping mapping(fd, offset, whole);
   if (!mapping) return 0;
   uffdio_register range{};
-  range.range = {mapping.address(), whole};
+  range.range = {.start = mapping.address(), .len = whole};
   range.mode = UFFDIO_REGISTER_MODE_MISSING;
   if (::ioctl(faults_.get(), UFFDIO_REGISTER, &range) != 0) return 0;
   uffdio_copy copy{};

@@ -23,7 +23,8 @@ class Filler {
   bool is_permitted() const { return static_cast<bool>(faults_); }
 
   // Copies bytes into absent pages of the file at `offset`; returns how many, counted from the first.
-  std::uint64_t fill(int fd, std::uint64_t offset, const std::byte* address, std::uint64_t nbytes);
+  [[nodiscard]] std::uint64_t fill(int fd, std::uint64_t offset, const std::byte* address,
+                                   std::uint64_t nbytes);
 
  private:
   UniqueFd faults_;  // empty: the kernel permits none

@@ -23,16 +23,16 @@ class Inbox {
 
   explicit Inbox(std::size_t capacity) : capacity_(capacity) {}
 
-  enum class Push : std::uint8_t { taken, full, closed };
+  enum class [[nodiscard]] Push : std::uint8_t { taken, full, closed };
 
   // For submitting threads.
   Push push(const std::shared_ptr<Op>& op, Clock::duration patience);  // full: no space within that time
-  bool wait_until_drained(Clock::duration patience);
+  [[nodiscard]] bool wait_until_drained(Clock::duration patience);
   std::uint64_t in_flight() const { return in_flight_.load(std::memory_order_acquire); }
   void close();    // later pushes are refused
   void stop();     // the I/O thread may exit once all is finished
   void abandon();  // fails what has not been handed to the backend
-  bool is_closed();
+  [[nodiscard]] bool is_closed();
 
   // For any thread that finishes a ticket for which an operation here waited.
   void release(std::shared_ptr<Op> op);
@@ -42,12 +42,12 @@ class Inbox {
   void take(Ops& ops);  // appends all that arrived
   // True: nothing arrived, and the next arrival wakes the thread. `full`: no new operation could begin before
   // a result arrives, which ends the sleep anyway; then new operations wake nobody.
-  bool may_sleep(bool full);
+  [[nodiscard]] bool may_sleep(bool full);
   void note_started();  // an operation no longer waits
   void note_finishing() { in_flight_.fetch_sub(1, std::memory_order_acq_rel); }  // before its ticket finishes
   void note_finished();                                                          // after
-  bool may_leave();
-  bool is_abandoned();
+  [[nodiscard]] bool may_leave();
+  [[nodiscard]] bool is_abandoned();
 
  private:
   void ring();  // with the mutex held

@@ -27,7 +27,7 @@ struct Request {
   std::byte* address = nullptr;
   std::uint64_t nbytes = 0;
   bool checksum = false;
-  std::shared_ptr<Ticket> after;                         // may be empty
+  std::shared_ptr<Ticket> after = nullptr;               // may be empty
   std::shared_ptr<const OwnedRange> owner = nullptr;     // of memory that is swapper's own: held to the end
   std::optional<std::uint32_t> expected = std::nullopt;  // CRC-32 that a read must have
 };
@@ -48,7 +48,7 @@ struct Op {
   Op(Request request_, std::shared_ptr<Ticket> ticket_, const Plan& plan)
       : request(std::move(request_)), ticket(std::move(ticket_)), cutter(plan) {}
 
-  IoError error_at(std::uint64_t position, int code, std::string detail) const {
+  [[nodiscard]] IoError error_at(std::uint64_t position, int code, std::string detail) const {
     return IoError(name_of(request.direction), request.file->path(), request.offset + position,
                    request.nbytes, code, std::move(detail));
   }

@@ -40,10 +40,10 @@ Plan make_plan(Direction direction, std::uint64_t offset, std::uint64_t address,
 
 Piece Cutter::peek() const {
   SWAPPER_CHECK(!finished(), "nothing is left to cut");
-  if (next_ < plan_.head) return {next_, plan_.head - next_, plan_.edge_way};
-  if (next_ >= plan_.body_end) return {next_, plan_.nbytes - next_, plan_.edge_way};
+  if (next_ < plan_.head) return {.begin = next_, .nbytes = plan_.head - next_, .way = plan_.edge_way};
+  if (next_ >= plan_.body_end) return {.begin = next_, .nbytes = plan_.nbytes - next_, .way = plan_.edge_way};
   const std::uint64_t step = next_ == plan_.head ? plan_.step - plan_.phase : plan_.step;
-  return {next_, std::min(step, plan_.body_end - next_), plan_.body_way};
+  return {.begin = next_, .nbytes = std::min(step, plan_.body_end - next_), .way = plan_.body_way};
 }
 
 Piece Cutter::cut() {

@@ -58,15 +58,16 @@ struct Plan {
 };
 
 // `stage`: no plain pieces, even where the alignments allow them.
-Plan make_plan(Direction direction, std::uint64_t offset, std::uint64_t address, std::uint64_t nbytes,
-               const Demands& demands, const PieceSizes& sizes, bool stage);
+[[nodiscard]] Plan make_plan(Direction direction, std::uint64_t offset, std::uint64_t address,
+                             std::uint64_t nbytes, const Demands& demands, const PieceSizes& sizes,
+                             bool stage);
 
 class Cutter {
  public:
   explicit Cutter(const Plan& plan) : plan_(plan) {}
   bool finished() const { return next_ == plan_.nbytes; }
-  Piece peek() const;  // the next piece
-  Piece cut();
+  [[nodiscard]] Piece peek() const;  // the next piece
+  [[nodiscard]] Piece cut();
 
  private:
   Plan plan_;

@@ -19,7 +19,7 @@ constexpr const char* name_of(Direction direction) {
   return direction == Direction::read ? "read" : "write";
 }
 
-enum class Step : std::uint8_t {
+enum class [[nodiscard]] Step : std::uint8_t {
   again,     // transfer what remains (see PieceProgress::begin and remaining)
   finished,  // every byte that is needed is where it belongs
   failed,    // see error_number and detail

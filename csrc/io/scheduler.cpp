@@ -178,7 +178,7 @@ void Scheduler::start_piece(Direction direction) {
   if (op->is_spent()) ready.erase(ready.begin());
   ++op->outstanding;
   ++in_flight_[index_of(direction)];
-  if (op->wants_checksums()) op->checksums.push_back({0, slot.piece.nbytes});
+  if (op->wants_checksums()) op->checksums.push_back({.crc = 0, .nbytes = slot.piece.nbytes});
   start_bytes_ -= std::min(start_bytes_, slot.piece.nbytes);
   if (slot.piece.way == Way::edge) ++edges_;
   try {
@@ -196,7 +196,7 @@ void Scheduler::start_piece(Direction direction) {
   hand_over(number, PieceState::transferring);
   if (op->wants_checksums() && direction == Direction::write) {
     ++op->outstanding;
-    checksums_.push_back({op, slot.piece, slot.index});
+    checksums_.push_back({.op = op, .piece = slot.piece, .index = slot.index});
   }
 }
 
@@ -222,15 +222,15 @@ void Scheduler::hand_over(std::uint32_t number, PieceState state) {
   const bool edge = slot.piece.way == Way::edge;
   const std::uint64_t begin = slot.offset + slot.progress.begin();
   const std::uint64_t end = begin + slot.progress.remaining();
-  Transfer transfer{Command::read,
-                    edge ? file.edge_fd() : file.fd(),
-                    begin,
-                    slot.address + slot.progress.begin(),
-                    static_cast<std::uint32_t>(end - begin),
-                    number,
-                    edge ? 1 : file.demands().sector,
-                    !edge && file.is_copied(),
-                    !edge && file.in_memory()};
+  Transfer transfer{.command = Command::read,
+                    .fd = edge ? file.edge_fd() : file.fd(),
+                    .offset = begin,
+                    .address = slot.address + slot.progress.begin(),
+                    .nbytes = static_cast<std::uint32_t>(end - begin),
+                    .slot = number,
+                    .alignment = edge ? 1 : file.demands().sector,
+                    .is_copy = !edge && file.is_copied(),
+                    .in_memory = !edge && file.in_memory()};
   if (slot.op->request.direction == Direction::write) transfer.command = Command::write;
   if (state == PieceState::flushing) {
     transfer.command = Command::flush;
@@ -321,7 +321,7 @@ void Scheduler::end_piece(std::uint32_t number, Step step) {
     totals_[index_of(direction)].fetch_add(slot.piece.nbytes, std::memory_order_relaxed);
     if (op.wants_checksums() && direction == Direction::read && slot.stage == nullptr) {
       ++op.outstanding;
-      checksums_.push_back({slot.op, slot.piece, slot.index});
+      checksums_.push_back({.op = slot.op, .piece = slot.piece, .index = slot.index});
     }
   }
   release(number);

@@ -22,7 +22,8 @@ struct StagingOptions {
 };
 
 // The slots for an engine of `depth` pieces of `piece_bytes`, limited to `nbytes` of memory.
-StagingOptions choose_staging(std::uint64_t nbytes, std::uint64_t piece_bytes, std::uint32_t depth);
+[[nodiscard]] StagingOptions choose_staging(std::uint64_t nbytes, std::uint64_t piece_bytes,
+                                            std::uint32_t depth);
 
 class Staging {
  public:
@@ -31,7 +32,7 @@ class Staging {
 
   bool has_free() const { return free_ > 0; }
   std::uint32_t slots() const { return options_.slots; }
-  std::byte* take();  // throws IoError if there is no memory
+  [[nodiscard]] std::byte* take();  // throws IoError if there is no memory
   void give_back(std::byte* slot);
 
  private:

@@ -15,7 +15,7 @@ namespace {
 
 // A full eventfd is signaled already, and a write to it could block forever: the I/O thread must not.
 void ring(const UniqueFd& listener) {
-  pollfd room{listener.get(), POLLOUT, 0};
+  pollfd room{.fd = listener.get(), .events = POLLOUT, .revents = 0};
   if (::poll(&room, 1, 0) <= 0) return;
   const std::uint64_t one = 1;
   const ssize_t written = ::write(listener.get(), &one, sizeof one);
@@ -33,7 +33,7 @@ bool Ticket::wait_for(Clock::duration patience) {
 bool Ticket::subscribe(std::shared_ptr<Inbox> inbox, std::shared_ptr<Op> op) {
   std::lock_guard lock(mutex_);
   if (finished()) return false;
-  subscriptions_.push_back({std::move(inbox), std::move(op)});
+  subscriptions_.push_back({.inbox = std::move(inbox), .op = std::move(op)});
   return true;
 }
 

@@ -35,7 +35,7 @@ class Ticket {
   Ticket(std::uint64_t nbytes, bool checksum) : nbytes_(nbytes), checksum_(checksum) {}
 
   bool finished() const { return outcome_.load(std::memory_order_acquire) != Outcome::pending; }
-  bool wait_for(Clock::duration patience);  // false if it is not finished by then
+  [[nodiscard]] bool wait_for(Clock::duration patience);  // false if it is not finished by then
 
   std::uint64_t nbytes() const { return nbytes_; }
   bool has_checksum() const { return checksum_; }
@@ -57,7 +57,7 @@ class Ticket {
 
   // Hands `op` back to `inbox` when this ticket finishes. Returns false, and keeps nothing, if it has
   // finished.
-  bool subscribe(std::shared_ptr<Inbox> inbox, std::shared_ptr<Op> op);
+  [[nodiscard]] bool subscribe(std::shared_ptr<Inbox> inbox, std::shared_ptr<Op> op);
 
   // Calls the operation off if it has not begun; true if it is called off. It finishes a little later.
   bool cancel();
@@ -71,7 +71,7 @@ class Ticket {
   void attach(std::weak_ptr<Inbox> inbox, std::weak_ptr<Op> op);
 
   // Called by the I/O thread before it begins: false if the operation is called off.
-  bool claim();
+  [[nodiscard]] bool claim();
 
   // Called once, by the I/O thread that did the work.
   void finish(std::optional<IoError> error, std::uint32_t crc32);

@@ -21,8 +21,8 @@ class Ring {
 
   std::uint32_t setup_flags() const { return setup_flags_; }
   bool supports(std::span<const Opcode> opcodes) const;
-  int register_with(std::uint32_t opcode, const void* argument,
-                    std::uint32_t count);  // 0 or a negative errno
+  [[nodiscard]] int register_with(std::uint32_t opcode, const void* argument,
+                                  std::uint32_t count);  // 0 or a negative errno
 
   // Adds a request. There is space as long as at most `entries` are open.
   void push(const Submission& submission);
@@ -31,7 +31,7 @@ class Ring {
   void enter(bool wait);
 
   // Takes the next completion; false if there is none.
-  bool pop(CompletionEntry& entry);
+  [[nodiscard]] bool pop(CompletionEntry& entry);
 
  private:
   void set_up(std::uint32_t entries);

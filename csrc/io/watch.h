@@ -17,9 +17,9 @@ struct Op;
 void begin_watch(Op& op);
 
 // For a read, before its bytes go to [address, address + nbytes): false if the memory was written to.
-bool is_untouched(const std::byte* address, std::uint64_t nbytes);
+[[nodiscard]] bool is_untouched(const std::byte* address, std::uint64_t nbytes);
 
 // At the end: false if the memory has changed. `crc32` is that of the bytes that were read.
-bool is_as_expected(const Op& op, std::uint32_t crc32);
+[[nodiscard]] bool is_as_expected(const Op& op, std::uint32_t crc32);
 
 }  // namespace swapper

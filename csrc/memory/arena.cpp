@@ -62,8 +62,9 @@ Arena::Arena(const ArenaOptions& options)
   } else if (::mlock2(address(), nbytes_, MLOCK_ONFAULT) != 0) {
     unlock(errno);  // known before any memory is taken
   }
-  prefault_ = std::make_unique<Prefault>(address(), nbytes_, memfd_.get(),
-                                         PrefaultOptions{huge_pages_, locked(), options.filled_once});
+  prefault_ = std::make_unique<Prefault>(
+      address(), nbytes_, memfd_.get(),
+      PrefaultOptions{.huge_pages = huge_pages_, .everything = locked(), .filled_once = options.filled_once});
   prefault_->prefault(options.head_bytes);
 }
 

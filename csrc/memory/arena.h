@@ -52,7 +52,7 @@ class Arena {
   std::uint64_t populated_bytes() const { return prefault_->populated_bytes(); }
   // Waits until the first `nbytes` bytes are populated: false if they are not in time. Throws IoError if the
   // system refused some of them.
-  bool wait_populated(std::uint64_t nbytes, std::chrono::nanoseconds patience) {
+  [[nodiscard]] bool wait_populated(std::uint64_t nbytes, std::chrono::nanoseconds patience) {
     return prefault_->wait_for(nbytes, patience);
   }
 

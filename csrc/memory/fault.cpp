@@ -272,7 +272,7 @@ int keep_written(std::byte* begin, const Range& before, Range& range) {
     ::mprotect(begin, before.nbytes, PROT_READ | PROT_WRITE);
     return code;
   }
-  for (Chunk& chunk : range.chunks) chunk = {++g_changes, true};
+  for (Chunk& chunk : range.chunks) chunk = {.change = ++g_changes, .written = true};
   range.written_at = before.written_at;
   return 0;
 }

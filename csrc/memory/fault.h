@@ -68,20 +68,20 @@ struct Shown {
 
 // Maps `memory` at [begin, begin + nbytes). What was written there while the very same range was absent is
 // copied into it; then the range is watched and counts as written, and `merged` is true.
-int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool& merged);
+[[nodiscard]] int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool& merged);
 
 // Makes the mapped range read-only. The first write makes all of it writable and is noted.
-int watch_range(std::byte* begin, std::uint64_t nbytes);
+[[nodiscard]] int watch_range(std::byte* begin, std::uint64_t nbytes);
 
 // Unmaps the memory. Without a `backing` owner every later access is a fault; with one, what was written in
 // the very same range while it was watched, or absent, is kept.
-int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departing departing);
+[[nodiscard]] int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departing departing);
 
 // Removes the range from the table; what is mapped stays.
 void forget_range(std::byte* begin, std::uint64_t nbytes);
 
 // The address of the first noted write in the range that begins there, or nullptr.
-std::byte* written_at(std::byte* begin);
+[[nodiscard]] std::byte* written_at(std::byte* begin);
 
 // The number of writes noted so far, in all ranges.
 std::uint64_t writes_noted();

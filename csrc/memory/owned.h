@@ -17,7 +17,7 @@ namespace swapper {
 class OwnedRange {
  public:
   // Reserves addresses without memory behind them. Throws IoError.
-  static std::shared_ptr<OwnedRange> reserve(std::uint64_t nbytes);
+  [[nodiscard]] static std::shared_ptr<OwnedRange> reserve(std::uint64_t nbytes);
 
   ~OwnedRange();
   OwnedRange(const OwnedRange&) = delete;
@@ -34,7 +34,7 @@ class OwnedRange {
 };
 
 // The range that contains [address, address + nbytes); empty if that is not swapper's own memory.
-std::shared_ptr<const OwnedRange> owner_of(const std::byte* address, std::uint64_t nbytes);
+[[nodiscard]] std::shared_ptr<const OwnedRange> owner_of(const std::byte* address, std::uint64_t nbytes);
 
 // True if the kernel keeps memory under direct I/O in place when the process forks.
 bool kernel_keeps_memory_at_fork();

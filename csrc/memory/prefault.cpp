@@ -70,7 +70,7 @@ void Prefault::prefault(std::uint64_t nbytes) {
   }
   populate_slabs();
   for (std::thread& other : others) other.join();
-  wait_for(nbytes, {});
+  static_cast<void>(wait_for(nbytes, {}));  // raises what the system refused
 }
 
 // [Note: prefault during compute] Populating during a first pass must not delay it: where huge pages are

@@ -39,7 +39,7 @@ class Prefault {
 
   // Waits until the first `nbytes` bytes are populated, and helps meanwhile: false if they are not in time.
   // Throws IoError if the system refused some of them.
-  bool wait_for(std::uint64_t nbytes, std::chrono::nanoseconds patience);
+  [[nodiscard]] bool wait_for(std::uint64_t nbytes, std::chrono::nanoseconds patience);
 
   // Stops populating, and joins the thread.
   void stop();
@@ -55,7 +55,7 @@ class Prefault {
   std::uint64_t gather(std::uint64_t begin, std::uint64_t end);
   std::uint64_t collapse(std::uint64_t begin, std::uint64_t end);
   bool populate(std::uint64_t begin, std::uint64_t nbytes, bool touch);
-  bool allocate(std::uint64_t begin, std::uint64_t nbytes);
+  [[nodiscard]] bool allocate(std::uint64_t begin, std::uint64_t nbytes);
   std::uint64_t first_missing() const;  // requires mutex_
 
   std::byte* address_;

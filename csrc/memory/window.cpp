@@ -61,7 +61,10 @@ bool Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::u
   if (nbytes == 0) return false;
   std::byte* place = address() + window_offset;
   bool merged = false;
-  const Shown memory{arena_->memfd(), arena_offset, arena_->address() + arena_offset, guarded};
+  const Shown memory{.fd = arena_->memfd(),
+                     .offset = arena_offset,
+                     .address = arena_->address() + arena_offset,
+                     .watched = guarded};
   if (const int code = show_range(place, nbytes, memory, merged)) {
     throw map_failure("map", window_offset, nbytes, code);
   }
@@ -104,7 +107,8 @@ void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing ba
 void Window::promise(std::uint64_t window_offset, std::uint64_t nbytes, std::uint64_t arena_offset,
                      std::shared_ptr<std::atomic<Outcome>> write, Backing backing) {
   check_arena(arena_offset, nbytes);
-  hide(window_offset, nbytes, std::move(backing), {std::move(write), arena_->memfd(), arena_offset});
+  hide(window_offset, nbytes, std::move(backing),
+       {.write = std::move(write), .fd = arena_->memfd(), .offset = arena_offset});
 }
 
 void Window::hide(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing, Departing departing) {

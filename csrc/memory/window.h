@@ -30,13 +30,13 @@ class Window {
   // Maps [arena_offset, arena_offset + nbytes) of the arena at window_offset, and fills the page table. What
   // was written there since the same range was unmapped is copied into that memory first; then it returns
   // true, and the range is guarded and counts as written. `guarded`: guarded before anybody can write.
-  bool map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes,
-           bool guarded = false);
+  [[nodiscard]] bool map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes,
+                         bool guarded = false);
 
   // Makes the mapping read-only until the next map(). A write still succeeds, and is noted: `written_at`
   // returns its offset, or -1 (memory/fault.h).
   void guard(std::uint64_t window_offset, std::uint64_t nbytes);
-  std::int64_t written_at(std::uint64_t window_offset) const;
+  [[nodiscard]] std::int64_t written_at(std::uint64_t window_offset) const;
 
   // Moves the mapped bytes, [arena_offset, arena_offset + nbytes) of the arena, into ordinary memory at the
   // same addresses (Arena::copy_out).

@@ -86,10 +86,24 @@ std::vector<Bytes> updated(const Kernels& kernels, std::size_t count, std::size_
   EXPECT(encode(masters, master.data(), count, rho.parts, parameter.data(), 1) == 0);
   EXPECT(encode(moment, exp_avg.data(), count, first.parts, nullptr, 1) == 0);
   EXPECT(encode(variance, exp_avg_sq.data(), count, second.parts, nullptr, 1) == 0);
-  const CodedState state{&masters, rho.parts};
-  const CodedSlice slice{count,        parameter.data(), Dtype::kBf16,           gradient.data(),
-                         Dtype::kFp32, &state,           {&moment, first.parts}, {&variance, second.parts}};
-  const AdamWNumbers numbers{1.0f, 0.999f, 0.9f, 0.1f, 0.95f, 0.05f, 1.25f, 1e-8f, 1e-3f};
+  const CodedState state{.codec = &masters, .parts = rho.parts};
+  const CodedSlice slice{.count = count,
+                         .parameter = parameter.data(),
+                         .parameter_dtype = Dtype::kBf16,
+                         .gradient = gradient.data(),
+                         .gradient_dtype = Dtype::kFp32,
+                         .masters = &state,
+                         .exp_avg = {.codec = &moment, .parts = first.parts},
+                         .exp_avg_sq = {.codec = &variance, .parts = second.parts}};
+  const AdamWNumbers numbers{.factor = 1.0f,
+                             .decay = 0.999f,
+                             .beta1 = 0.9f,
+                             .rest1 = 0.1f,
+                             .beta2 = 0.95f,
+                             .rest2 = 0.05f,
+                             .root_scale = 1.25f,
+                             .eps = 1e-8f,
+                             .step_size = 1e-3f};
   EXPECT(update_adamw(kernels, slice, numbers, threads) == 0);
   const auto* bytes = reinterpret_cast<const unsigned char*>(parameter.data());
   return {Bytes(bytes, bytes + 2 * count),

@@ -32,8 +32,14 @@ void submit_many(Engine& engine, Engine& other, const std::shared_ptr<File>& fil
   std::shared_ptr<Ticket> last;
   for (std::uint64_t n = 0; n < 300; ++n) {
     const auto direction = n % 3 ? Direction::read : Direction::write;
-    const auto op =
-        (n % 2 ? engine : other).prepare({direction, file, n % 8 * 4096, memory, 3 * 4096, true, last});
+    const auto op = (n % 2 ? engine : other)
+                        .prepare({.direction = direction,
+                                  .file = file,
+                                  .offset = n % 8 * 4096,
+                                  .address = memory,
+                                  .nbytes = 3 * 4096,
+                                  .checksum = true,
+                                  .after = last});
     last = op->ticket;
     while (!(n % 2 ? engine : other).enqueue(op, std::chrono::milliseconds(1))) continue;
   }
@@ -55,7 +61,7 @@ TEST(engines_serve_many_threads) {
       for (int n = 0; n < 4; ++n) {
         threads.emplace_back([&, n] { submit_many(one, other, file, memory.data() + (n << 16)); });
       }
-      threads.emplace_back([&] { one.wait_until_drained(std::chrono::milliseconds(5)); });
+      threads.emplace_back([&] { static_cast<void>(one.wait_until_drained(std::chrono::milliseconds(5))); });
       for (std::thread& thread : threads) thread.join();
       EXPECT(one.in_flight() == 0 && other.in_flight() == 0);
       std::thread closer([&] { one.close(); });
@@ -73,12 +79,20 @@ void write_and_read(Engine& engine, const std::shared_ptr<File>& file, std::uint
   std::vector<std::byte> out(kBytes + 1, static_cast<std::byte>(thread + 1)), in(kBytes + 1);
   for (std::uint64_t n = 0; n < 20; ++n) {
     const std::uint64_t offset = (n * kThreads + thread) * kBytes;
-    const auto write =
-        engine.prepare({Direction::write, file, offset, out.data() + 1, kBytes, true, nullptr});
-    const auto read =
-        engine.prepare({Direction::read, file, offset, in.data() + 1, kBytes, true, write->ticket});
-    const auto unwanted =
-        engine.prepare({Direction::read, file, offset, in.data() + 1, kBytes, true, write->ticket});
+    const auto write = engine.prepare({.direction = Direction::write,
+                                       .file = file,
+                                       .offset = offset,
+                                       .address = out.data() + 1,
+                                       .nbytes = kBytes,
+                                       .checksum = true});
+    const Request back{.direction = Direction::read,
+                       .file = file,
+                       .offset = offset,
+                       .address = in.data() + 1,
+                       .nbytes = kBytes,
+                       .checksum = true,
+                       .after = write->ticket};
+    const auto read = engine.prepare(back), unwanted = engine.prepare(back);
     const std::shared_ptr<Ticket> ticket = read->ticket, called_off = unwanted->ticket;
     while (!engine.enqueue(write, std::chrono::milliseconds(1))) continue;
     while (!engine.enqueue(unwanted, std::chrono::milliseconds(1))) continue;

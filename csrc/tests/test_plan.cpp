@@ -8,6 +8,8 @@
 namespace swapper {
 namespace {
 
+constexpr PieceSizes kMebibytes{.plain = 1 << 20, .staged = 1 << 20};
+
 // Cuts the whole request and checks each piece against the rules of [Note: three ways].
 void check_pieces(Direction direction, std::uint64_t offset, std::uint64_t address, std::uint64_t nbytes,
                   const Demands& demands, const PieceSizes& sizes, bool stage) {
@@ -57,15 +59,15 @@ TEST(pieces_cover_the_operation_once_and_keep_to_the_rules) {
     const std::uint64_t offset = below(1 << 20) / grain * grain + (below(50) ? 0 : std::uint64_t{1} << 40);
     const std::uint64_t nbytes = below(1 << 19) / grain * grain;
     const std::uint64_t address = (1 << 20) + below(2) * below(5000);
-    const PieceSizes sizes{4096 * (1 + below(64)), kSlotUnitBytes * (1 + below(3))};
+    const PieceSizes sizes{.plain = 4096 * (1 + below(64)), .staged = kSlotUnitBytes * (1 + below(3))};
     check_pieces(below(2) ? Direction::read : Direction::write, offset, address, nbytes, demands, sizes,
                  below(4) == 0);
   }
 }
 
 TEST(what_fits_goes_plain_in_whole_pieces) {
-  const Demands demands{512, 4096, 512};
-  Cutter cutter(make_plan(Direction::write, 8192, 4096, 3 << 20, demands, {1 << 20, 1 << 20}, false));
+  const Demands demands{.sector = 512, .granule = 4096, .memory = 512};
+  Cutter cutter(make_plan(Direction::write, 8192, 4096, 3 << 20, demands, kMebibytes, false));
   for (int n = 0; n < 3; ++n) {
     const Piece piece = cutter.cut();
     EXPECT(piece.way == Way::plain && piece.nbytes == 1 << 20);
@@ -74,8 +76,8 @@ TEST(what_fits_goes_plain_in_whole_pieces) {
 }
 
 TEST(a_read_whose_middle_fits_goes_plain_there) {
-  const Demands demands{512, 4096, 4};
-  Cutter cutter(make_plan(Direction::read, 100, 100, 1000, demands, {1 << 20, 1 << 20}, false));
+  const Demands demands{.sector = 512, .granule = 4096, .memory = 4};
+  Cutter cutter(make_plan(Direction::read, 100, 100, 1000, demands, kMebibytes, false));
   const Piece head = cutter.cut(), middle = cutter.cut(), tail = cutter.cut();
   EXPECT(head.way == Way::staged && head.nbytes == 412);
   EXPECT(middle.way == Way::plain && middle.nbytes == 512);

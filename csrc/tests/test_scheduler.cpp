@@ -46,7 +46,7 @@ class SimulatedDrive final : public Backend {
     const Transfer transfer = *chosen;
     queue_.erase(chosen);
     --in_flight[static_cast<std::size_t>(index_of(direction_of(transfer)))];
-    results[0] = {transfer.slot, perform(transfer)};
+    results[0] = {.slot = transfer.slot, .result = perform(transfer)};
     return 1;
   }
 
@@ -85,7 +85,7 @@ class SimulatedDrive final : public Backend {
 struct Rig {
   Rig(std::uint32_t seed, std::uint32_t depth)
       : drive(seed, depth),
-        staging({kSlotUnitBytes, 2}, drive, staging_bytes),
+        staging({.slot_bytes = kSlotUnitBytes, .slots = 2}, drive, staging_bytes),
         scheduler(drive, inbox, totals, staging, depth),
         random(seed) {
     char path[] = "/tmp/swapper-test-XXXXXX";
@@ -100,13 +100,20 @@ struct Rig {
 
   std::shared_ptr<Ticket> push(Direction direction, std::uint64_t offset, std::uint64_t nbytes,
                                std::shared_ptr<Ticket> after = nullptr) {
-    Request request{direction, file, offset, memory.data() + offset, nbytes, true, std::move(after)};
+    Request request{.direction = direction,
+                    .file = file,
+                    .offset = offset,
+                    .address = memory.data() + offset,
+                    .nbytes = nbytes,
+                    .checksum = true,
+                    .after = std::move(after)};
     auto ticket = std::make_shared<Ticket>(nbytes, true);
     const auto address = reinterpret_cast<std::uint64_t>(request.address);
-    const Plan plan = make_plan(direction, offset, address, nbytes, demands, {4096, kSlotUnitBytes}, stage);
+    const Plan plan = make_plan(direction, offset, address, nbytes, demands,
+                                {.plain = 4096, .staged = kSlotUnitBytes}, stage);
     const auto op = std::make_shared<Op>(std::move(request), ticket, plan);
     ticket->attach(inbox, op);
-    inbox->push(op, Clock::duration::zero());
+    EXPECT(inbox->push(op, Clock::duration::zero()) == Inbox::Push::taken);
     return ticket;
   }
 
