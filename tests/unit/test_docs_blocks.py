@@ -1,8 +1,8 @@
 """Every Python block of the README and of the guides runs as it is written, and the commands that pages name exist.
 
 The blocks of a page run in order, in one namespace, in an empty directory. `<!-- python` to `-->` is a block that readers do not
-see: what the page takes as given. `<!-- needs: MODULE -->` before a block skips it without that module. Pages of docs/reference
-show fragments, which must parse (tests/unit/test_docs.py).
+see: what the page takes as given. `<!-- needs: MODULE -->` before a block skips it without that module. `<!-- printed -->` before
+a block of text: the page's code prints it. Pages of docs/reference show fragments, which must parse (tests/unit/test_docs.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ BLOCK = re.compile(
     r"(?:^<!-- (?P<condition>needs: \w+) -->\n+)?(?:^```python\n(?P<shown>.*?)^```|^<!-- python\n(?P<hidden>.*?)^-->)",
     re.MULTILINE | re.DOTALL,
 )
+PRINTED = re.compile(r"^<!-- printed -->\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MAX_WORDS = 1200
 
 
@@ -54,7 +55,9 @@ def missing(condition: str | None) -> str | None:
 
 
 @pytest.mark.parametrize("page", [page for page in RUN if blocks(page)], ids=page_name)
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     environment = dict(os.environ)
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -72,6 +75,9 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
         gc.collect()
         os.environ.clear()
         os.environ.update(environment)
+    printed = capsys.readouterr().out
+    for text in PRINTED.findall(page.read_text()):
+        assert text in printed
     if left_out and len(left_out) == len([code for code, condition in blocks(page) if condition]) == len(blocks(page)):
         pytest.skip("; ".join(left_out))
 
