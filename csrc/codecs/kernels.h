@@ -46,10 +46,10 @@ struct Codec {
   void (*decode)(const Parts& parts, std::size_t count, float* value, const std::uint16_t* parameter);
   // For a code that a bf16 parameter completes, else null: rounds the values to parameters, and encodes.
   std::uint64_t (*round_and_encode)(const float* value, std::size_t count, const Parts& parts,
-                                    std::uint16_t* parameter);
+                                    std::uint16_t* parameter) = nullptr;
   // For a code of roots, else null: encodes values whose roots these are.
   std::uint64_t (*encode_roots)(const float* roots, std::size_t count, const Parts& parts,
-                                const std::uint16_t* parameter);
+                                const std::uint16_t* parameter) = nullptr;
 
   bool needs_parameter() const { return round_and_encode != nullptr; }
   bool is_fp32() const { return part_bytes[0] == 4; }
