@@ -41,7 +41,13 @@ class Corpus:
     def batch(
         self, number: int, size: int, context: int, *, validation: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return batch `number`, the same each time: tokens and targets, int64, each (size, context)."""
+        """Return batch `number`, the same each time: tokens and targets, int64, each (size, context).
+
+        Args:
+            number: of the batch.
+            size, context: of the result.
+            validation: of the text that is kept for it. Default: False.
+        """
         tokens = self.validation if validation else self.train
         generator = torch.Generator().manual_seed(number)
         starts = torch.randint(len(tokens) - context - 1, (size,), generator=generator, device="cpu").tolist()

@@ -92,6 +92,12 @@ def measure_drive(directory: Path, *others: Path, file_bytes: int = 256 << 20, d
 
     With `others`, on other drives, it does so in all of them at once and returns their joint speed. Takes three times
     `duration_s`, and the time to fill the files. Raises OSError if a directory cannot be written or is full.
+
+    Args:
+        directory: on the drive.
+        others: directories on other drives.
+        file_bytes: of each file.
+        duration_s: of each measurement, in seconds.
     """
     with contextlib.ExitStack() as kept:
         reads: list[_Lane] = []
@@ -206,7 +212,13 @@ class StepLimit:
 
     @classmethod
     def of(cls, speed: DriveSpeed, read_bytes: float, written_bytes: float, compute_s: float) -> StepLimit:
-        """Return the limit of a step with these bytes on a drive of this speed."""
+        """Return the limit of a step with these bytes on a drive of this speed.
+
+        Args:
+            speed: of the drive.
+            read_bytes, written_bytes: of a step.
+            compute_s: of its computing, in seconds.
+        """
         read_s, write_s = read_bytes / speed.read_bytes_per_s, written_bytes / speed.write_bytes_per_s
         return cls(read_s, write_s, (read_bytes + written_bytes) / speed.both_bytes_per_s, compute_s)
 
@@ -238,6 +250,13 @@ def step_bytes(
     `muon` parameters that Muon updates, with one fp32 momentum instead of two moments, 4 fewer. Parameters on NVMe are
     read in forward and in backward and written once: 2 bytes each with fp32 masters, else 4. They are read by the update
     too, unless it writes them from masters that are whole.
+
+    Args:
+        parameters: how many.
+        parameters_on_nvme: else only the state is.
+        masters: parameters are bf16 and have fp32 masters.
+        state_codec: as of `manager.offload`. Default: "exact".
+        muon: how many of the parameters Muon updates.
     """
     codecs = PRESETS[state_codec]
     moments = sum(_bytes_of(codecs.get(key)) for key in ("exp_avg", "exp_avg_sq"))

@@ -33,7 +33,13 @@ class GptConfig:
 
     @classmethod
     def for_parameters(cls, parameters: int, *, vocabulary: int, context: int) -> GptConfig:
-        """Return the sizes whose count is nearest to `parameters`: at least four layers, in usual proportions."""
+        """Return the sizes whose count is nearest to `parameters`: at least four layers, in usual proportions.
+
+        Args:
+            parameters: how many.
+            vocabulary: of tokens.
+            context: tokens of a sequence.
+        """
 
         def distance(config: GptConfig) -> float:
             count = abs(math.log(config.parameters / parameters))

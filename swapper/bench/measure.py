@@ -86,7 +86,14 @@ def files_for(directory: Path, file_bytes: int) -> Iterator[dict[str, Path]]:
 
 
 def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "auto", ordinary: bool = False) -> Speed:
-    """Measure swapper's engine, from its registered arena, or from `ordinary` memory."""
+    """Measure swapper's engine, from its registered arena, or from `ordinary` memory.
+
+    Args:
+        pattern: of the transfers.
+        paths: of a file for each direction, as `files_for` makes them.
+        backend: of the engine. Default: "auto".
+        ordinary: transfer memory that the kernel does not know.
+    """
     # Twice `depth` pieces are submitted, so that the engine never runs out; they share the memory of `depth` in both
     # directions together, as fio's do: on a filesystem in memory the share of the processor's cache matters.
     lanes = len(pattern.directions)
@@ -137,7 +144,10 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
 
 
 def measure_while_computing(pattern: Pattern, paths: dict[str, Path], backend: str = "auto") -> Speed:
-    """Measure the bytes a second of swapper's engine while torch computes on all its threads."""
+    """Measure the bytes a second of swapper's engine while torch computes on all its threads.
+
+    Args: as of `measure_engine`.
+    """
     left, right, large = (
         torch.ones(128, 1024, device="cpu"),
         torch.ones(1024, 1024, device="cpu"),
@@ -205,7 +215,12 @@ print("RESULT", moved / took, (time.process_time() - cpu) / moved * 1e9)
 
 
 def measure_deepnvme(pattern: Pattern, paths: dict[str, Path], python: str = sys.executable) -> Speed:
-    """Measure DeepNVMe's aio_handle, with overlap_events, in a process of its own. One direction only."""
+    """Measure DeepNVMe's aio_handle, with overlap_events, in a process of its own. One direction only.
+
+    Args:
+        pattern, paths: as of `measure_engine`.
+        python: an interpreter that has DeepSpeed.
+    """
     path = paths[pattern.kind]
     environment = {key: value for key, value in os.environ.items() if key != "SWAPPER_DEEPSPEED"}
     arguments = [pattern.kind, str(path), pattern.piece_bytes, pattern.depth, pattern.file_bytes, pattern.duration_s]

@@ -29,7 +29,13 @@ def make_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Optimiz
 def make_optimizers(
     named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float, kind: str
 ) -> list[torch.optim.Optimizer]:
-    """Make one optimizer, if `kind` is "adamw", or with "muon" two: Muon for the matrices of the layers, AdamW for the rest."""
+    """Make one optimizer, if `kind` is "adamw", or with "muon" two: Muon for the matrices of the layers, AdamW for the rest.
+
+    Args:
+        named_parameters: of the model.
+        learning_rate: of each.
+        kind: "adamw" or "muon".
+    """
     named = list(named_parameters)
     matrices = [parameter for name, parameter in named if kind == "muon" and updated_by_muon(name, parameter)]
     others = [parameter for name, parameter in named if kind != "muon" or not updated_by_muon(name, parameter)]
@@ -78,7 +84,12 @@ class PlainTraining:
                 optimizer.load_state_dict(state)
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor, micro_batches: int = 1) -> float:
-        """Run forward and backward of each micro-batch, and one update. Returns the loss, from before the update."""
+        """Run forward and backward of each micro-batch, and one update. Returns the loss, from before the update.
+
+        Args:
+            tokens, targets: int64, (batch, context).
+            micro_batches: in how many parts the batch is cut.
+        """
         total = 0.0
         for some, theirs in zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
             loss: torch.Tensor = self.model(some, theirs) / micro_batches

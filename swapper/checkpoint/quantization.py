@@ -56,7 +56,13 @@ class QuantizedLayout:
 
     @classmethod
     def of(cls, bits: int, columns: int, dtype: torch.dtype) -> QuantizedLayout | None:
-        """Return the quantization of a tensor; None if it is not suitable."""
+        """Return the quantization of a tensor; None if it is not suitable.
+
+        Args:
+            bits: of a weight, 8 or 4.
+            columns: of the matrix.
+            dtype: of the values.
+        """
         step = 1 if bits == 8 else 2
         block = BLOCKS[bits]
         while block >= MIN_BLOCK and columns % (step * block):
@@ -122,9 +128,14 @@ class QuantizedLayout:
         return torch.cat([stored, tail], dim=1)
 
     def dequantise(self, stored: torch.Tensor, dtype: torch.dtype, empty: Empty = torch.empty) -> torch.Tensor:
-        """Return the values of `stored`, bytes of shape (..., row_bytes), in `dtype` and of shape (..., columns).
+        """Return the values of `stored`, of shape (..., columns).
 
         `stored` and the result are on one device; on a GPU with Triton a kernel does it, with the same bits.
+
+        Args:
+            stored: bytes of shape (..., row_bytes).
+            dtype: of the result.
+            empty: makes its memory. Default: torch.empty.
         """
         shape = (*stored.shape[:-1], self.columns)
         values = empty(shape, dtype=dtype, device=stored.device)
@@ -256,7 +267,13 @@ class AlreadyQuantized(ExportTensor):
 
     @classmethod
     def of(cls, stored: StoredTensor, name: str, layout: QuantizedLayout) -> AlreadyQuantized:
-        """Return the tensor `stored`. Raises CheckpointError: it does not have the shape of its layout."""
+        """Return the tensor `stored`. Raises CheckpointError: it does not have the shape of its layout.
+
+        Args:
+            stored: bytes of shape (..., row_bytes).
+            name: under which it is written.
+            layout: of its rows.
+        """
         layout.values_shape(stored)
         return cls(name, stored.dtype, stored.shape, (stored,), layout)
 
@@ -285,7 +302,13 @@ class DequantisedTensor(ExportTensor):
 
 
 def quantised(tensors: Sequence[ExportTensor], scheme: str, keep: Sequence[str]) -> list[ExportTensor]:
-    """Return `tensors` with every suitable matrix quantized, except names that match a pattern in `keep`."""
+    """Return `tensors` with every suitable matrix quantized, except names that match a pattern in `keep`.
+
+    Args:
+        tensors: to write.
+        scheme: one of SCHEMES.
+        keep: patterns of names, with * and ?.
+    """
     if scheme not in SCHEMES:
         raise CheckpointError(f"there is no quantization {scheme!r}: use one of {', '.join(SCHEMES)}")
     return [_quantised(tensor, SCHEMES[scheme], keep) for tensor in tensors]

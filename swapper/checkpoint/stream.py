@@ -160,7 +160,13 @@ class StreamWriter:
             view = view[nbytes:]
 
     def append_later(self, nbytes: int, make: Callable[[], bytes], checksum: Checksum | None = None) -> None:
-        """Append `nbytes` bytes, which `make` returns when everything before them has been read."""
+        """Append bytes that are not known yet.
+
+        Args:
+            nbytes: of what `make` returns.
+            make: is called when everything before has been read.
+            checksum: is extended by these bytes; None: none is.
+        """
         made: list[bytes] = []
 
         def part(begin: int, end: int) -> bytes:
@@ -179,7 +185,13 @@ class StreamWriter:
     def append_read(
         self, engine: _C.Engine, file: _C.File, offset: int, nbytes: int, checksum: Checksum | None = None
     ) -> None:
-        """Append [offset, offset + nbytes) of another file."""
+        """Append a range of another file.
+
+        Args:
+            engine: reads them.
+            file, offset, nbytes: of the range, in bytes.
+            checksum: as of `append_later`.
+        """
         is_summed = checksum is not None and self._checksums
         end = offset + nbytes
         while offset < end:
@@ -191,7 +203,13 @@ class StreamWriter:
             offset += count
 
     def append_memory(self, address: int, nbytes: int, owner: object, checksum: Checksum | None = None) -> None:
-        """Append host memory of `owner`, which must not change until `finish`."""
+        """Append host memory of `owner`, which must not change until `finish`.
+
+        Args:
+            address, nbytes: of the memory.
+            owner: keeps it until it is written.
+            checksum: as of `append_later`.
+        """
         if nbytes < LARGE_BYTES:
             self._gather(address, nbytes, checksum)
             return
@@ -309,7 +327,13 @@ class Archive:
         self.add_payload(name, len(content), lambda checksum: self._stream.append(content, checksum))
 
     def add_payload(self, name: str, nbytes: int, append: Callable[[Checksum], Any]) -> None:
-        """Append a record of `nbytes` bytes, which `append` appends to the stream, with the checksum that it is given."""
+        """Append a record.
+
+        Args:
+            name: of the record.
+            nbytes: of its data.
+            append: appends them to the stream, with the checksum that it is given.
+        """
         name, cursor, checksum = f"{ROOT}/{name}", self._stream.position, Checksum()
         self._stream.append(local_header(cursor, name, nbytes, self._alignment))
         append(checksum)

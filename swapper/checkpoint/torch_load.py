@@ -134,7 +134,13 @@ def _load(
 
 
 def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord], file: _C.File) -> None:
-    """Read these payloads and raise CheckpointError if one does not have its checksum."""
+    """Read these payloads and raise CheckpointError if one does not have its checksum.
+
+    Args:
+        checkpoint: for messages.
+        records: to read, by key.
+        file: open for transfers.
+    """
     path = checkpoint.path
     stored = [record for record in records.values() if not record.compressed]
     runs = [CopyRange(file, record.offset, record.nbytes, None, record.name) for record in stored]

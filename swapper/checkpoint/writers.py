@@ -65,7 +65,13 @@ class Payloads:
             file.close()
 
     def append(self, stream: StreamWriter, tensor: ExportTensor, checksum: Checksum | None = None) -> None:
-        """Append a tensor's elements."""
+        """Append a tensor's elements.
+
+        Args:
+            stream: of the file.
+            tensor: of any kind that is exported.
+            checksum: as of `StreamWriter.append_later`.
+        """
         pieces = tensor.pieces(self)
         if pieces is not None:
             for piece in pieces:
@@ -95,7 +101,12 @@ class Payloads:
             yield arrived(*waiting.popleft())
 
     def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> _Reading:
-        """Begin to read elements [begin, end) of `parts`, in order; none has strides. Returns memory and tickets."""
+        """Begin to read elements of `parts`, in order. Returns memory and tickets.
+
+        Args:
+            parts: stored without strides, of one dtype.
+            begin, end: counted over all parts, in elements.
+        """
         itemsize = parts[0].dtype.itemsize
         memory = torch.empty(end - begin, dtype=parts[0].dtype, device="cpu")
         tickets = []
@@ -167,6 +178,12 @@ def write_safetensors(
 
     Wider types come first, as the format requires; among them those of whole runs of 4096 bytes: they are then all
     aligned for direct transfers, since the data begins at a multiple of 4096.
+
+    Args:
+        stream: of the file.
+        payloads: read what the tensors have in files.
+        tensors: in any order.
+        metadata: of the header.
     """
     ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.nbytes % SECTOR_BYTES != 0, t.name))
     stream.append(safetensors_header(ordered, metadata))
@@ -192,7 +209,10 @@ def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, s
 
 
 def write_torch(stream: StreamWriter, payloads: Payloads, tensors: Sequence[ExportTensor]) -> None:
-    """Write a state dict, {name: tensor}, as torch.save does. Shared tensors stay shared."""
+    """Write a state dict, {name: tensor}, as torch.save does. Shared tensors stay shared.
+
+    Args: as of `write_safetensors`.
+    """
     records: dict[tuple[object, ...], int] = {}
     stand_ins: dict[int, StorageRef] = {}
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -222,7 +242,10 @@ def _tail(item: Item, checksum: Checksum) -> bytes:
 def write_items(
     stream: StreamWriter, payloads: Payloads, tensors: Sequence[ExportTensor]
 ) -> dict[str, tuple[int, int]]:
-    """Write tensors as items of torch.distributed.checkpoint; return (offset, bytes) of each."""
+    """Write tensors as items of torch.distributed.checkpoint; return (offset, bytes) of each.
+
+    Args: as of `write_safetensors`.
+    """
     places = {}
     for tensor in tensors:
         item = Item.of(tensor.dtype, tensor.shape)

@@ -115,6 +115,15 @@ def programs(backend: str, wanted: tuple[str, ...] = ("fio", "DeepNVMe")) -> dic
 def measure_all(
     directory: Path, patterns: list[Pattern], measures: dict[str, Measure], rounds: int, console: Console
 ) -> list[PatternRates]:
+    """Measure each pattern with each measure, in rounds; what refuses is left out, and said.
+
+    Args:
+        directory: on the drive.
+        patterns: of transfers.
+        measures: by name.
+        rounds: how often; medians count.
+        console: shows the progress.
+    """
     rows = [PatternRates(pattern) for pattern in patterns]
     refused: set[str] = set()
     with files_for(directory, patterns[0].file_bytes) as paths, console.status("measuring"):
@@ -266,7 +275,14 @@ def tune(
 
 
 def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuning:
-    """Try sizes at a fair depth, then depths at the best size."""
+    """Return the best settings: sizes are tried at a fair depth, then depths at the best size.
+
+    Args:
+        directory: on the drive.
+        file_bytes: of each of the two files.
+        seconds: of each measurement.
+        backend: of the engine.
+    """
     engine = _C.Engine(backend=backend)
     name = engine.backend
     engine.close()

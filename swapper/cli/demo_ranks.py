@@ -84,7 +84,13 @@ class RanksRecord:
 
 
 def measure(task: RanksTask, directory: Path, watch: Watch) -> RanksRecord:
-    """Run the demo in `directory`, which exists and is empty."""
+    """Run the demo in `directory`.
+
+    Args:
+        task: what is trained.
+        directory: exists, and is empty.
+        watch: shows the progress.
+    """
     watch("measuring the drive", [])
     record = RanksRecord(task, measure_drive(directory, duration_s=task.drive_s))
     order = {
@@ -156,7 +162,7 @@ def _follow(
 
 
 def show(console: Console, record: RanksRecord) -> None:
-    """Print the table."""
+    """Print the measurements of a demo on ranks as a table."""
     task = record.task
     step_s = steady(record.times_s)
     read_bytes, written_bytes = (task.ranks * steady(values) for values in (record.read_bytes, record.written_bytes))
@@ -196,6 +202,13 @@ def show(console: Console, record: RanksRecord) -> None:
 
 
 def print_facts(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Print a table of two columns.
+
+    Args:
+        console: where.
+        title: of the table.
+        rows: (name, value).
+    """
     table = Table(show_header=False, title=title, title_justify="left")
     for name, value in rows:
         table.add_row(name, value)

@@ -107,11 +107,17 @@ def plan(
             raise ConfigError("--network is between ranks: give --ranks")
         drives = parse_drives(nvme)
         machine = Machine(
-            parse_bytes(host, "--host"), joined(drives), len(drives), flops, updates,
-            None if device is None else parse_bytes(device, "--device"),
-            math.inf if link is None else parse_bytes_a_second(link, "--link"),
-            math.inf if network is None else parse_bytes_a_second(network, "--network"), ranks, nodes,
-        )  # fmt: skip
+            host_bytes=parse_bytes(host, "--host"),
+            drive=joined(drives),
+            drives=len(drives),
+            flops=flops,
+            updates=updates,
+            device_bytes=None if device is None else parse_bytes(device, "--device"),
+            link=math.inf if link is None else parse_bytes_a_second(link, "--link"),
+            network=math.inf if network is None else parse_bytes_a_second(network, "--network"),
+            ranks=ranks,
+            nodes=nodes,
+        )
         setting = Setting(optimizer, codec, update, gradients=gradients, passes=accumulate)
         _check(machine, setting, dtype, tokens)
         wishes = Wishes(
@@ -176,7 +182,13 @@ def _check(machine: Machine, setting: Setting, dtype: str, tokens: int) -> None:
 def figures_of(
     forecaster: Forecaster, machine: Machine, setting: Setting, found: Forecast, wishes: Wishes
 ) -> dict[str, Any]:
-    """Return the figures of a forecast. Bytes are of a node, or of each drive where they are named so."""
+    """Return the figures of a forecast. Bytes are of a node, or of each drive where they are named so.
+
+    Args:
+        forecaster, machine, setting: as of `Forecaster.plan`.
+        found: the forecast.
+        wishes: what else was asked for.
+    """
     step, here = found.step, machine.of_node
     written_bytes = found.written_bytes * here
     daily_bytes = written_bytes / step.wall_s * DAY_S / machine.drives
@@ -218,7 +230,13 @@ def assumptions(machine: Machine) -> list[str]:
 
 
 def describe(found: Forecast, machine: Machine, figures: dict[str, Any]) -> str:
-    """Return a forecast as people read it."""
+    """Return a forecast as people read it.
+
+    Args:
+        found: the forecast.
+        machine: that it is for.
+        figures: of `figures_of`.
+    """
     node = " of a node" if machine.nodes > 1 else ""
     where = {family: figures["places"][family] for family in ("param", "state", "grad")}
     exact = "" if figures["bytes_are_exact"] else " (about: simulated with larger pages)"

@@ -92,7 +92,12 @@ class StateCodec:
     def encode_counting(
         self, value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None, unheld: torch.Tensor
     ) -> None:
-        """Code `value` as `encode` does, add its result to `unheld`, one int32 there, and wait for no kernel."""
+        """Code `value` as `encode` does, and wait for no kernel.
+
+        Args:
+            value, out, parameter: as of `encode`.
+            unheld: one int32 on their device; the count is added.
+        """
         if not uses_kernel(value.device):
             unheld += self.encode(value, out, parameter, threads=torch.get_num_threads())
             return
@@ -108,7 +113,12 @@ class StateCodec:
         *,
         threads: int = 1,
     ) -> None:
-        """Overwrite `out`, fp32 of one dimension, with the values of a code.
+        """Overwrite `out` with the values of a code.
+
+        Args:
+            parts: one tensor for each of `parts(out.numel())`.
+            out: fp32, contiguous, of one dimension.
+            parameter, threads: as of `encode`.
 
         Raises:
             ConfigError: dtypes or sizes do not fit. UnsupportedError: the parameter is not bf16.
@@ -123,6 +133,11 @@ class StateCodec:
 
     def check_parts(self, numel: int, parts: Sequence[torch.Tensor], device: torch.device = CPU) -> None:
         """Refuse tensors that are not the code of `numel` values on `device`.
+
+        Args:
+            numel: of the values.
+            parts: to check, in the order of `layout`.
+            device: where they must be. Default: the CPU.
 
         Raises:
             ConfigError: dtypes or sizes do not fit.

@@ -65,7 +65,13 @@ def adamw_(
 def check_operands(
     parameter: torch.Tensor, gradient: torch.Tensor, states: Sequence[CodedState], dtypes: Iterable[torch.dtype]
 ) -> None:
-    """Raise ConfigError or UnsupportedError unless the three fit together."""
+    """Raise ConfigError or UnsupportedError unless the three fit together.
+
+    Args:
+        parameter, gradient: of one dimension, contiguous, equally long.
+        states: masters, if any, and two moments.
+        dtypes: that the first two may have.
+    """
     for tensor in (parameter, gradient):
         if tensor.ndim != 1 or not tensor.is_contiguous() or tensor.dtype not in dtypes or not tensor.is_cpu:
             names = " or ".join(native.DTYPES[dtype] for dtype in dtypes)

@@ -54,7 +54,12 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def spans_of_page(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span, ...]:
-    """Return what of `spans` is in bytes [offset, offset + nbytes) of the section, with begins counted from `offset`."""
+    """Return what of `spans` is in bytes [offset, offset + nbytes) of the section, with begins counted from `offset`.
+
+    Args:
+        spans: of a section.
+        offset, nbytes: of the page in it, in bytes.
+    """
     found = []
     for span in spans:
         begin, end = max(span.begin, offset), min(span.begin + span.nbytes, offset + nbytes)

@@ -304,7 +304,13 @@ def _check_visible(held: Sequence[Held], theirs: Sequence[HeldBySize], size: int
 
 
 def refuse_newer(directory: Path, size: int, own: CommitRecord) -> None:
-    """Raise DirectoryError if the run went on with another number of ranks than `size`, from or after the commit `own`."""
+    """Raise DirectoryError if the run went on with another number of ranks than `size`, from or after the commit `own`.
+
+    Args:
+        directory: of the run.
+        size: how many ranks it has now.
+        own: the commit that this rank resumes.
+    """
     for other, ranks in ranks_by_size(directory).items():
         for rank in ranks if other != size and own.job else ():
             with contextlib.suppress(CheckpointError):  # it is not needed

@@ -37,7 +37,13 @@ log = logging.getLogger("swapper")
 def steps_between_commits(
     policy: str | int | None, sections: Sequence[Section], state_stays_elsewhere: bool = False
 ) -> int | None:
-    """Return the number of steps from commit to commit, None for no commits. See [Note: free commits]."""
+    """Return the number of steps from commit to commit, None for no commits. See [Note: free commits].
+
+    Args:
+        policy: "free", a number of steps, or None for no commits.
+        sections: of the run.
+        state_stays_elsewhere: some state is in no section, as on a device.
+    """
     if policy == "free":
         large = state_stays_elsewhere or any(
             section.resident and section.plan.nbytes > SMALL_SECTION_BYTES and section.plan.external is None
@@ -48,7 +54,7 @@ def steps_between_commits(
 
 
 class State(Protocol):
-    """The optimizer's state."""
+    """The optimizer's state, as far as a commit record has it."""
 
     @property
     def packed_entries(self) -> dict[str, Any]:

@@ -151,7 +151,13 @@ def _differences(theirs: Sequence[str], ours: Sequence[str]) -> list[str]:
 
 
 def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
-    """Raise CheckpointError unless the record is of this model and optimizer; the message lists the differences."""
+    """Raise CheckpointError unless the record is of this model and optimizer; the message lists the differences.
+
+    Args:
+        record: of the last commit.
+        plans: the sections of this run.
+        optimizer: its class's name.
+    """
     ours, theirs = describe_plans(plans), record.plans
     _check_same_codecs(_codecs_in(theirs), _codecs_in(ours))
     differences = _differences(theirs, ours)

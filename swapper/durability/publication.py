@@ -156,22 +156,22 @@ class Publication:
         sources_read: set when nothing is read any more from files that alternate.
     """
 
-    _path: Path
-    _ticket: SnapshotTicket
-    _content: SnapshotContents
+    path: Path
+    ticket: SnapshotTicket
+    content: SnapshotContents
     base: Base | None
-    _is_near: bool
-    _may_link: bool
-    _engine: Engine
-    _previous: Publication | None
-    _published: Callable[[], None]
+    is_near: bool
+    may_link: bool
+    engine: Engine
+    previous: Publication | None
+    published: Callable[[], None]
     _found: dict[int, int] = field(default_factory=dict)  # checksums of what was read, by offset
     sources_read: threading.Event = field(default_factory=threading.Event)
     _over: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
         try:
-            threading.Thread(target=self._run, name=f"swapper snapshot {self._path.name}").start()
+            threading.Thread(target=self._run, name=f"swapper snapshot {self.path.name}").start()
         except RuntimeError:  # no more threads, as at the interpreter's exit
             self._run()
 
@@ -189,44 +189,44 @@ class Publication:
     # --- in the thread
 
     def _run(self) -> None:
-        if self._previous is not None:
-            self._previous.join()
-            self._previous = None
+        if self.previous is not None:
+            self.previous.join()
+            self.previous = None
         error: BaseException | None = None
         try:
             self._publish()
-            self._published()
+            self.published()
         except BaseException as failure:
             error = self._explain(failure)
-        for run in self._content.everything:
+        for run in self.content.everything:
             run.source.close()
         if self.base is not None:
             self.base.close()
         self.sources_read.set()
-        self._ticket.finish(error)
+        self.ticket.finish(error)
         self._over.set()
 
     def _explain(self, failure: BaseException) -> BaseException:
         """Return it with the snapshot's name: a draft's own means nothing to users."""
-        path = str(self._path)
+        path = str(self.path)
         if isinstance(failure, IoError) and failure.path.startswith("/proc/self/fd/"):
             return IoError(failure.op, path, failure.offset, failure.nbytes, failure.errno or 0, failure.detail)
         if isinstance(failure, SwapperError) or not isinstance(failure, OSError):
             return failure
-        if isinstance(failure, FileNotFoundError) and not self._path.parent.is_dir():
-            return CheckpointError(f"directory {self._path.parent} was removed while snapshot {self._path} was written")
+        if isinstance(failure, FileNotFoundError) and not self.path.parent.is_dir():
+            return CheckpointError(f"directory {self.path.parent} was removed while snapshot {self.path} was written")
         return IoError("snapshot", path, 0, 0, failure.errno or 0, "the run continues unaffected")
 
     def _publish(self) -> None:
-        if not (self._is_near and self._reflink()) and not (self._may_link and self._link()):
+        if not (self.is_near and self._reflink()) and not (self.may_link and self._link()):
             self._copy()
-        beneath.sync(self._path.parent)
+        beneath.sync(self.path.parent)
 
     def _reflink(self) -> bool:
         """Publish a file that shares the frozen file's bytes. Return False if this filesystem cannot."""
         if self.base is None:
             return False
-        with contextlib.closing(Draft(self._path)) as draft:
+        with contextlib.closing(Draft(self.path)) as draft:
             try:
                 fcntl.ioctl(draft.descriptor, FICLONE, self.base.descriptor)
             except OSError:
@@ -245,9 +245,9 @@ class Publication:
         self._end(self.base.descriptor)
         os.fchmod(self.base.descriptor, 0o400 | 0o444 & ~_umask())  # the run's other files stay private
         try:
-            beneath.link(self.base.path, self._path)
+            beneath.link(self.base.path, self.path)
         except FileExistsError:
-            raise _taken(self._path) from None
+            raise _taken(self.path) from None
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
@@ -256,33 +256,33 @@ class Publication:
 
     def _copy_other_files(self, file: _C.File) -> None:
         """Copy the step's content of other files into `file`."""
-        runs = [run for run in self._content.everything if run.source.path != self._base_path]
-        self._found.update(copy(self._engine, runs, file))
+        runs = [run for run in self.content.everything if run.source.path != self._base_path]
+        self._found.update(copy(self.engine, runs, file))
         self.sources_read.set()
 
     def _copy(self) -> None:
-        """Publish a copy."""
-        with contextlib.closing(Draft(self._path)) as draft:
+        """Publish a copy of all the snapshot's content, in a file of its own."""
+        with contextlib.closing(Draft(self.path)) as draft:
             with contextlib.closing(draft.open()) as file:
-                if not self._content.holes:
-                    file.allocate(self._content.layout.tail_offset)
+                if not self.content.holes:
+                    file.allocate(self.content.layout.tail_offset)
                 self._copy_other_files(file)
-                runs = [run for run in self._content.everything if run.source.path == self._base_path]
-                self._found.update(copy(self._engine, [*runs, *self._content.kept], file))
-            for offset, data in self._content.layout.headers():
+                runs = [run for run in self.content.everything if run.source.path == self._base_path]
+                self._found.update(copy(self.engine, [*runs, *self.content.kept], file))
+            for offset, data in self.content.layout.headers():
                 write_all(draft.descriptor, data, offset)
             self._end(draft.descriptor)
             draft.publish()
 
     def _end(self, descriptor: int) -> None:
         """Write the tail, truncate the file behind it, and make the whole file durable."""
-        self._content.check()
-        for hole in self._content.holes:
+        self.content.check()
+        for hole in self.content.holes:
             _punch(descriptor, *hole)
-        unknown = [run for run in self._content.runs if run.crc32 is None and run.offset not in self._found]
-        self._found.update(checksums_of(self._engine, unknown))
-        offset = self._content.layout.tail_offset
-        tail = self._content.make_tail(self._found)
+        unknown = [run for run in self.content.runs if run.crc32 is None and run.offset not in self._found]
+        self._found.update(checksums_of(self.engine, unknown))
+        offset = self.content.layout.tail_offset
+        tail = self.content.make_tail(self._found)
         write_all(descriptor, tail, offset)
         os.ftruncate(descriptor, offset + len(tail))
         os.fsync(descriptor)

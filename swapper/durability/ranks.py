@@ -122,7 +122,13 @@ def choose(held: Sequence[Held]) -> CommitId | None:
 
 
 def mismatch(what: str, by_rank: Sequence[str], remedy: str) -> str:
-    """Return an error's text with a line for each rank."""
+    """Return an error's text with a line for each rank.
+
+    Args:
+        what: the first line.
+        by_rank: a text for each rank.
+        remedy: what the user can do.
+    """
     lines = "\n".join(f"- rank {rank}: {text}" for rank, text in enumerate(by_rank))
     return f"{what}:\n{lines}\n{remedy[0].upper()}{remedy[1:]}"
 
@@ -313,6 +319,11 @@ class Ranks:
         self, numbers: Sequence[int], what: str, missing: Callable[[], str] = lambda: ""
     ) -> list[tuple[int, ...]]:
         """Return the numbers of each rank, at most MAX_NUMBERS; as `gather`, and faster.
+
+        Args:
+            numbers: of this rank, whole ones of 64 bits.
+            what: name of what the ranks come to, the same on all.
+            missing: says what more is known if a rank does not arrive.
 
         Raises:
             StateError: a rank does not arrive, or comes to something else; names what each comes to.

@@ -184,7 +184,13 @@ class WayBack:
 
 
 def keep_last(directory: Path, last: Commit, durable: bool) -> None:
-    """Copy the record of the last commit to the name of the previous one."""
+    """Copy the record of the last commit to the name of the previous one.
+
+    Args:
+        directory: of the run.
+        last: the commit.
+        durable: wait until the drive has it.
+    """
     temporary = directory / f"{FALLBACK_NAME}.partial"
     beneath.unlink(temporary)
     try:
@@ -263,7 +269,12 @@ def _say(faults: Sequence[Fault]) -> str:
 
 
 def follow_placement(record: CommitRecord, params: str, optimizer_state: str) -> tuple[str, str]:
-    """Return the run's placement, if the user leaves it open. Raises CheckpointError: the user wants another one."""
+    """Return the run's placement, if the user leaves it open. Raises CheckpointError: the user wants another one.
+
+    Args:
+        record: of the last commit.
+        params, optimizer_state: the user's wishes: "nvme", "host" or "auto".
+    """
     wishes = {"param": ("params", params), "state": ("optimizer_state", optimizer_state)}
     for family, (option, wish) in wishes.items():
         place = record.placement[family]
@@ -283,6 +294,12 @@ def page_bytes_of(record: CommitRecord) -> int | None:
 
 def restore(record: CommitRecord, sections: Sequence[Section], store: Store, pool: Pool) -> None:
     """Restore every section's content as of the commit.
+
+    Args:
+        record: of the commit.
+        sections: with memory if they are resident.
+        store: of the run's files.
+        pool: frames that pages are read into.
 
     Raises:
         CheckpointError: a file's content differs from the commit.

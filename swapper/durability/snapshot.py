@@ -121,7 +121,14 @@ class Publisher:
     def capture_part(
         self, directory: SnapshotDirectory, content: dict[str, Any], step: int, hurry: Callable[[], None]
     ) -> Snapshot:
-        """Capture this rank's part of the snapshot `directory`. See `capture`. A failure is raised, and fails the ticket."""
+        """Capture this rank's part of the snapshot `directory`. See `capture`. A failure is raised, and fails the ticket.
+
+        Args:
+            directory: of the ranks' files.
+            content: the user's, of this rank.
+            step: number of the step.
+            hurry: as of `capture`.
+        """
         previous = [ticket for ticket in self._tickets if isinstance(ticket, DirectoryTicket)]
         ticket = DirectoryTicket(directory, step, hurry, previous[-1] if previous else None)
         self._tickets.append(ticket)
@@ -228,9 +235,16 @@ class Publisher:
             content = self._contents(snapshot, pieces, files, holes, list(kept.values()), check)
             previous = self._publications[-1] if self._publications else None
             publication = Publication(
-                snapshot.path, snapshot.ticket, content, base, is_near, may_link, self._engine, previous,
-                lambda: self._retention.published(snapshot.path, snapshot.keep),
-            )  # fmt: skip
+                path=snapshot.path,
+                ticket=snapshot.ticket,
+                content=content,
+                base=base,
+                is_near=is_near,
+                may_link=may_link,
+                engine=self._engine,
+                previous=previous,
+                published=lambda: self._retention.published(snapshot.path, snapshot.keep),
+            )
         except BaseException:
             if base is not None:
                 self._store.published(number, base.close())

@@ -413,6 +413,11 @@ def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fa
 
     Content that only the previous commit names was read in the step since. A read past the end of a file would have
     failed that step; so of that, only wrong bytes that exist count.
+
+    Args:
+        path: of the file.
+        number: of the file, as pages name it.
+        sections: of the run.
     """
     needed, past = [], []
     for section in sections:

@@ -92,6 +92,6 @@ class _GrowingRange:
 
 
 def _alignment(tensor: StoredTensor) -> int:
-    """See [Note: alignment]."""
+    """Return the alignment that a tensor's memory must have, in bytes. [Note: alignment]"""
     itemsize = tensor.dtype.itemsize
     return itemsize if itemsize <= LOOSE_ITEM_BYTES else TENSOR_ALIGNMENT_BYTES

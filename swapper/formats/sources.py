@@ -85,7 +85,12 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_at(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
-    """Return bytes [offset, offset + nbytes) of an open file, or fewer at its end; `path` is for messages.
+    """Return bytes [offset, offset + nbytes) of an open file, or fewer at its end.
+
+    Args:
+        descriptor: of the file.
+        path: for messages.
+        offset, nbytes: of the range, in bytes.
 
     Raises:
         IoError: it cannot be read.
@@ -115,7 +120,13 @@ def read_whole(path: Path, max_bytes: int) -> bytes:
 
 
 def read_filled(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
-    """As `read_at`, for many bytes. Raises CheckpointError if the file has hardly any of them: a few can claim any number."""
+    """As `read_at`, for many bytes.
+
+    Args: as of `read_at`.
+
+    Raises:
+        CheckpointError: the file has hardly any of them: a few can claim any number.
+    """
     if is_hollow(descriptor, offset, nbytes):
         raise CheckpointError(f"{path}: of {nbytes} bytes at {offset} {HOLLOW}")
     return read_at(descriptor, path, offset, nbytes)
@@ -155,11 +166,16 @@ class Source:
 
     @property
     def everything(self) -> dict[str, StoredTensor | ChunkedTensor]:
-        """`tensors` and `grids`."""
+        """All tensors by name: `tensors` and `grids`."""
         return {**self.tensors, **self.grids}
 
     def extents(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
-        """Yield the real extents of bytes [offset, offset + nbytes) of a tensor's file, and their places in it."""
+        """Yield the real extents of bytes [offset, offset + nbytes) of a tensor's file, and their places in it.
+
+        Args:
+            path: the file that the tensor's entry names; it may stand for several joined ones.
+            offset, nbytes: of the range in it, in bytes.
+        """
         if path in self.joined:
             return self.joined[path].extents(offset, nbytes)
         return iter([(0, Extent(path, offset, nbytes))] if nbytes else [])
@@ -332,7 +348,13 @@ def _joined(path: Path, shards: list[Source], weight_map: dict[str, str] | None)
 
 
 def renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor | ChunkedTensor]:
-    """Return the source's tensors under the model's names: they differ by a prefix, or by the user's map."""
+    """Return the source's tensors under the model's names: they differ by a prefix, or by the user's map.
+
+    Args:
+        source: of the tensors.
+        wanted: names of the model.
+        rename: the user's map; None: find the prefix.
+    """
     tensors = source.everything
     if rename is None:
         prefixes = ("", *NESTED, *(outer + inner for outer in NESTED for inner in NESTED))

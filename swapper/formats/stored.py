@@ -163,7 +163,13 @@ class ChunkedTensor:
         return True
 
     def assembled(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, empty: Empty = torch.empty) -> torch.Tensor:
-        """Return the tensor whose chunks are `parts`, in memory of its own and in `dtype`."""
+        """Return the tensor whose chunks are `parts`, in memory of its own and in `dtype`.
+
+        Args:
+            parts: one for each of `chunks`, of its shape.
+            dtype: of the result.
+            empty: makes its memory. Default: torch.empty.
+        """
         whole = empty(self.shape, dtype=dtype, device=parts[0].device)
         for chunk, part in zip(self.chunks, parts, strict=True):
             whole[_slices(chunk.offsets, chunk.ends)] = part

@@ -90,6 +90,13 @@ def _at(path: Path) -> tuple[str | Path, int | None]:
 
 
 def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a file below a checked directory, never through a link; return its descriptor.
+
+    Args:
+        path: of the file; its directory may be held (`hold`).
+        flags: of os.open; O_NOFOLLOW and O_CLOEXEC are added.
+        mode: of a file that is made.
+    """
     name, directory = _at(path)
     with naming_limits("open", path):
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory)
@@ -131,7 +138,13 @@ def replace_file(path: Path, data: bytes, durable: bool = False) -> None:
 
 
 def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> _C.File:
-    """Open a file for the engine."""
+    """Open a file for the engine.
+
+    Args:
+        path: as of `open_file`.
+        create: make it; it must not exist.
+        read_only: writes to it are refused.
+    """
     return _C.File(str(path), create=create, read_only=read_only, at=_held.get(path.parent, -1))
 
 
@@ -199,7 +212,12 @@ def sync(directory: Path) -> None:
 
 
 def is_hollow(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Return True if nearly all of `nbytes` at `offset` of an open file are holes: memory for them would have no bytes to it."""
+    """Return True if nearly all of `nbytes` at `offset` of an open file are holes: memory for them would have no bytes to it.
+
+    Args:
+        descriptor: of the file.
+        offset, nbytes: of the range, in bytes.
+    """
     at, filled = offset, 0
     while nbytes > SOLID_BYTES and filled * MAX_HOLES < nbytes:
         try:

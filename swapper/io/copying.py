@@ -38,6 +38,11 @@ class CopyRange:
 def copy(engine: Engine, runs: Iterable[CopyRange], target: _C.File | None) -> dict[int, int]:
     """Copy `runs` into `target`, an open file; return the checksum of each by its offset when all is written.
 
+    Args:
+        engine: reads and writes.
+        runs: ranges of files.
+        target: where they are copied; None: they are only read and checked.
+
     Raises:
         IoError: a transfer failed.
         CheckpointError: the bytes read do not have their checksum.
@@ -70,6 +75,8 @@ def stream(engine: Engine, runs: Iterable[CopyRange], target: _C.File | None = N
     """Yield the outcome of each nonempty run, once it is read, and written to `target` if that is a file.
 
     Closing it waits for all transfers.
+
+    Args: as of `copy`.
     """
     memory = mmap.mmap(-1, COPY_BYTES)
     memory.madvise(mmap.MADV_DONTFORK)

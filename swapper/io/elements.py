@@ -62,7 +62,12 @@ def byte_count(tensor: torch.Tensor) -> int:
 
 
 def views_of_range(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield views that together are the elements [start, stop) in row-major order; at most 2 * dimensions + 1."""
+    """Yield views that together are the elements [start, stop) in row-major order; at most 2 * dimensions + 1.
+
+    Args:
+        tensor: of any shape and strides.
+        start, stop: of the range, in elements.
+    """
     if start >= stop:
         return
     if tensor.ndim == 0:
@@ -87,7 +92,13 @@ def views_of_range(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torc
 
 
 def copy_out(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> None:
-    """Copy the elements [start, stop) of `tensor` to `flat`, a run of as many elements."""
+    """Copy the elements [start, stop) of `tensor` to `flat`, a run of as many elements.
+
+    Args:
+        tensor: of any shape and strides.
+        start, stop: of the range, in elements.
+        flat: of one dimension, stop - start elements.
+    """
     at = 0
     for view in views_of_range(tensor, start, stop):
         flat.narrow(0, at, view.numel()).view(view.shape).copy_(view)
@@ -95,7 +106,10 @@ def copy_out(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) ->
 
 
 def copy_in(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> None:
-    """Copy `flat` to the elements [start, stop) of `tensor`."""
+    """Copy `flat` to the elements [start, stop) of `tensor`.
+
+    Args: as of `copy_out`.
+    """
     at = 0
     for view in views_of_range(tensor, start, stop):
         view.copy_(flat.narrow(0, at, view.numel()).view(view.shape))

@@ -80,7 +80,7 @@ class Engine(Protocol):
         checksum: bool = False,
         expected: int | None = None,
     ) -> Transfer:
-        """See `swapper._C.Engine.read`."""
+        """Submit a read; return its ticket. Args: as of `swapper._C.Engine.read`."""
 
     def write(
         self,
@@ -93,7 +93,7 @@ class Engine(Protocol):
         after: Any = None,
         checksum: bool = False,
     ) -> Transfer:
-        """See `swapper._C.Engine.write`."""
+        """Submit a write; return its ticket. Args: as of `swapper._C.Engine.write`."""
 
     def drain(self) -> None: ...
     def close(self) -> None: ...

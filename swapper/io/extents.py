@@ -97,7 +97,13 @@ class SpillFile:
             raise
 
     def read(self, engine: Engine, offset: int, memory: torch.Tensor) -> Transfer:
-        """Begin to read into `memory`, uint8, from a written place. Returns the ticket."""
+        """Begin to read into `memory`, uint8, from a written place. Returns the ticket.
+
+        Args:
+            engine: submits the read.
+            offset: of the place, in bytes.
+            memory: uint8, contiguous; kept until the read is over.
+        """
         return engine.read(self._open(), offset, memory.data_ptr(), memory.nbytes, keep=memory)
 
     def give(self, offset: int, nbytes: int) -> None:

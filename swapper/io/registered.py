@@ -94,7 +94,12 @@ class CudaRegistrar:
 
 
 def slabs(offset: int, nbytes: int, unit_bytes: int) -> list[tuple[int, int]]:
-    """Cut [offset, offset + nbytes) into slabs of whole units, as (offset, bytes) each; pure. See [Note: slabs]."""
+    """Cut [offset, offset + nbytes) into slabs of whole units, as (offset, bytes) each; pure. See [Note: slabs].
+
+    Args:
+        offset, nbytes: of the range, in bytes.
+        unit_bytes: of what is not cut.
+    """
     step = max(SLAB_BYTES // unit_bytes, 1) * unit_bytes
     return [(offset + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
 

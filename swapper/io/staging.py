@@ -129,7 +129,15 @@ class Staging:
         self._registration: Registration | None = None
 
     def begin(self, kind: str, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
-        """Begin to "read" or "write" the elements in row-major order, from file offset `offset` on."""
+        """Begin to "read" or "write" the elements in row-major order, from file offset `offset` on.
+
+        Args:
+            kind: "read" or "write".
+            tensor: on any device, of any strides.
+            offset: in the file, in bytes.
+            path: for messages.
+            move: transfers one run.
+        """
         act = self._read if kind == "read" else self._write
         future = self._worker.submit(act, tensor.detach(), offset, move, event_of(tensor))
         return StagedTransfer(future, (kind, path, offset, byte_count(tensor)))

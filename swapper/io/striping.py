@@ -152,7 +152,12 @@ class Stripes:
         stripe_bytes: int = STRIPE_BYTES,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """`weights`, one a directory, are the drives' speeds in any unit; equal by default.
+        """Check the directories.
+
+        Args:
+            directories: of the drives, one each.
+            stripe_bytes: of one stripe.
+            weights: the drives' speeds, one a directory, in any unit; equal by default.
 
         Raises:
             ConfigError: no directory, one of them twice or not a directory, or invalid numbers.
@@ -175,6 +180,11 @@ class Stripes:
 
     def open(self, name: str, files: OpenFiles, writing: bool) -> StripedFile:
         """Open the striped file of that name, making a missing one if `writing`.
+
+        Args:
+            name: of the striped file, below the directories.
+            files: open its parts.
+            writing: make a missing one.
 
         Raises:
             IoError: it does not exist, a part or a record is missing, or records contradict each other.

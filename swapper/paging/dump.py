@@ -25,7 +25,12 @@ def describe(
     held: Mapping[int, tuple[Access, float]],
     deferred_writes: Collection[int],
 ) -> str:
-    """Return the dump, several lines. See `Frames` for the arguments."""
+    """Return the dump, several lines.
+
+    Args:
+        pages, pool: of the run.
+        in_flight, held, deferred_writes: see `Frames`.
+    """
     now_s = time.monotonic()
     counts = Counter(page.residency for page in pages)
     leased = sum(page.leases > 0 for page in pages)

@@ -69,7 +69,7 @@ class VictimCache(Protocol):
 class Frames:
     """Owns the frames and the residency of every page. All methods are called with the pager's lock held.
 
-    See `Pager` for the arguments.
+    Args: as of `Pager`.
 
     Attributes:
         held: the leases by identity, and since when (time.monotonic(), in seconds); for dumps.
@@ -155,7 +155,7 @@ class Frames:
         page.frame = frame
 
     def _claim_promise(self, page: Page, victim: Page, needs_read: bool) -> None:
-        """[Note: promised frames]"""
+        """Promise the victim's frame to `page`. [Note: promised frames]"""
         if victim.residency is DIRTY:
             self.write(victim)
         after = victim.ticket

@@ -22,7 +22,7 @@ from swapper.runtime.sizes import format_bytes
 
 
 class Prefetcher:
-    """Follows the schedule and claims frames. All methods are called with the pager's lock held; see `Pager` for arguments."""
+    """Follows the schedule and claims frames. All methods are called with the pager's lock held. Args: as of `Pager`."""
 
     def __init__(
         self,

@@ -151,13 +151,19 @@ class Section:
         return [Page(self._first_page + i, self, offset, nbytes) for i, (offset, nbytes) in enumerate(pieces)]
 
     def attach(self, memory: torch.Tensor, window: Window | None, view: View | None = None) -> None:
-        """Give the section its memory, uint8 of shape (plan.nbytes,): of `window` if it is paged, else of `view` of an arena."""
+        """Give the section its memory.
+
+        Args:
+            memory: uint8 of shape (plan.nbytes,).
+            window: that has it, if the section is paged.
+            view: of an arena, that has it, if it is resident.
+        """
         self._memory = memory
         self._window = window
         self.view = view
 
     def detach(self) -> None:
-        """Drop the memory."""
+        """Drop the section's memory, window and view."""
         self._memory = self._window = self.view = None
 
     @property

@@ -42,9 +42,12 @@ class DriveRates:
     def measured(cls, tuning: Tuning) -> DriveRates:
         """Return the rates that `swapper tune` has measured."""
         return cls(
-            tuning.read_bytes_per_s, tuning.write_bytes_per_s, tuning.both_bytes_per_s, tuning.busy_bytes_per_s,
+            read=tuning.read_bytes_per_s,
+            write=tuning.write_bytes_per_s,
+            both=tuning.both_bytes_per_s,
+            busy=tuning.busy_bytes_per_s,
             slowing_byte_s=tuning.slowing_byte_s,
-        )  # fmt: skip
+        )
 
     @property
     def allowed_read(self) -> float:
@@ -70,7 +73,12 @@ class DriveRates:
         return max(read_bytes / self.allowed_read, written_bytes / min(self.write, self.cap), together)
 
     def of(self, reading: bool, writing: bool, computing: bool = False) -> tuple[float, float]:
-        """Return the rates of reads and of writes while the drive, and the processors, do these."""
+        """Return the rates of reads and of writes while the drive, and the processors, do these.
+
+        Args:
+            reading, writing: what the drive does.
+            computing: whether the processors compute meanwhile.
+        """
         both = min(self.both, self.read + self.write)
         share = both / (self.read + self.write) if reading and writing and both < math.inf else 1.0
         if computing and self.busy < both < math.inf:  # one direction alone is slower by as much

@@ -20,8 +20,10 @@ SOON_ACCESSES = 8
 class WriteBack:
     """Owns the changed, unleased pages whose write is not submitted yet. All methods are called with the pager's lock held.
 
-    See `Pager` for the arguments. Deferring a write pays only while the drive has others to do: a quarter of the frames being
-    written. So the first pages of a forward are written at once, and the drive has work early.
+    Deferring a write pays only while the drive has others to do: a quarter of the frames being written. So the first pages of a
+    forward are written at once, and the drive has work early.
+
+    Args: as of `Pager`.
     """
 
     def __init__(

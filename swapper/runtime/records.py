@@ -130,7 +130,12 @@ def nullable(shape: Shape) -> Shape:
 
 
 def listing(shape: Shape, least: int = 0, most: int | None = None) -> Shape:
-    """A list of `least` to `most` entries of one shape."""
+    """A list of `least` to `most` entries of one shape.
+
+    Args:
+        shape: of each entry.
+        least, most: how many; None: any number.
+    """
 
     def check(value: Any) -> None:
         if not isinstance(value, list) or len(value) < least or (most is not None and len(value) > most):

@@ -121,7 +121,7 @@ class StepStats:
 
     @property
     def total(self) -> PhaseStats:
-        """The whole step."""
+        """Return the sum of all phases of the step."""
         return PhaseStats.sum(self.phases.values())
 
     @property
@@ -409,7 +409,7 @@ class Observers:
             self._functions.remove(function)
 
     def tell(self, stats: StepStats) -> None:
-        """Call all functions."""
+        """Call each observer with the statistics of a step. One that raises is logged once, and stays."""
         for function in list(self._functions):
             try:
                 function(stats)

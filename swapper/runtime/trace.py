@@ -75,7 +75,14 @@ class Trace:
         return self._count - len(self._spans)
 
     def add(self, track: str, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
-        """Note that `name` took from `begin_s` to `end_s`; `arguments` are shown with it, as JSON or as their str."""
+        """Note a span of time.
+
+        Args:
+            track: one of TRACKS.
+            name: of the span.
+            begin_s, end_s: of time.monotonic(), in seconds.
+            arguments: shown with it, as JSON or as their str.
+        """
         with self._lock:
             self._count += 1
             self._spans.append((track, name, begin_s, end_s, arguments))

@@ -32,7 +32,13 @@ _watching: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 class Watchdog:
-    """Owns the thread, which calls `describe` for a dump, without locks. `stall_s` limits a wait; None: no limit."""
+    """Owns the watching thread.
+
+    Args:
+        counters: have the waits that go on now.
+        describe: returns a dump; called without locks.
+        stall_s: how long a wait may take, in seconds; None: no limit.
+    """
 
     def __init__(self, counters: Counters, describe: Callable[[], str], stall_s: float | None) -> None:
         # Its put is reentrant, as a signal handler needs.

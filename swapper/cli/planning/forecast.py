@@ -162,6 +162,11 @@ class Forecaster:
     def plan(self, machine: Machine, setting: Setting, is_rough: bool = False) -> Plan:
         """Return the plan of one rank.
 
+        Args:
+            machine: with its ranks and drives.
+            setting: placements, codec and time of updates.
+            is_rough: plan ROUGH_LAYERS layers at most. Default: False.
+
         Raises:
             BudgetError: the model does not fit the memory; names the smallest that works.
             ConfigError, UnsupportedError: options do not go together.

@@ -102,6 +102,11 @@ def _figure_class() -> Any:
 def draw(path: Path, machine: Machine, setting: Setting, forecast: Forecast) -> None:
     """Draw the forecast into a new file: .svg, .png, or .html, which has the picture in it.
 
+    Args:
+        path: of the file.
+        machine, setting: as of `Forecaster.plan`.
+        forecast: what is drawn.
+
     Raises:
         ConfigError: matplotlib is not installed; the file exists.
     """
@@ -133,7 +138,10 @@ def draw(path: Path, machine: Machine, setting: Setting, forecast: Forecast) -> 
 
 
 def timeline(machine: Machine, setting: Setting, forecast: Forecast) -> list[tuple[str, float, float]]:
-    """Return (kind, begin, end) of what happens in the last simulated step, in seconds from its begin."""
+    """Return (kind, begin, end) of what happens in the last simulated step, in seconds from its begin.
+
+    Args: as of `draw`.
+    """
     drive = RecordingDrive(machine.rank_drive)
     times = {of.name: getattr(forecast.compute, of.name) for of in fields(forecast.compute)}
     step = forecast.plan.simulate(drive, NotedTimes(**times, drive=drive), setting.passes)
@@ -142,7 +150,12 @@ def timeline(machine: Machine, setting: Setting, forecast: Forecast) -> list[tup
 
 
 def tier_bytes(forecast: Forecast, tier: str, machine: Machine) -> dict[str, int]:
-    """Return the bytes of a node in "host" or "nvme", by what they are."""
+    """Return the bytes of a node in a tier, by what they are.
+
+    Args:
+        forecast, machine: as of `draw`.
+        tier: "host" or "nvme".
+    """
     plan, found = forecast.plan, {}
     for family, name in FAMILIES.items():
         if plan.places[family] == tier:

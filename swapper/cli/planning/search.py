@@ -32,7 +32,10 @@ MEMORY_SHARES = (1, 2)
 
 
 def smallest_budget(forecaster: Forecaster, machine: Machine, setting: Setting) -> int:
-    """Return the smallest host memory of a node that works with these settings, as the error of a smaller one names it."""
+    """Return the smallest host memory of a node that works with these settings, as the error of a smaller one names it.
+
+    Args: as of `Forecaster.plan`.
+    """
     try:
         forecaster.plan(replace(machine, host_bytes=(1 << 20) * machine.of_node), setting)
     except BudgetError as error:
@@ -53,7 +56,10 @@ class Upgrade:
 
 
 def find_upgrades(forecaster: Forecaster, machine: Machine, setting: Setting) -> list[Upgrade]:
-    """Return what each of several better machines saves, most first. All are simulated alike, and so is the machine itself."""
+    """Return what each of several better machines saves, most first. All are simulated alike, and so is the machine itself.
+
+    Args: as of `Forecaster.plan`.
+    """
 
     @functools.cache
     def seconds(of: Machine) -> float:
@@ -124,6 +130,8 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
     Tried are codecs and times of updates, the given ones too, each placement of parameters and state, all and half of the memory,
     and more passes of fewer tokens; and gradients on NVMe where they do not fit. A setting is not simulated if the least that it
     can cost is beaten already.
+
+    Args: as of `Forecaster.plan`.
     """
     codecs, updates = dict.fromkeys((*CODECS, setting.codec)), dict.fromkeys((*UPDATES, setting.update))
     passes = PASSES if machine.device_bytes is None else PASSES[:1]  # which save no memory that is counted there
@@ -186,6 +194,10 @@ def undominated(rows: Sequence[SettingCosts]) -> list[SettingCosts]:
 
 def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at_most_s: float) -> dict[str, Any]:
     """Return the number of layers, the parameters and the seconds of the largest model with layers of this one that takes so long.
+
+    Args:
+        forecaster, machine, setting: as of `Forecaster.plan`.
+        at_most_s: of a step, in seconds.
 
     Raises:
         ConfigError: the model has no equal layers, or already one with a single layer takes longer or does not fit.

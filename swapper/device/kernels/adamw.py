@@ -105,7 +105,10 @@ def update_(
 
 
 def reference_(part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
-    """Define the result of `update_`, in plain torch."""
+    """Define the result of `update_`, in plain torch.
+
+    Args: as of `update_`.
+    """
     if skip is not None and skip.item() != 0:
         return
     beta1, beta2 = step.betas
@@ -156,11 +159,17 @@ def _check(part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None, skip:
 
 
 def random_words(seed: int, step: int, first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return words first to first + count, from 0 to 2**32 - 1, as int64; `first` is a multiple of 4.
+    """Return words first to first + count, from 0 to 2**32 - 1, as int64.
 
     Philox 4x32 with 10 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), in plain torch;
     Triton has the same generator. Word i depends on the seed, the step and i alone, so it does not matter how a tensor is cut into
     slices. Four words come from one counter: (i // 4, 0 to 63), step, 0.
+
+    Args:
+        seed: of 64 bits.
+        step: number of the step.
+        first, count: of the words; `first` is a multiple of 4.
+        device: of the result.
     """
     counters = torch.arange(first // 4, (first + count + 3) // 4, dtype=torch.int64, device=device)
     zero = torch.zeros_like(counters)
@@ -171,7 +180,12 @@ def random_words(seed: int, step: int, first: int, count: int, device: torch.dev
 def philox(
     seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ten rounds over four counters of 32 bits, each as int64, under a key of 64 bits."""
+    """Ten rounds over four counters of 32 bits, each as int64. Returns four words of each.
+
+    Args:
+        seed: of 64 bits, the key.
+        c0, c1, c2, c3: the counters.
+    """
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(10):
         high0, low0 = _product(_MULTIPLIERS[0], c0)

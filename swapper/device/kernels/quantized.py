@@ -14,17 +14,33 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def row_bytes(bits: int, block: int, columns: int) -> int:
-    """Return the bytes of a quantised row: its codes, then a scale in bf16 for each block of columns."""
+    """Return the bytes of a quantised row: its codes, then a scale in bf16 for each block of columns.
+
+    Args:
+        bits: of a code, 8 or 4.
+        block: columns that share a scale.
+        columns: of the matrix.
+    """
     return columns * bits // 8 + columns // block * 2
 
 
 def bytes_moved(bits: int, block: int, columns: int, rows: int, dtype: torch.dtype) -> int:
-    """Return the bytes that quantising or dequantising reads and writes."""
+    """Return the bytes that quantising or dequantising reads and writes.
+
+    Args:
+        bits, block, columns: as of `row_bytes`.
+        rows, dtype: of the values.
+    """
     return rows * (row_bytes(bits, block, columns) + columns * dtype.itemsize)
 
 
 def dequantise_(stored: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
-    """Overwrite `out`, floats of shape (rows, columns), with the values of `stored`, bytes of shape (rows, row_bytes).
+    """Overwrite `out` with the values of `stored`.
+
+    Args:
+        stored: bytes of shape (rows, row_bytes).
+        out: floats of shape (rows, columns).
+        bits, block: as of `row_bytes`.
 
     Raises:
         ConfigError: shapes, dtypes or devices do not fit. UnsupportedError: Triton is not there.
@@ -38,6 +54,10 @@ def quantise(rows: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, t
     """Return (stored, overflown): bytes of shape (rows, row_bytes), and an int32 that is 0 where all values were finite.
 
     Where it is not 0 the bytes mean nothing. Does not wait for the device.
+
+    Args:
+        rows: floats of shape (rows, columns).
+        bits, block: as of `row_bytes`.
 
     Raises:
         ConfigError: shapes or dtypes do not fit. UnsupportedError: Triton is not there.

@@ -239,7 +239,13 @@ class Manifest:
     def make(
         cls, chunks: Sequence[ChecksumChunk], nbytes: int, tensors: Mapping[str, Sequence[TensorPlace]]
     ) -> Manifest:
-        """Return the manifest of `nbytes` bytes. Raises CheckpointError: the chunks do not cover them exactly once."""
+        """Return the manifest of `nbytes` bytes. Raises CheckpointError: the chunks do not cover them exactly once.
+
+        Args:
+            chunks: with checksums, in any order.
+            nbytes: of the file.
+            tensors: the places of each tensor, by name.
+        """
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offset))
         ends = [0, *(chunk.end for chunk in ordered)]
         if [chunk.offset for chunk in ordered] != ends[:-1] or ends[-1] != nbytes:

@@ -139,6 +139,12 @@ def read_skeleton(data: bytes, name: str) -> Skeleton:
 def check_pickles(file: io.BufferedIOBase, count: int, nbytes: int, name: str) -> None:
     """Read `count` pickles, one after the other, from a file of `nbytes`, as in files of torch before 1.6.
 
+    Args:
+        file: open at the first pickle.
+        count: of pickles.
+        nbytes: of the file: the measure for their cost.
+        name: for messages.
+
     Raises:
         CheckpointError: one is damaged or hostile.
     """

@@ -90,12 +90,23 @@ def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
 
 
 def read_open_file(descriptor: int, path: Path, *, calculate: bool = False) -> TorchFile:
-    """As `read_torch_file`, for an open file; `path` is for messages."""
+    """As `read_torch_file`, for an open file; `path` is for messages.
+
+    Args:
+        descriptor: of the file.
+        path: for messages.
+        calculate: as of `read_torch_file`.
+    """
     return _read_zip(descriptor, path, read_index(descriptor, path, calculate=calculate))
 
 
 def read_item(descriptor: int, path: Path, offset: int, nbytes: int) -> TorchFile:
-    """As `read_torch_file`, for [offset, offset + nbytes) of an open file. Offsets count from the file's start."""
+    """As `read_torch_file`, for [offset, offset + nbytes) of an open file. Offsets count from the file's start.
+
+    Args:
+        descriptor, path: as of `read_open_file`.
+        offset, nbytes: of the item in the file, in bytes.
+    """
     return _read_zip(descriptor, path, read_index(descriptor, path, span=(offset, nbytes)))
 
 

@@ -220,7 +220,13 @@ def _zip64_values(path: Path, name: str, extra: bytes, nbytes: int, packed: int,
 
 
 def unpacked_crc32(descriptor: int, path: Path, record: ZipRecord) -> int | None:
-    """Return the checksum of a compressed record's unpacked bytes, in bounded memory; None if their size is wrong."""
+    """Return the checksum of a compressed record's unpacked bytes, in bounded memory; None if their size is wrong.
+
+    Args:
+        descriptor: of the file.
+        path: for messages.
+        record: deflated.
+    """
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
     checksum = nbytes = 0
     try:

@@ -62,7 +62,13 @@ def serialization_id(entries: Sequence[Entry]) -> bytes:
 
 
 def payload_offset(cursor: int, name: str, nbytes: int, alignment: int) -> int:
-    """Return the file offset of the data whose local header begins at `cursor`; a multiple of `alignment`."""
+    """Return the file offset of the data whose local header begins at `cursor`; a multiple of `alignment`.
+
+    Args:
+        cursor: offset of the local header, in bytes.
+        name, nbytes: of the record.
+        alignment: of its data, in bytes.
+    """
     unpadded = cursor + LOCAL_HEADER.size + len(name.encode()) + len(_local_zip64(cursor, nbytes)) + 4
     return -(-unpadded // alignment) * alignment
 
@@ -71,6 +77,8 @@ def local_header(cursor: int, name: str, nbytes: int, alignment: int) -> bytes:
     """Return the local file header (APPNOTE 4.3.7), padded so that the data begins at `payload_offset`.
 
     CRC and sizes are zero, as bit 3 of the flags allows; an "FB" extra field of 'Z' characters is the padding.
+
+    Args: as of `payload_offset`.
     """
     encoded = name.encode()
     zip64 = _local_zip64(cursor, nbytes)
@@ -89,7 +97,12 @@ def descriptor_nbytes(cursor: int, nbytes: int) -> int:
 
 
 def descriptor(cursor: int, nbytes: int, crc32: int) -> bytes:
-    """Return the data descriptor (APPNOTE 4.3.9), with signature; `cursor` is the offset of the local header."""
+    """Return the data descriptor (APPNOTE 4.3.9), with signature.
+
+    Args:
+        cursor: offset of the local header, in bytes.
+        nbytes, crc32: of the data.
+    """
     if nbytes == 0:
         return b""
     sizes = "QQ" if _needs_zip64(cursor, nbytes) else "II"
@@ -102,6 +115,11 @@ def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
     As in torch's writer, the zip64 end record and its locator (APPNOTE 4.3.14, 4.3.15) are always there. The zip
     comment of the end record (APPNOTE 4.3.16) rounds the size up: zero bytes, fewer than `alignment` of them, which
     must be at most 65536.
+
+    Args:
+        entries: of all records.
+        offset: where the directory begins, in bytes.
+        alignment: of the file's size, in bytes.
     """
     listing = b"".join(_directory_entry(entry) for entry in entries)
     count, end = len(entries), offset + len(listing)

@@ -185,6 +185,12 @@ class CuFileFile:
         Registered memory must be passed as its registered address, `registered`, and an offset, or cuFile does not
         recognize it; other memory takes no offset.
 
+        Args:
+            op: "read" or "write".
+            address: of device memory.
+            offset, nbytes: of the range of the file, in bytes.
+            registered: address of the registered memory that has `address`; None: there is none.
+
         Raises:
             IoError: cuFile's error; errno 0 if the file ends too early.
         """

@@ -233,10 +233,16 @@ def begin_pieces(
     offset: int,
     stage: Stage,
 ) -> Iterator[StagedTransfer]:
-    """Begin to transfer `flat`, bytes on a device, from or to file offset `offset`, after its stream's queued work; yield
-    the pieces as they begin.
+    """Begin to transfer `flat`, after its stream's queued work; yield the pieces as they begin. They use `file` until they end.
 
-    `registered` is the address of the registered memory that contains it, if any. Pieces use `file` until they end.
+    Args:
+        threads: call cuFile.
+        file: registered with cuFile.
+        kind: "read" or "write".
+        flat: contiguous bytes on a device.
+        registered: address of the registered memory that contains it, if any.
+        offset: in the file, in bytes.
+        stage: begins to transfer edges, which are no whole sectors: (begin, nbytes).
     """
     ready = event_of(flat)
     address = flat.data_ptr()

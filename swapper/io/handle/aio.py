@@ -398,6 +398,12 @@ COMPARED_BYTES = 8 << 20
 def compare(opened: Opened, offset: int, tensor: torch.Tensor, op: str) -> None:
     """Compare a finished transfer with the file, read by plain system calls through the page cache.
 
+    Args:
+        opened: the file; it may be closed by now.
+        offset: of the transfer, in bytes.
+        tensor: of one dimension, the bytes that were transferred.
+        op: for messages.
+
     Raises:
         IoError: EIO: the file from `offset` on differs from the tensor's bytes. `opened` may be closed by now.
     """

@@ -288,6 +288,11 @@ def _async_of(async_op: bool | None, named: dict[str, Any]) -> bool:
 def new_locked_tensor(elements: int, dtype: torch.dtype, *, must_lock: bool = True) -> torch.Tensor:
     """Return a tensor of `elements` zeros in page-locked memory, which CUDA knows too once the program has used it.
 
+    Args:
+        elements: how many.
+        dtype: of the tensor.
+        must_lock: refuse memory that is not locked. Default: True.
+
     Raises:
         ConfigError: a negative number of elements.
         IoError: there is no such memory, or, with `must_lock`, the system refuses to lock it.

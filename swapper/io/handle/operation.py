@@ -44,7 +44,16 @@ class Operation:
         keep: object = None,
         release: Callable[[], None] | None = None,
     ) -> None:
-        """`keep` lives until the operation is over; the thread that notices it first then calls `release`, once."""
+        """Watch the transfers of one operation.
+
+        Args:
+            kind: "read" or "write".
+            opened: the file, closed at the end.
+            nbytes: of all parts.
+            parts: the transfers, under way.
+            keep: lives until the operation is over.
+            release: the thread that notices the end first calls it, once.
+        """
         self.kind = kind
         self.opened = opened
         self.path = opened.path

@@ -106,7 +106,13 @@ class SectionPlan:
 
 
 def plan_section(group: int, family: str, specs: Sequence[TensorSpec]) -> SectionPlan:
-    """Return a section of `specs`, which are one at least, in the order given."""
+    """Return a section of `specs`, in the order given.
+
+    Args:
+        group: its number.
+        family: "param", "state" or "grad".
+        specs: one at least.
+    """
     slots = []
     cursor = 0
     for spec in specs:
@@ -123,6 +129,8 @@ def plan_group(group: int, family: str, specs: Sequence[TensorSpec]) -> list[Sec
 
     Encoded state has many small tensors of several dtypes. A section for each would leave a sixth of the pool's frames
     empty, as a short last page occupies a whole frame.
+
+    Args: as of `plan_section`.
     """
     by_dtype = [[s for s in specs if s.dtype == dtype] for dtype in dict.fromkeys(spec.dtype for spec in specs)]
     if family == "state" and specs:

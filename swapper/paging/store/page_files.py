@@ -221,7 +221,13 @@ def _checked_status(path: Path, nbytes: int) -> FileStatus:
 
 
 def write_all(descriptor: int, data: bytes, offset: int) -> None:
-    """Write `data` at `offset` of an open file."""
+    """Write `data` at `offset` of an open file.
+
+    Args:
+        descriptor: of the file.
+        data: all of it is written.
+        offset: in bytes.
+    """
     view = memoryview(data)
     while view:
         done = os.pwrite(descriptor, view, offset)

@@ -28,6 +28,11 @@ class PageStore(Protocol):
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         """Submit a read of the newest content of `page` into memory at `address`, to begin once `after` is done.
 
+        Args:
+            page: with a `location`.
+            address: of page-locked memory, `page.nbytes` long.
+            after: a transfer in flight, of any engine; None: begin at once.
+
         Raises:
             InvariantError: nothing was written of it.
         """
@@ -102,7 +107,13 @@ class Damages:
 
 
 def as_changed(page: Page, error: IoError, remedy: str) -> ChecksumError | None:
-    """Return the error for a read of `page` that failed because its bytes were changed; None if it failed otherwise."""
+    """Return the error for a read of `page` that failed because its bytes were changed; None if it failed otherwise.
+
+    Args:
+        page: that was read.
+        error: of the read.
+        remedy: what the user can do, a sentence.
+    """
     if error.errno != errno.EBADMSG and error.detail != CUT_OFF:
         return None
     names = page.tensors

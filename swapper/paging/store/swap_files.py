@@ -141,7 +141,10 @@ class Store:
         return page_files.create(self._drives, f"turn-{number}.swap", self.nbytes, self._headers, self._pieces)
 
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
-        """Submit a read of `page` into memory at `address`; returns its ticket. It fails on changed bytes. [Note: checksums]"""
+        """Submit a read of `page` into memory at `address`; returns its ticket. It fails on changed bytes. [Note: checksums]
+
+        Args: as of `PageStore.read`.
+        """
         if page.location == EXTERNAL and self._checks_reads and page.crc32 is None:
             return self._read_unknown(page, address, after)
         ticket = self._read(page, address, after, page.crc32 if self._checks_reads and not page.torn else None)
@@ -247,7 +250,7 @@ class Store:
         self._written[page] = None
 
     def _takes_checksum(self, page: Page) -> bool:
-        """[Note: checksums]"""
+        """Return whether a write of the page is checksummed. [Note: checksums]"""
         return self._checks_reads or self._commits or page.section.resident or page.section.plan.family != "state"
 
     def commit(self, spared: frozenset[int] = frozenset()) -> None:
