@@ -40,7 +40,7 @@ class StartedRanks:
         directory: exists.
     """
 
-    def __init__(self, ranks: int, order: dict[str, Any], directory: Path) -> None:
+    def __init__(self, ranks: int, order: dict[str, object], directory: Path) -> None:
         self._ranks, self._order, self._directory = ranks, order, directory
         self._processes: list[subprocess.Popen[str]] = []
         self._errors: list[IO[str]] = []
@@ -176,11 +176,11 @@ def digests(model: Any, optimizer: Any) -> dict[str, str]:
     return found
 
 
-def say(row: dict[str, Any]) -> None:
+def say(row: dict[str, object]) -> None:
     print(json.dumps(row), flush=True)
 
 
-def main(order: dict[str, Any]) -> None:
+def main(order: dict[str, object]) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = f"file://{order['meeting']}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)

@@ -28,7 +28,7 @@ MakeTensor = Callable[[int], torch.Tensor]
 """Returns memory for a number of fp32 elements."""
 
 
-def codecs_of(content: Any) -> dict[str, str]:
+def codecs_of(content: object) -> dict[str, str]:
     """Return the codecs that a checkpoint names, by key of the state; none if nothing is encoded."""
     ours = content.get("swapper") if isinstance(content, Mapping) else None
     named = ours.get(STATE_CODEC) if isinstance(ours, Mapping) else None
@@ -36,7 +36,7 @@ def codecs_of(content: Any) -> dict[str, str]:
     return {key: codec for key, codec in texts if isinstance(key, str) and isinstance(codec, str)}
 
 
-def decode_state(content: Any, where: str, make: MakeTensor = torch.empty) -> Any:
+def decode_state(content: Any, where: str, make: MakeTensor = torch.empty) -> object:
     """Replace the encoded state of a loaded snapshot by fp32 tensors, in place, and return it; anything else is returned as it is.
 
     Args:
@@ -75,7 +75,7 @@ def in_nameless_file(directory: Path) -> MakeTensor:
     return make
 
 
-def _is_encoded(value: Any) -> bool:
+def _is_encoded(value: object) -> bool:
     codec = value.get("codec") if isinstance(value, dict) else None
     return isinstance(codec, str) and codec in CODECS
 

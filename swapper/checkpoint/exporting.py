@@ -336,7 +336,7 @@ def _write_dcp(folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads
         places = write_items(stream, payloads, tensors)
     entries: dict[str, Any] = {}
     storage = {}
-    planner: dict[str, Any] = {}
+    planner: dict[str, object] = {}
     for tensor in tensors:
         begin = torch.Size([0] * len(tensor.shape))
         size = torch.Size(tensor.shape)

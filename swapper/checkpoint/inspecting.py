@@ -61,7 +61,7 @@ def _encoded(file: TorchFile) -> dict[str, str]:
     return {STATE_CODEC: ", ".join(f"{key}: {codec}" for key, codec in sorted(codecs.items()))} if codecs else {}
 
 
-def _inspect_run(directory: Path) -> dict[str, Any]:
+def _inspect_run(directory: Path) -> dict[str, object]:
     record, tensors = read_run(directory)
     described = []
     for tensor, parts in tensors:
@@ -98,7 +98,7 @@ def _describe(name: str, tensor: StoredTensor | TensorSpec, place: StoredTensor 
 
 def _summary(
     path: Path, kind: str, tensors: list[dict[str, Any]], metadata: dict[str, str], step: int | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     unique = {(tensor["file"], tensor["offset"], tensor["bytes"]) for tensor in tensors}
     return {
         "path": str(path),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -326,7 +326,7 @@ class Archive:
         """Append a record of these bytes."""
         self.add_payload(name, len(content), lambda checksum: self._stream.append(content, checksum))
 
-    def add_payload(self, name: str, nbytes: int, append: Callable[[Checksum], Any]) -> None:
+    def add_payload(self, name: str, nbytes: int, append: Callable[[Checksum], object]) -> None:
         """Append a record.
 
         Args:

@@ -95,7 +95,9 @@ def load(
     return decode_state(content, str(file), make)
 
 
-def _load_as_it_is(file: Path, map_location: MapLocation, wants_mapping: bool, weights_only: bool, verify: bool) -> Any:
+def _load_as_it_is(
+    file: Path, map_location: MapLocation, wants_mapping: bool, weights_only: bool, verify: bool
+) -> object:
     if not _is_zip(file):
         if weights_only:
             _check_old_file(file)
@@ -123,7 +125,7 @@ def _load(
     wants_mapping: bool,
     weights_only: bool,
     verify: bool,
-) -> Any:
+) -> object:
     records = {storage.key: checkpoint.record(storage) for storage in checkpoint.skeleton.storages}
     if wants_mapping or _needs_torch(checkpoint, records, map_location):
         if verify:
@@ -188,7 +190,7 @@ def _needs_torch(checkpoint: TorchFile, records: Mapping[str, ZipRecord], map_lo
     )
 
 
-def _load_by_torch(path: Path, map_location: Any, mmap: bool, weights_only: bool) -> Any:
+def _load_by_torch(path: Path, map_location: Any, mmap: bool, weights_only: bool) -> object:
     if mmap:
         guard_saves()
     try:
@@ -242,12 +244,12 @@ class _Loader:
         if self._staging is not None:
             self._staging.close()
 
-    def load(self, weights_only: bool) -> Any:
+    def load(self, weights_only: bool) -> object:
         """Let torch unpickle, and give it storages that are being read."""
         requested = iter(self._checkpoint.skeleton.storages)
         known: set[str] = set()
 
-        def place(memory: torch.UntypedStorage, location: str) -> Any:
+        def place(memory: torch.UntypedStorage, location: str) -> object:
             # torch calls this for the storages of the pickle in order, but only once for one that has an address.
             storage = next(storage for storage in requested if storage.key not in known)
             if storage.location != location or storage.nbytes != memory.nbytes():
@@ -281,7 +283,7 @@ class _Loader:
             return _restore(self._read_to_host(storage, memory), target)
         return self._read_to_device(storage, device)
 
-    def _target(self, location: str) -> Any:
+    def _target(self, location: str) -> object:
         """Return the target for a storage's location: None for host memory, a location, or the user's function."""
         wanted = self._map_location
         if callable(wanted):
@@ -353,7 +355,7 @@ class _Loader:
         return memory
 
 
-def _mapped(map_location: Callable[[Any, str], Any], storage: torch.UntypedStorage, location: str) -> Any:
+def _mapped(map_location: Callable[[Any, str], Any], storage: torch.UntypedStorage, location: str) -> object:
     """Apply a map_location that is a function, as torch does."""
     mapped = map_location(storage, location)
     return _restore(storage, location) if mapped is None else mapped

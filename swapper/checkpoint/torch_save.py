@@ -13,7 +13,6 @@ import pickle
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.serialization import config
@@ -77,7 +76,7 @@ class _Pickler(pickle.Pickler):
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}  # by address
 
-    def persistent_id(self, obj: Any) -> tuple[str, type, str, str, int] | None:
+    def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype = obj._untyped_storage, obj.dtype
             kind = LEGACY_STORAGES.get(dtype) or QUANTIZED_STORAGES[dtype]

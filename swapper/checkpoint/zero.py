@@ -165,7 +165,7 @@ def _all(kind: type[T], values: Sequence[Any]) -> Sequence[T]:
     return values
 
 
-def _check_shapes(shapes: Sequence[dict[str, Any]]) -> None:
+def _check_shapes(shapes: Sequence[dict[str, object]]) -> None:
     """Raise ValueError unless these are groups of shapes by name, each name once."""
     names = _all(str, [name for group in _all(dict, shapes) for name in group])
     if len(set(names)) != len(names):

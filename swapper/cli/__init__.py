@@ -25,7 +25,7 @@ _columns = shutil.get_terminal_size().columns
 class WholeSentences(TyperGroup):
     """Shows what each command does in whole, where click would cut it to one line."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: object, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in self.commands.items()])
 

@@ -181,7 +181,7 @@ def _check(machine: Machine, setting: Setting, dtype: str, tokens: int) -> None:
 
 def figures_of(
     forecaster: Forecaster, machine: Machine, setting: Setting, found: Forecast, wishes: Wishes
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the figures of a forecast. Bytes are of a node, or of each drive where they are named so.
 
     Args:
@@ -192,7 +192,7 @@ def figures_of(
     step, here = found.step, machine.of_node
     written_bytes = found.written_bytes * here
     daily_bytes = written_bytes / step.wall_s * DAY_S / machine.drives
-    figures: dict[str, Any] = {
+    figures: dict[str, object] = {
         "parameters": sum(p.numel() for p in forecaster.model.parameters()),
         "places": found.plan.places,
         "step_s": step.wall_s,
@@ -272,14 +272,14 @@ def _smallest(figures: dict[str, Any]) -> str:
     return f"{format_bytes(figures['smallest_host_bytes'])} ({figures['smallest_host_bytes']} bytes)"
 
 
-def _days(figures: dict[str, Any]) -> str:
+def _days(figures: dict[str, object]) -> str:
     if "days_to_endurance" not in figures:
         return ""
     days = figures["days_to_endurance"]
     return "; it never wears out" if days is None else f"; its endurance lasts {days:,.0f} days"
 
 
-def _largest(found: dict[str, Any]) -> str:
+def _largest(found: dict[str, object]) -> str:
     return f"{found['parameters']:,} parameters in {found['layers']} layers, {found['step_s']:.2f} s a step"
 
 

@@ -54,12 +54,12 @@ def report(
     typer.echo(f"report: {target}")
 
 
-def page_of(found: dict[str, Any]) -> str:
+def page_of(found: dict[str, object]) -> str:
     """Return the page that shows these figures."""
     return PAGE.read_text().replace("/*FIGURES*/null", json.dumps(found).replace("<", "\\u003c"))
 
 
-def figures(path: Path) -> dict[str, Any]:
+def figures(path: Path) -> dict[str, object]:
     """Return what the page shows of a trace: its steps, in seconds and bytes.
 
     Raises:
@@ -73,7 +73,7 @@ def figures(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no trace of swapper ({error!r}): make one with `swapper trace`") from error
 
 
-def _figures(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+def _figures(path: Path, content: dict[str, Any]) -> dict[str, object]:
     events = content["traceEvents"]
     spans = [_span(event) for event in events if event["ph"] == "X"]
     memory = [(event["ts"] / 1e6, event["args"]) for event in events if event["ph"] == "C"]
@@ -107,8 +107,8 @@ def _step(
     spans: Iterable[dict[str, Any]],
     memory: Sequence[tuple[float, dict[str, int]]],
     groups: dict[str, str],
-    stats: dict[str, Any] | None,
-) -> dict[str, Any]:
+    stats: dict[str, object] | None,
+) -> dict[str, object]:
     inside = [span for span in spans if span["end"] > begin and span["begin"] < end]
     tracks = {}
     for track in TRACKS:
@@ -127,7 +127,7 @@ def _step(
     }
 
 
-def _memory(begin: float, end: float, samples: Sequence[tuple[float, dict[str, int]]]) -> list[list[Any]]:
+def _memory(begin: float, end: float, samples: Sequence[tuple[float, dict[str, int]]]) -> list[list[object]]:
     """Return [seconds into the step, bytes by kind] from its begin to its end: between two samples it is as at the first."""
     before = [kinds for at, kinds in samples if at < begin][-1:]
     inside = [[at - begin, kinds] for at, kinds in samples if begin <= at <= end]
@@ -155,7 +155,7 @@ def _bytes_by_bin(begin: float, end: float, transfers: Iterable[dict[str, Any]])
 
 def _waits_by_module(
     begin: float, end: float, waits: Iterable[dict[str, Any]], groups: dict[str, str]
-) -> list[list[Any]]:
+) -> list[list[object]]:
     """Return [module, kind of wait, seconds], the longest first."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for span in waits:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -102,7 +102,7 @@ def _may_remove(yes: bool, as_json: bool, count: int, nbytes: int) -> bool:
     return typer.confirm(f"Remove these {count} files, {format_bytes(nbytes)}?")
 
 
-def _describe(run: RunOnDisk) -> dict[str, Any]:
+def _describe(run: RunOnDisk) -> dict[str, object]:
     record = run.record
     return {
         "path": str(run.path),
@@ -117,7 +117,7 @@ def _describe(run: RunOnDisk) -> dict[str, Any]:
     }
 
 
-def _row(run: RunOnDisk, described: dict[str, Any]) -> list[str]:
+def _row(run: RunOnDisk, described: dict[str, object]) -> list[str]:
     state = "free" if run.process is None else f"in use by {run.process}"
     if run.problem:
         state = "unreadable"

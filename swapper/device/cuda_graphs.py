@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
 
 from swapper.errors import UnsupportedError
 
@@ -18,7 +17,7 @@ _EVAL_FRAME = "torch._dynamo.eval_frame"
 _KEY = "triton.cudagraphs"  # of inductor's options
 
 
-def refuse_capture(module: Any, name: str) -> None:
+def refuse_capture(module: object, name: str) -> None:
     """Raise UnsupportedError if the current stream records a graph, which would have no copy of the group `name`."""
     is_capturing = getattr(module, "is_current_stream_capturing", None)
     if is_capturing is not None and is_capturing():
@@ -49,7 +48,7 @@ def _records_graphs(frame: FrameType | None) -> bool:
     return False
 
 
-def _asks_for_graphs(compiler: Any) -> bool:
+def _asks_for_graphs(compiler: object) -> bool:
     """Return True if inductor is to record graphs: it was said for this code, or for all."""
     config = getattr(compiler, "config", None)
     if not isinstance(config, dict):

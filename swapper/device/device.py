@@ -28,7 +28,7 @@ from swapper.io.registered import CudaRegistrar
 SYSFS = Path("/sys")
 
 
-def node_of_device(properties: Any, sysfs: Path = SYSFS) -> int | None:
+def node_of_device(properties: object, sysfs: Path = SYSFS) -> int | None:
     """Return the number of the node of a device; None if there is only one node, or the system does not say.
 
     Args:
@@ -49,7 +49,7 @@ def node_of_device(properties: Any, sysfs: Path = SYSFS) -> int | None:
 OUT_OF_MEMORY = torch.OutOfMemoryError
 RANGES = "SWAPPER_NVTX"
 """Environment variable: 1 for ranges in NVIDIA's profilers."""
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class QueuedCopy:
 class Device:
     """Streams, events and memory of one accelerator: `device` with its index, and torch's module for it."""
 
-    def __init__(self, device: torch.device, module: Any = None) -> None:
+    def __init__(self, device: torch.device, module: object = None) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device) if module is None else module
         # A thread that waits for an event sleeps: CUDA's own default lets it spin, on a core that computes or reads.
@@ -88,7 +88,7 @@ class Device:
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[Any]:
         """Return a context that queues on `stream`."""
-        context: AbstractContextManager[Any] = self._module.stream(stream)
+        context: AbstractContextManager[object] = self._module.stream(stream)
         return context
 
     def record(self, stream: torch.Stream, is_timed: bool = False) -> torch.Event:
@@ -117,7 +117,7 @@ class Device:
         with self.named("a copy"):
             event.synchronize()
 
-    def range(self, what: str, name: object = "") -> AbstractContextManager[Any]:
+    def range(self, what: str, name: object = "") -> AbstractContextManager[object]:
         """Return a context that NVIDIA's profilers show as "swapper: `what` `name`", if the environment's SWAPPER_NVTX is 1."""
         return self._module.nvtx.range(f"swapper: {what} {name}") if self._has_ranges else _NOTHING
 
@@ -179,7 +179,7 @@ class Device:
         with self.named("a copy's time"):
             return float(copy.began.elapsed_time(copy.over)) / 1000
 
-    def _copying(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+    def _copying(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """Return a context whose copies are queued on `stream`: entering it takes as long as queueing a copy."""
         return self.on(stream)
 

@@ -32,7 +32,7 @@ MAX_BYTES = 4 << 30
 
 
 def _numbers(dtype: torch.dtype) -> records.Shape:
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.ndim != 1 or not value.is_contiguous():
             raise ValueError(f"it is not a list of {dtype}")
 
@@ -143,11 +143,11 @@ class CommitRecord:
     plans: list[str]
     files: dict[int, str]
     sections: list[SectionRecord]
-    param_groups: list[dict[str, Any]]
+    param_groups: list[dict[str, object]]
     state_entries: dict[str, Any]
-    registered: dict[str, Any]
-    extra: dict[str, Any]
-    rng: dict[str, Any] | None
+    registered: dict[str, object]
+    extra: dict[str, object]
+    rng: dict[str, object] | None
     external: dict[str, tuple[int, int]] = field(default_factory=dict)
     members: list[list[str]] | None = None
     edits: int = 0
@@ -171,7 +171,7 @@ def encode_commit(record: CommitRecord) -> bytes:
     Raises:
         CheckpointError: torch.load(weights_only=True) could not read a registered object's state.
     """
-    content: dict[str, Any] = {"format": FORMAT, **{k: v for k, v in vars(record).items() if k != "sections"}}
+    content: dict[str, object] = {"format": FORMAT, **{k: v for k, v in vars(record).items() if k != "sections"}}
     content["sections"] = {
         "nbytes": [section.nbytes for section in record.sections],
         "piece_bytes": [section.piece_bytes for section in record.sections],
@@ -186,7 +186,7 @@ def encode_commit(record: CommitRecord) -> bytes:
     return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build([])
 
 
-def check_state(state: Any) -> None:
+def check_state(state: object) -> None:
     """Raise CheckpointError unless torch.load(weights_only=True) can read `state` back."""
     PreparedTail(_NO_PAYLOAD, state, lambda tensor: None)
 

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from swapper import _C
 from swapper.durability.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
@@ -57,7 +57,7 @@ class State(Protocol):
     """The optimizer's state, as far as a commit record has it."""
 
     @property
-    def packed_entries(self) -> dict[str, Any]:
+    def packed_entries(self) -> dict[str, object]:
         """Return the entries of the state, for the record."""
 
 

@@ -265,7 +265,7 @@ class Ranks:
         return self._background
 
     def settle(
-        self, what: str, find: Callable[[], T], tell: Callable[[T], Any], *, each_step: bool = False
+        self, what: str, find: Callable[[], T], tell: Callable[[T], object], *, each_step: bool = False
     ) -> tuple[T, list[Any]]:
         """Call `find` on all ranks. If it fails on one, it fails on all, and nobody waits for that one.
 
@@ -283,7 +283,7 @@ class Ranks:
             found = find()
             return found, [tell(found)]
 
-        def meet(told: tuple[bool, Any]) -> list[tuple[bool, Any]]:
+        def meet(told: tuple[bool, object]) -> list[tuple[bool, object]]:
             return self.gather(told, what, (lambda: "") if each_step else self._sign_in())
 
         try:
@@ -424,7 +424,7 @@ def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _users_timeout() -> Any:
+def _users_timeout() -> object:
     """Return the timeout that the user gave to init_process_group; None, torch's own, if it was not for the CPU."""
     try:
         return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]

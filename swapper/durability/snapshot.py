@@ -90,7 +90,7 @@ class Publisher:
     def capture(
         self,
         path: Path,
-        content: dict[str, Any],
+        content: dict[str, object],
         keep: int | None,
         with_unchanging: bool,
         step: int,
@@ -119,7 +119,7 @@ class Publisher:
         return Snapshot(path, tail, keep, left_out, ticket)
 
     def capture_part(
-        self, directory: SnapshotDirectory, content: dict[str, Any], step: int, hurry: Callable[[], None]
+        self, directory: SnapshotDirectory, content: dict[str, object], step: int, hurry: Callable[[], None]
     ) -> Snapshot:
         """Capture this rank's part of the snapshot `directory`. See `capture`. A failure is raised, and fails the ticket.
 
@@ -141,7 +141,7 @@ class Publisher:
             ticket.fail(error)
             raise
 
-    def _leave_out(self, content: dict[str, Any], left_out: frozenset[int]) -> dict[str, Any]:
+    def _leave_out(self, content: dict[str, Any], left_out: frozenset[int]) -> dict[str, object]:
         places = _Places([self._sections[number] for number in left_out])
         absent = [n for n, t in content["model"].items() if places.find(t) is not None]
         model = copy.copy(content["model"])  # an OrderedDict with _metadata

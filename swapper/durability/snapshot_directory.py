@@ -117,7 +117,9 @@ class SnapshotDirectory:
         with contextlib.suppress(OSError):
             _remove(self._hidden) if self._ranks.rank == 0 else self.file.unlink(missing_ok=True)
 
-    def _publish(self, plans: Sequence[Any], places: Sequence[Mapping[Any, tuple[int, int]]]) -> BaseException | None:
+    def _publish(
+        self, plans: Sequence[Any], places: Sequence[Mapping[object, tuple[int, int]]]
+    ) -> BaseException | None:
         """Write the metadata, and give the directory its name. Return the error, if that fails."""
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.metadata import StorageMeta
@@ -189,7 +191,7 @@ class DirectoryTicket(SnapshotTicket):
         super().finish(self._directory.complete(error))
 
 
-def local_part(value: Any) -> Any:
+def local_part(value: object) -> Any:
     """Return the part of a DTensor that this rank has; anything else as it is."""
     return getattr(value, "_local_tensor", value)
 
@@ -212,7 +214,7 @@ def _with_values(state: Any) -> Any:
     return type(state)((key, _with_values(value)) for key, value in state.items())
 
 
-_last_plan: tuple[Any, Any] = (None, None)
+_last_plan: tuple[object, object] = (None, None)
 """What the last snapshot had, without its data, and the plan for that, which is made of it alone and takes a while."""
 
 
@@ -228,7 +230,7 @@ def _plan_of(planner: Any) -> Any:
     return _last_plan[1]
 
 
-def _form(value: Any) -> tuple[Any, ...]:
+def _form(value: object) -> tuple[object, ...]:
     """Return what a plan has of an entry: of a tensor all but its values, of anything else nothing."""
     if not isinstance(value, torch.Tensor):
         return ()

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 from swapper.errors import StateError
 
@@ -73,7 +72,7 @@ class SnapshotTicket:
             raise TimeoutError(f"the snapshot {self.path} is not published after {timeout_s} s; it is in progress")
         return self.path
 
-    def __await__(self) -> Generator[Any, None, Path]:
+    def __await__(self) -> Generator[object, None, Path]:
         if not self.done and threading.get_ident() == self._owner:
             self._hurry()
         yield from asyncio.get_running_loop().run_in_executor(None, self._over.wait).__await__()

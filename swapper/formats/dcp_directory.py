@@ -97,14 +97,14 @@ def read_directory(path: Path) -> DcpDirectory:
     return DcpDirectory(path, found, others, _within(_fields(tree).get("planner_data")), stamps)
 
 
-def _within(said: Any) -> dict[str, str]:
+def _within(said: object) -> dict[str, str]:
     """Return the outermost keys of nested entries: torch's planner has their paths. Of another's remarks nothing is known."""
     paths = said.items() if isinstance(said, dict) else ()
     nested = [(name, path[0]) for name, path in paths if isinstance(path, tuple) and len(path) > 1]
     return {name: key for name, key in nested if isinstance(name, str) and isinstance(key, str)}
 
 
-def _fields(obj: Any) -> dict[str, Any]:
+def _fields(obj: object) -> dict[str, Any]:
     """Return the attributes of an instance in the pickle."""
     state = obj.state if isinstance(obj, Opaque) else None
     if state is None and isinstance(obj, Opaque):
@@ -114,7 +114,7 @@ def _fields(obj: Any) -> dict[str, Any]:
     return state
 
 
-def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
+def _index(index: object) -> tuple[str, tuple[int, ...] | None]:
     fields = _fields(index)
     offset = fields.get("offset")
     if not isinstance(fields["fqn"], str):
@@ -122,7 +122,7 @@ def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
     return fields["fqn"], None if offset is None else _sizes(offset)
 
 
-def _chunked(path: Path, name: Any, entry: dict[str, Any], places: dict[Any, dict[str, Any]]) -> ChunkedTensor:
+def _chunked(path: Path, name: object, entry: dict[str, Any], places: dict[Any, dict[str, object]]) -> ChunkedTensor:
     if not isinstance(name, str):
         raise TypeError("a tensor's name is no text")
     dtype, shape = entry["properties"].state[0], _sizes(entry["size"])
@@ -145,7 +145,9 @@ def _chunked(path: Path, name: Any, entry: dict[str, Any], places: dict[Any, dic
     return tensor
 
 
-def _locate(path: Path, name: str, dtype: torch.dtype, sizes: tuple[int, ...], place: dict[str, Any]) -> StoredTensor:
+def _locate(
+    path: Path, name: str, dtype: torch.dtype, sizes: tuple[int, ...], place: dict[str, object]
+) -> StoredTensor:
     relative, offset, length = place["relative_path"], place["offset"], place["length"]
     if not isinstance(relative, str) or not is_plain_name(relative):
         raise ValueError("a chunk's file is not in the directory")
@@ -161,7 +163,7 @@ def _locate(path: Path, name: str, dtype: torch.dtype, sizes: tuple[int, ...], p
     return replace(item.stored(name, view), path=path / relative)
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
+def _sizes(values: object) -> tuple[int, ...]:
     if not are_sizes(values):
         raise ValueError("sizes or offsets of a tensor are impossible")
     return tuple(values)

@@ -82,10 +82,10 @@ class ContainerItems:
     """
 
     def __init__(self) -> None:
-        self._contents: dict[Any, bytes | tuple[str, bytes]] = {}
-        self.places: dict[Any, tuple[int, int]] = {}
+        self._contents: dict[object, bytes | tuple[str, bytes]] = {}
+        self.places: dict[object, tuple[int, int]] = {}
 
-    def add(self, index: Any, value: Any, place: StorageRef | None, record_nbytes: int) -> None:
+    def add(self, index: object, value: Any, place: StorageRef | None, record_nbytes: int) -> None:
         """Add an item.
 
         Args:
@@ -137,7 +137,7 @@ def _pickled(
     return pickle_state(tensor, {place.key: record_nbytes}, lambda _: place).data
 
 
-def _saved(value: Any) -> bytes:
+def _saved(value: object) -> bytes:
     """Return the item of a tensor, made of a copy."""
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_quantized:
         file = io.BytesIO()

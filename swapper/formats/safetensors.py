@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -73,7 +72,7 @@ def _check_header_size(path: Path, size_bytes: int, header_bytes: int, file_byte
         raise CheckpointError(f"{path} is cut off: its header has {header_bytes} bytes, the file {file_bytes}")
 
 
-def _tensor(path: Path, name: str, entry: Any, begin: int) -> StoredTensor:
+def _tensor(path: Path, name: str, entry: object, begin: int) -> StoredTensor:
     def refuse(reason: str) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {name[:200]!r} {reason}")
 

@@ -252,7 +252,7 @@ def _read_by(reader: str, path: Path) -> Source:
     return source
 
 
-def parse_object(what: str, text: bytes) -> dict[str, Any]:
+def parse_object(what: str, text: bytes) -> dict[str, object]:
     """Parse `text`, UTF-8, as a JSON object. `what` names it in errors.
 
     Raises:

@@ -34,7 +34,7 @@ PAGES_DEPTH = 8
 """Transfers of 1 MiB in flight, of pages on a drive that was not tuned: a drive divides its speed among them, so that with more
 the next page comes later, and no sooner is all read (docs/benchmarks/tried.md, "Inference, uncapped")."""
 
-_shared: dict[tuple[Any, ...], _C.Engine] = {}
+_shared: dict[tuple[object, ...], _C.Engine] = {}
 _lock = threading.Lock()
 
 
@@ -111,7 +111,7 @@ def tuned_settings(directory: Path, backend: str = "auto") -> dict[str, Any]:
     return tuning.engine_options()
 
 
-def open_engine(directories: Sequence[Path], backend: str = "auto", **options: Any) -> Engine:
+def open_engine(directories: Sequence[Path], backend: str = "auto", **options: object) -> Engine:
     """Open an engine for pages in files in `directories`, one a drive, with each drive's tuning.
 
     Args:

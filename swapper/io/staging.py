@@ -149,7 +149,7 @@ class Staging:
             self._registration = None
         self._slots = []
 
-    def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
+    def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: object) -> None:
         in_flight: deque[tuple[StagingSlot, StagingChunk]] = deque()
         free = deque(self._ring(tensor.device))
         with _on_own_stream(tensor, ready):
@@ -169,7 +169,7 @@ class Staging:
         for _, ticket in in_flight:
             ticket.wait()
 
-    def _read(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
+    def _read(self, tensor: torch.Tensor, offset: int, move: Move, ready: object) -> None:
         in_flight: deque[tuple[StagingSlot, StagingChunk, int, int]] = deque()
         chunks = _chunks(tensor)
 
@@ -241,7 +241,7 @@ def _stream_of(device: torch.device) -> Any:
 
 
 @contextmanager
-def _on_own_stream(tensor: torch.Tensor, ready: Any) -> Iterator[None]:
+def _on_own_stream(tensor: torch.Tensor, ready: object) -> Iterator[None]:
     """Copy a CUDA tensor on a stream other than the user's, and wait for it; do nothing for other tensors."""
     if ready is None:
         yield

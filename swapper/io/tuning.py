@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from swapper.errors import ConfigError
 from swapper.io.drives import Drives
@@ -63,7 +62,7 @@ class Tuning:
             raise ValueError(f"slowing_byte_s={self.slowing_byte_s!r}")
         return self
 
-    def engine_options(self) -> dict[str, Any]:
+    def engine_options(self) -> dict[str, object]:
         """Return options for `swapper._C.Engine`."""
         return {"piece_bytes": self.piece_bytes, "depth": self.depth, "backend": self.backend}
 

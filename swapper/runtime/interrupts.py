@@ -17,7 +17,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from swapper import _C
 from swapper.errors import SwapperError
@@ -31,22 +30,22 @@ PROMPT = "_swapper_prompt"
 """Attribute of a handler that is not deferred: it raises nothing, and is needed in the middle of a wait."""
 
 
-def _deferred(handler: Any) -> Any:
+def _deferred(handler: object) -> object:
     """Return what Python is to call in place of `handler`, which may also be one of the system's, a number."""
     if not callable(handler) or isinstance(handler, _C.DeferredHandler) or hasattr(handler, PROMPT):
         return handler
     return _C.DeferredHandler(handler)
 
 
-def _original(handler: Any) -> Any:
+def _original(handler: object) -> object:
     return handler.handler if isinstance(handler, _C.DeferredHandler) else handler
 
 
-def _set_deferred(number: int, handler: Any, /) -> Any:
+def _set_deferred(number: int, handler: object, /) -> object:
     return _original(_set_handler(number, _deferred(handler)))
 
 
-def _get_original(number: int, /) -> Any:
+def _get_original(number: int, /) -> object:
     return _original(_get_handler(number))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 
-def rng_states(devices: bool = True) -> dict[str, Any]:
+def rng_states(devices: bool = True) -> dict[str, object]:
     """Return the states, those of devices too, in a form that torch.load(weights_only=True) reads."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    states: dict[str, object] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     if "numpy" in sys.modules:

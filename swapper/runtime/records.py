@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Shape = Callable[[Any], None]
+Shape = Callable[[object], None]
 
 MAX_RECORD_BYTES = 64 << 20
 """Of a record as JSON: a list of a hundred thousand names takes 25 MB."""
@@ -32,8 +32,8 @@ def parse_json(data: bytes, *, finite: bool = True) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for name, value in pairs:
         for string in (name, value):
             if isinstance(string, str) and not string.isascii():
@@ -51,7 +51,7 @@ def _refuse_constant(name: str) -> float:
 # --- records with a checksum ----------------------------------------------------------------------------------------------
 
 
-def seal(content: Mapping[str, Any]) -> bytes:
+def seal(content: Mapping[str, object]) -> bytes:
     """Return `content` as JSON, with the CRC-32 of the rest."""
     return _text_of({**content, "crc32": zlib.crc32(_text_of(content))})
 
@@ -67,21 +67,21 @@ def unseal(data: bytes, shape: Shape) -> dict[str, Any]:
     return found
 
 
-def _text_of(content: Mapping[str, Any]) -> bytes:
+def _text_of(content: Mapping[str, object]) -> bytes:
     return (json.dumps(content, sort_keys=True) + "\n").encode()
 
 
 # --- shapes ---------------------------------------------------------------------------------------------------------------
 
 
-def anything(value: Any) -> None:
-    """Any value."""
+def anything(value: object) -> None:
+    """A value of any shape."""
 
 
-def exactly(expected: Any) -> Shape:
+def exactly(expected: object) -> Shape:
     """Exactly this value, and of this type."""
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if type(value) is not type(expected) or value != expected:
             raise ValueError(f"it is {short(value)}, not {expected!r}")
 
@@ -91,20 +91,20 @@ def exactly(expected: Any) -> Shape:
 def whole(least: int = 0, most: int = (1 << 63) - 1) -> Shape:
     """An integer within bounds, both included."""
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if type(value) is not int or not least <= value <= most:
             raise ValueError(f"it is {short(value)}, not a whole number from {least} to {most}")
 
     return check
 
 
-def positive(value: Any) -> None:
+def positive(value: object) -> None:
     """A finite number above 0."""
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"it is {short(value)}, not a number above 0")
 
 
-def text(value: Any) -> None:
+def text(value: object) -> None:
     if not isinstance(value, str):
         raise ValueError(f"it is {short(value)}, not text")
 
@@ -137,7 +137,7 @@ def listing(shape: Shape, least: int = 0, most: int | None = None) -> Shape:
         least, most: how many; None: any number.
     """
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if not isinstance(value, list) or len(value) < least or (most is not None and len(value) > most):
             raise ValueError(f"it is {short(value)}, not a list of {least} entries or more")
         for number, each in enumerate(value):
@@ -149,7 +149,7 @@ def listing(shape: Shape, least: int = 0, most: int | None = None) -> Shape:
 def row(*shapes: Shape) -> Shape:
     """A list or tuple with one entry for each shape, in order."""
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if not isinstance(value, list | tuple) or len(value) != len(shapes):
             raise ValueError(f"it is {short(value)}, not {len(shapes)} entries")
         for number, (shape, each) in enumerate(zip(shapes, value, strict=True)):
@@ -161,7 +161,7 @@ def row(*shapes: Shape) -> Shape:
 def mapping(keys: Shape, values: Shape) -> Shape:
     """A dictionary whose keys have one shape and whose values another."""
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if not isinstance(value, dict):
             raise ValueError(f"it is {short(value)}, not a dictionary")
         for key, each in value.items():
@@ -175,7 +175,7 @@ def fields(required: Mapping[str, Shape], optional: Mapping[str, Shape] | None =
     """A dictionary with these keys, each with its shape, and no others."""
     known = {**required, **(optional or {})}
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if not isinstance(value, dict):
             raise ValueError(f"it is {short(value)}, not a dictionary")
         for key in value:
@@ -190,14 +190,14 @@ def fields(required: Mapping[str, Shape], optional: Mapping[str, Shape] | None =
     return check
 
 
-def _within(place: str, shape: Shape, value: Any) -> None:
+def _within(place: str, shape: Shape, value: object) -> None:
     try:
         shape(value)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """Return the value as text, in bounded time. A nested value is named by its type."""
     if isinstance(value, str):
         return repr(value[:80])

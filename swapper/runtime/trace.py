@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 MAX_SPANS = 200_000
 """About 50 MB."""
@@ -31,7 +30,7 @@ SAMPLE_S = 0.02
 SAMPLE_COST = 50
 """A sample is taken at most this many times as often as it takes time: the memory of a large model has many pages."""
 
-Span = tuple[str, str, float, float, dict[str, Any]]
+Span = tuple[str, str, float, float, dict[str, object]]
 """(track, name, begin, end, arguments); times of time.monotonic(), in seconds."""
 
 
@@ -58,7 +57,7 @@ class Trace:
         self,
         max_spans: int = MAX_SPANS,
         sample: Callable[[], dict[str, int]] | None = None,
-        about: dict[str, Any] | None = None,
+        about: dict[str, object] | None = None,
     ) -> None:
         self.about = about or {}
         self._sample = sample
@@ -74,7 +73,7 @@ class Trace:
         """How many spans were dropped for later ones."""
         return self._count - len(self._spans)
 
-    def add(self, track: str, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
+    def add(self, track: str, name: str, begin_s: float, end_s: float, **arguments: object) -> None:
         """Note a span of time.
 
         Args:
@@ -99,7 +98,7 @@ class Trace:
             stream.write(",\n".join(json.dumps(event, default=str) for event in self._events(spans, memory)))
             stream.write(f'\n], "otherData": {json.dumps(self.about, default=str)}}}\n')
 
-    def _events(self, spans: list[Span], memory: list[tuple[float, dict[str, int]]]) -> Iterator[dict[str, Any]]:
+    def _events(self, spans: list[Span], memory: list[tuple[float, dict[str, int]]]) -> Iterator[dict[str, object]]:
         pid = os.getpid()
         about = {"name": f"swapper ({self.dropped} earlier spans were dropped)" if self.dropped else "swapper"}
         yield {"name": "process_name", "ph": "M", "pid": pid, "args": about}

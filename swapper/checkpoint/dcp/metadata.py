@@ -65,7 +65,7 @@ class _MetadataReader(pickle._Unpickler):
         }
     )
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         is_other = (module, name) in self._OTHERS
         found = super().find_class(module, name) if module in (*self._MODULES, "torch") or is_other else None
         is_record = module in self._MODULES and isinstance(found, type) and found.__module__ == module
@@ -123,12 +123,12 @@ def _check_place(index: object, place: object) -> None:
     _expect(min(begin, _typed(info, "length", int, name)) >= 0, f"{name} has an impossible place")
 
 
-def _fields(record: object, kind: type, what: object) -> dict[str, Any]:
+def _fields(record: object, kind: type, what: object) -> dict[str, object]:
     _expect(type(record) is kind, f"{what} is described by no {kind.__name__}")
     return vars(record)
 
 
-def _typed(fields: dict[str, Any], field: str, kind: type[T], what: object) -> T:
+def _typed(fields: dict[str, object], field: str, kind: type[T], what: object) -> T:
     value = fields.get(field)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise CheckpointError(f"it is damaged: {what} has no {field}")

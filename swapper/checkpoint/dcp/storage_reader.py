@@ -60,7 +60,7 @@ class StorageReader(FileSystemReader):
         self._encoded: dict[str, EncodedTensor] = {}
         self._metadata: Metadata
 
-    def read_metadata(self, *args: Any, **named: Any) -> Metadata:
+    def read_metadata(self, *args: object, **named: Any) -> Metadata:
         """Read the metadata.
 
         Raises:
@@ -119,7 +119,7 @@ class _OpenFile:
     def __enter__(self) -> _OpenFile:
         return self
 
-    def __exit__(self, kind: Any, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
         try:
             if kind is None:
                 self._finish(0)
@@ -199,7 +199,7 @@ class _OpenFile:
         is_native = item.byteorder in (None, sys.byteorder)
         return item.stored("", view) if isinstance(view, TensorView) and is_native else None
 
-    def _unpickled(self, request: ReadItem, info: Any) -> torch.Tensor:
+    def _unpickled(self, request: ReadItem, info: object) -> torch.Tensor:
         """Return an item as torch reads it."""
         whole = load_bytes(self._bytes(info), self._path)
         if not isinstance(whole, torch.Tensor):

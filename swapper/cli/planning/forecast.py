@@ -57,7 +57,7 @@ def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [*made, torch.optim.AdamW(others, fused=True)] if others else made
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], object]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
     "adam": lambda model: torch.optim.Adam(model.parameters()),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
@@ -145,11 +145,11 @@ class Forecaster:
     model: nn.Module
     tokens: int
     _models: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
-    _optimizers: dict[Any, Any] = field(default_factory=dict)
-    _inventories: dict[Any, Inventory] = field(default_factory=dict)
-    _plans: dict[Any, Plan] = field(default_factory=dict)
-    _measured: dict[Any, ComputeTimes] = field(default_factory=dict)
-    _checked: set[Any] = field(default_factory=set)
+    _optimizers: dict[object, object] = field(default_factory=dict)
+    _inventories: dict[object, Inventory] = field(default_factory=dict)
+    _plans: dict[object, Plan] = field(default_factory=dict)
+    _measured: dict[object, ComputeTimes] = field(default_factory=dict)
+    _checked: set[object] = field(default_factory=set)
 
     def of_rank(self, ranks: int, is_rough: bool = False) -> nn.Module:
         """Return the model whose parameters one of the ranks pages. `is_rough`: with ROUGH_LAYERS layers at most."""

@@ -47,7 +47,7 @@ def make_model(source: str, dtype: torch.dtype) -> nn.Module:
     return model.to(dtype)
 
 
-def _call(module: str, function: str) -> Any:
+def _call(module: str, function: str) -> object:
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current directory, as with python -m: a command has its own directory there
     try:
@@ -115,7 +115,7 @@ def _from_config(path: Path) -> nn.Module:
     return model
 
 
-def _check_sizes(path: Path, content: Mapping[str, Any]) -> None:
+def _check_sizes(path: Path, content: Mapping[str, object]) -> None:
     """Raise ConfigError for sizes that contradict each other, some of which transformers accepts."""
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
         value = content.get(name, 1)
@@ -128,7 +128,7 @@ def _check_sizes(path: Path, content: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {key_heads}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, object]:
     try:
         content = parse_json(read_small(path, MAX_HEADER_BYTES, follow=True), finite=False)
     except ValueError as error:
@@ -148,7 +148,7 @@ class _PlannedModule(nn.Module):
         raise NotImplementedError("it is planned, and computes nothing")
 
 
-def _header_of(path: Path) -> dict[str, Any]:
+def _header_of(path: Path) -> dict[str, object]:
     """Return the header of a safetensors file, of which no more than the header needs to be there."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(SIZE_BYTES), "little")
@@ -164,11 +164,11 @@ def _header_of(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a safetensors file: its header is not a JSON object") from error
 
 
-def _headers_of_index(path: Path) -> dict[str, Any]:
+def _headers_of_index(path: Path) -> dict[str, object]:
     files = _read_json(path).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ConfigError(f"{path} has no weight_map: it is not an index of safetensors files")
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, object] = {}
     for name in sorted({str(file) for file in files.values()}):
         file = path.parent / Path(name).name
         if not file.is_file():

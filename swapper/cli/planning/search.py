@@ -192,7 +192,7 @@ def undominated(rows: Sequence[SettingCosts]) -> list[SettingCosts]:
     return [row for row in rows if row is first[row.costs] and not any(other.beats(row) for other in rows)]
 
 
-def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at_most_s: float) -> dict[str, Any]:
+def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at_most_s: float) -> dict[str, object]:
     """Return the number of layers, the parameters and the seconds of the largest model with layers of this one that takes so long.
 
     Args:
@@ -203,7 +203,7 @@ def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at
         ConfigError: the model has no equal layers, or already one with a single layer takes longer or does not fit.
     """
     _, _, layers = layers_of(forecaster.model)
-    tried: dict[int, dict[str, Any] | None] = {}
+    tried: dict[int, dict[str, object] | None] = {}
 
     def fits(count: int) -> bool:
         if count not in tried:
@@ -232,6 +232,6 @@ def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at
     return found
 
 
-def as_dicts(rows: Sequence[Any]) -> list[dict[str, Any]]:
+def as_dicts(rows: Sequence[Any]) -> list[dict[str, object]]:
     """Return the fields of dataclasses."""
     return [asdict(row) for row in rows]

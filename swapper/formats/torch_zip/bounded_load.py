@@ -12,7 +12,6 @@ import sys
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from swapper.formats.torch_zip.torch_file import TorchFile, read_open_file
 from swapper.formats.torch_zip.zip_writer import ROOT
 
 
-def load_bytes(data: bytes, path: Path, *, nested: Collection[str] = (), names: frozenset[str] | None = None) -> Any:
+def load_bytes(data: bytes, path: Path, *, nested: Collection[str] = (), names: frozenset[str] | None = None) -> object:
     """Return the content of the checkpoint `data`, as torch.load(weights_only=True) does.
 
     Args:

@@ -97,7 +97,7 @@ class Skeleton:
             if isinstance(value, TensorView):
                 yield name, value
 
-    def leaves(self) -> Iterator[tuple[str, Any]]:
+    def leaves(self) -> Iterator[tuple[str, object]]:
         """Yield every leaf by its path. See [Note: work in proportion to the bytes].
 
         Raises:
@@ -152,7 +152,7 @@ def check_pickles(file: io.BufferedIOBase, count: int, nbytes: int, name: str) -
         _read(file, nbytes, name)
 
 
-def _read(file: Any, nbytes: int, name: str) -> _Reader:
+def _read(file: io.BufferedIOBase, nbytes: int, name: str) -> _Reader:
     reader = _Reader(file, nbytes)
     try:
         reader.tree = reader.load()
@@ -163,7 +163,7 @@ def _read(file: Any, nbytes: int, name: str) -> _Reader:
         raise CheckpointError(f"{name} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _children(name: str, value: Any) -> Iterator[tuple[str, Any]] | None:
+def _children(name: str, value: object) -> Iterator[tuple[str, object]] | None:
     """Return a container's items, by path; None if `value` is no container."""
     if isinstance(value, dict):
         return ((_path(name, key), child) for key, child in value.items())
@@ -172,7 +172,7 @@ def _children(name: str, value: Any) -> Iterator[tuple[str, Any]] | None:
     return None
 
 
-def _path(name: str, key: Any) -> str:
+def _path(name: str, key: object) -> str:
     own = key if isinstance(key, str) else name_of_key(key)
     if len(name) + len(own) > MAX_NAME_CHARS:
         raise CheckpointError(
@@ -190,27 +190,27 @@ def _path(name: str, key: Any) -> str:
 class _Reader(BoundedUnpickler):
     """Makes storages and tensors of the names in torch's pickles."""
 
-    def __init__(self, file: Any, nbytes: int) -> None:
+    def __init__(self, file: io.BufferedIOBase, nbytes: int) -> None:
         super().__init__(file, nbytes)
         self.storages: list[StorageId] = []
-        self.tree: Any = None
+        self.tree: object = None
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(f"{module}.{name}" for module, name in self._globals)
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         return super().find_class(module, name)
 
-    def make(self, made: Global, arguments: tuple[Any, ...]) -> Any:
+    def make(self, made: Global, arguments: tuple[object, ...]) -> object:
         rebuild = _REBUILDS.get((made.module, made.name))
         if arguments and made.module in ("torch", "torch.storage") and made.name.endswith(("Storage", "Tensor")):
             self._check_content(arguments)
         return super().make(made, arguments) if rebuild is None else rebuild(made, *arguments[:_MAX_ARGUMENTS])
 
-    def _check_content(self, arguments: Sequence[Any]) -> None:
+    def _check_content(self, arguments: Sequence[object]) -> None:
         """Check what a class makes a storage or a tensor of: not a size, which would be memory by a number."""
         if any(isinstance(argument, int) for argument in arguments):
             raise CheckpointError("it requests memory by its size, which no checkpoint does")
@@ -221,7 +221,7 @@ class _Reader(BoundedUnpickler):
                 self._count_copies(len(part))
                 todo += part
 
-    def persistent_load(self, pid: Any) -> StorageId:
+    def persistent_load(self, pid: object) -> StorageId:
         kind, storage_type, key, location, numel = pid[:5] if isinstance(pid, tuple) and len(pid) >= 5 else (None,) * 5
         dtype = _storage_dtype(storage_type)
         known = kind == "storage" and isinstance(key, str) and isinstance(location, str)
@@ -249,39 +249,39 @@ def _storage_dtype(kind: Any) -> torch.dtype | None:
 def _tensor_v2(
     made: Global,
     storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    grad: Any = False,
-    hooks: Any = None,
-    metadata: Any = None,
-    *rest: Any,
-) -> Any:
+    offset: object,
+    size: object,
+    stride: object,
+    grad: object = False,
+    hooks: object = None,
+    metadata: object = None,
+    *rest: object,
+) -> object:
     return _tensor_v3(made, storage, offset, size, stride, grad, hooks, storage.dtype, metadata)
 
 
 def _tensor_v3(
     made: Global,
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    grad: Any,
-    hooks: Any,
-    dtype: Any,
-    metadata: Any = None,  # of a lazy conjugate or negation
-    *rest: Any,
-) -> Any:
+    storage: object,
+    offset: object,
+    size: object,
+    stride: object,
+    grad: object,
+    hooks: object,
+    dtype: object,
+    metadata: object = None,  # of a lazy conjugate or negation
+    *rest: object,
+) -> object:
     if hooks is not None and not isinstance(hooks, dict):
         raise CheckpointError("it has a tensor with invalid backward hooks")
     return LazyTensor(made) if metadata else _view(storage, dtype, offset, size, stride)
 
 
-def _parameter(made: Global, data: Any, *rest: Any) -> Any:
+def _parameter(made: Global, data: object, *rest: object) -> object:
     return data
 
 
-def _size(made: Global, values: Any = ()) -> Any:
+def _size(made: Global, values: object = ()) -> object:
     if not isinstance(values, (tuple, list)) or len(values) > MAX_DIMENSIONS:
         raise CheckpointError("it has an invalid torch.Size")
     return tuple(values)
@@ -297,7 +297,7 @@ _REBUILDS: dict[tuple[str, str], Any] = {
 }
 
 
-def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> TensorView:
+def _view(storage: Any, dtype: Any, offset: Any, size: object, stride: object) -> TensorView:
     sound = isinstance(storage, StorageId) and isinstance(dtype, torch.dtype) and are_sizes((offset,))
     if not sound or not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
         raise CheckpointError("it has a tensor with impossible sizes, strides or offset")

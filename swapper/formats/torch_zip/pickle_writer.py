@@ -140,10 +140,10 @@ class _StatePickler(pickle.Pickler):
         self.resident: dict[str, torch.UntypedStorage] = {}
         self.storage_classes: dict[str, type] = {}  # by key, in the order of first use
 
-    def persistent_id(self, obj: Any) -> tuple[str, type, str, str, int] | None:
+    def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
         return obj.persistent_id if isinstance(obj, _Storage) else None
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         # Called for everything except the builtin containers and scalars, which pickle writes by itself.
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
@@ -159,7 +159,7 @@ class _StatePickler(pickle.Pickler):
             )
         return NotImplemented
 
-    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[object, ...]:
         _check_plain(tensor)
         ref = self._locate(tensor)
         untyped = tensor.dtype not in LEGACY_STORAGES or (ref is not None and ref.untyped)
@@ -167,7 +167,7 @@ class _StatePickler(pickle.Pickler):
             storage, element_offset = self._resident_storage(tensor, untyped), tensor.storage_offset()
         else:
             storage, element_offset = self._payload_storage(tensor, ref, untyped), ref.element_offset
-        args: tuple[Any, ...] = (
+        args: tuple[object, ...] = (
             storage,
             element_offset,
             tuple(tensor.size()),
@@ -229,7 +229,7 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def _name_of(obj: Any) -> str:
+def _name_of(obj: object) -> str:
     if isinstance(obj, (type, FunctionType, BuiltinFunctionType)):
         return f"{obj.__module__}.{obj.__qualname__}"
     return f"an object of type {type(obj).__module__}.{type(obj).__qualname__}"

@@ -7,6 +7,7 @@ often. Here a name in a pickle is a `Global`, an object made of it an `Opaque`, 
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any, ClassVar
 
@@ -50,20 +51,20 @@ class Opaque:
 
     def __init__(self, made: Global | None) -> None:
         self.made = made
-        self.state: Any = None
+        self.state: object = None
 
 
-class Mapped(dict[Any, Any]):
+class Mapped(dict[object, object]):
     """Represents OrderedDict, Counter and defaultdict."""
 
     __slots__ = ("state",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: Any = None
+        self.state: object = None
 
 
-def check_key(key: Any) -> None:
+def check_key(key: object) -> None:
     """Raise CheckpointError unless `key` is fast to hash and compare, however often that is done."""
     if type(key) is str:
         return
@@ -85,13 +86,13 @@ def check_key(key: Any) -> None:
     raise CheckpointError(f"it has a key of a kind or size that checkpoints do not have ({type(key).__name__})")
 
 
-def _is_latin(arguments: tuple[Any, ...]) -> bool:
+def _is_latin(arguments: tuple[object, ...]) -> bool:
     """Return True if `encode` makes bytes of these. Other codecs make longer ones of bytes, again and again."""
     of_text = bool(arguments) and isinstance(arguments[0], str)
     return of_text and arguments[1:] in (("latin1",), ("latin-1",))
 
 
-def name_of_key(key: Any) -> str:
+def name_of_key(key: object) -> str:
     """Return the display form of a key that is not a string."""
     if isinstance(key, tuple):
         parts = [repr(part) if isinstance(part, str | bytes) else name_of_key(part) for part in key]
@@ -109,20 +110,20 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
         nbytes: its maximum bytes: the measure for the pickle's cost.
     """
 
-    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, object]] = dict(_Unpickler.dispatch)
 
-    def __init__(self, file: Any, nbytes: int) -> None:
+    def __init__(self, file: io.BufferedIOBase, nbytes: int) -> None:
         super().__init__(file, encoding="latin-1")
         self._nbytes = self._copies_left = nbytes
         self._globals: dict[tuple[str, str], Global] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         return self._globals.setdefault((module, name), Global(module, name))
 
     def get_extension(self, code: int) -> None:
         raise CheckpointError("it names objects by numbers, which have no meaning outside of the process that wrote it")
 
-    def make(self, made: Global, arguments: tuple[Any, ...]) -> Any:
+    def make(self, made: Global, arguments: tuple[object, ...]) -> object:
         """Return the stand-in for `made(*arguments)`."""
         if (made.module, made.name) in _MAPPINGS:
             return self._mapped(arguments)
@@ -137,7 +138,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
             raise CheckpointError(f"it requests {made.name} by number, which no checkpoint does")
         return Opaque(made)
 
-    def _mapped(self, arguments: tuple[Any, ...]) -> Mapped:
+    def _mapped(self, arguments: tuple[object, ...]) -> Mapped:
         found = Mapped()
         items = arguments[-1] if arguments else ()
         if isinstance(items, dict | list | tuple):
@@ -152,7 +153,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
         if self._copies_left < 0:
             raise CheckpointError("it copies the same items again and again")
 
-    def _call(self, function: Any, arguments: Any) -> Any:
+    def _call(self, function: object, arguments: object) -> object:
         if not isinstance(arguments, tuple):
             raise CheckpointError("it calls something with invalid arguments")
         if isinstance(function, Global):
@@ -163,7 +164,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
 
     # --- opcodes
 
-    def _instantiate(self, function: Any, arguments: list[Any]) -> None:  # of INST and OBJ
+    def _instantiate(self, function: object, arguments: list[object]) -> None:  # of INST and OBJ
         self.append(self._call(function, tuple(arguments)))
 
     def _reduce(self) -> None:
@@ -195,7 +196,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
         self._set(self.stack[-1], items)
 
     @staticmethod
-    def _set(target: Any, items: list[Any]) -> None:
+    def _set(target: object, items: list[object]) -> None:
         if isinstance(target, Opaque):
             return
         if not isinstance(target, dict) or len(items) % 2:
@@ -213,7 +214,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
         self._extend(self.stack[-1], values)
 
     @staticmethod
-    def _extend(target: Any, values: list[Any]) -> None:
+    def _extend(target: object, values: list[object]) -> None:
         if isinstance(target, list):
             target.extend(values)
         elif not isinstance(target, Opaque):

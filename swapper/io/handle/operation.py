@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
 
 from swapper import _C
 from swapper.errors import IoError
@@ -124,7 +123,7 @@ class Operation:
         """Let the first successful `wait` call `check`; an IoError from it becomes the operation's error."""
         self._last_check = check
 
-    def __await__(self) -> Generator[Any, None, int]:
+    def __await__(self) -> Generator[object, None, int]:
         if not self.done:
             yield from until_done(self, asyncio.get_running_loop()).__await__()
         self.wait()
