@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 import swapper
 from swapper.bench import plain
 from swapper.bench.corpus import Corpus
-from swapper.bench.drive import DriveSpeed, StepLimit, check_directory, choose_directory, measure_drive
+from swapper.bench.drive import StepLimit, check_directory, choose_directory, measure_drive
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.bench.memory import PeakMemory, pss_bytes
 from swapper.cli import demo_ranks
@@ -158,25 +158,17 @@ class DemoTask:
         return FILES_OF_STATE * self.state_bytes + DRIVE_FILES_BYTES + (64 << 20)
 
 
-@dataclass
-class DemoRecord:
-    """The measurements. Lists have an entry for each step."""
+@dataclass(kw_only=True)
+class DemoRecord(demo_ranks.Record):
+    """The measurements of one process."""
 
     task: DemoTask
-    drive: DriveSpeed
-    losses: list[float] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    read_bytes: list[int] = field(default_factory=list)
-    written_bytes: list[int] = field(default_factory=list)
     validation_loss: float = 0.0
     state_bytes: int = 0
-    growth_bytes: int = 0
     torch_bytes: int = 0  # of it, torch's own memory at its first training step, for any model
     snapshot_bytes: int = 0
     snapshot_s: float = 0.0
     next_losses: list[float] = field(default_factory=list)
-    plain_losses: list[float] = field(default_factory=list)
-    plain_step_s: float = 0.0
 
     @property
     def is_equal(self) -> bool:
@@ -231,7 +223,7 @@ def _progress(console: Console, steps: int) -> Iterator[Watch]:
 def _measure(task: DemoTask, directory: Path, snapshot: Path, watch: Watch) -> DemoRecord:
     """Run the demo in `directory`, which exists and is empty, and leave the snapshot at `snapshot`."""
     watch("measuring the drive", [])
-    record = DemoRecord(task, measure_drive(directory, duration_s=task.drive_s))
+    record = DemoRecord(task=task, drive=measure_drive(directory, duration_s=task.drive_s))
     with PeakMemory() as memory:
         _start_torch()
         record.torch_bytes = pss_bytes() - memory.baseline_bytes

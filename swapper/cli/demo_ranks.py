@@ -58,22 +58,28 @@ class RanksTask:
         return FILES_OF_STATE * self.state_bytes + (576 << 20)
 
 
-@dataclass
-class RanksRecord:
-    """The measurements, of the first rank. Lists have an entry for each step."""
+@dataclass(kw_only=True)
+class Record:
+    """The measurements of a demo. Lists have an entry for each step."""
 
-    task: RanksTask
     drive: DriveSpeed
     losses: list[float] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     read_bytes: list[int] = field(default_factory=list)
     written_bytes: list[int] = field(default_factory=list)
-    killed_after: int = 0
-    resumed_at: int = 0
-    resume_s: float = 0.0
     growth_bytes: int = 0
     plain_losses: list[float] = field(default_factory=list)
     plain_step_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class RanksRecord(Record):
+    """The measurements of the first rank."""
+
+    task: RanksTask
+    killed_after: int = 0
+    resumed_at: int = 0
+    resume_s: float = 0.0
     plain_growth_bytes: int = 0
     different: list[str] = field(default_factory=list)
     """Names of shards and state that differ from plain FSDP2's."""
@@ -92,7 +98,7 @@ def measure(task: RanksTask, directory: Path, watch: Watch) -> RanksRecord:
         watch: shows the progress.
     """
     watch("measuring the drive", [])
-    record = RanksRecord(task, measure_drive(directory, duration_s=task.drive_s))
+    record = RanksRecord(task=task, drive=measure_drive(directory, duration_s=task.drive_s))
     order = {
         "config": asdict(task.config),
         "masters": task.masters,
@@ -109,7 +115,7 @@ def measure(task: RanksTask, directory: Path, watch: Watch) -> RanksRecord:
     began_s = time.perf_counter()
     with StartedRanks(task.ranks, swapped, directory) as ranks:
         ours, record.growth_bytes = _follow(ranks, record, watch, lambda: time.perf_counter() - began_s)
-    plain = RanksRecord(task, record.drive)
+    plain = RanksRecord(task=task, drive=record.drive)
     with StartedRanks(task.ranks, order, directory) as ranks:
         theirs, record.plain_growth_bytes = _follow(
             ranks, plain, lambda _, losses: watch("the same in plain FSDP2", losses)
