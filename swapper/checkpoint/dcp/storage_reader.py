@@ -60,7 +60,7 @@ class StorageReader(FileSystemReader):
         self._encoded: dict[str, EncodedTensor] = {}
         self._metadata: Metadata
 
-    def read_metadata(self, *args: object, **named: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **named: Any) -> Metadata:
         """Read the metadata.
 
         Raises:
