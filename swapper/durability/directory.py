@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from swapper.durability.ranks import Ranks, boot_id
 from swapper.errors import ConfigError, DirectoryError, UnsupportedError, remedy
@@ -160,7 +160,7 @@ class LockedDirectory:
             beneath.release(self.path)
             self._is_held = False
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise UnsupportedError(f"the lock of {self.path} cannot be copied or pickled: keep it outside of what is")
 
     def __del__(self) -> None:

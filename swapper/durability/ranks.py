@@ -23,7 +23,7 @@ import re
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -433,7 +433,7 @@ def _users_timeout() -> object:
 
 
 @contextlib.contextmanager
-def _explained(what: str, missing: Callable[[], str] = lambda: "") -> Any:
+def _explained(what: str, missing: Callable[[], str] = lambda: "") -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

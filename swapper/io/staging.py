@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -149,7 +148,7 @@ class Staging:
             self._registration = None
         self._slots = []
 
-    def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: object) -> None:
+    def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: torch.cuda.Event | None) -> None:
         in_flight: deque[tuple[StagingSlot, StagingChunk]] = deque()
         free = deque(self._ring(tensor.device))
         with _on_own_stream(tensor, ready):
@@ -169,7 +168,7 @@ class Staging:
         for _, ticket in in_flight:
             ticket.wait()
 
-    def _read(self, tensor: torch.Tensor, offset: int, move: Move, ready: object) -> None:
+    def _read(self, tensor: torch.Tensor, offset: int, move: Move, ready: torch.cuda.Event | None) -> None:
         in_flight: deque[tuple[StagingSlot, StagingChunk, int, int]] = deque()
         chunks = _chunks(tensor)
 
@@ -226,7 +225,7 @@ def _drain(chunks: Iterable[StagingChunk]) -> None:
 # --- CUDA: a stream of the copying thread, ordered after the work queued at submission --------------------------------
 
 
-def event_of(tensor: torch.Tensor) -> Any:
+def event_of(tensor: torch.Tensor) -> torch.cuda.Event | None:
     """Return an event behind the work queued in this thread; None for a CPU tensor. Raises DeviceError."""
     if tensor.device.type != "cuda":
         return None
@@ -235,13 +234,13 @@ def event_of(tensor: torch.Tensor) -> Any:
 
 
 @functools.cache
-def _stream_of(device: torch.device) -> Any:
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all copies here: torch deals out 32 in turn, so more would soon be the program's own."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
-def _on_own_stream(tensor: torch.Tensor, ready: object) -> Iterator[None]:
+def _on_own_stream(tensor: torch.Tensor, ready: torch.cuda.Event | None) -> Iterator[None]:
     """Copy a CUDA tensor on a stream other than the user's, and wait for it; do nothing for other tensors."""
     if ready is None:
         yield

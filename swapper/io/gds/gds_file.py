@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from typing import Any
+from typing import NoReturn
 
 import torch
 
@@ -157,7 +157,7 @@ class GdsFile:
             self.deregister_handle()
         self._close_descriptor()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise UnsupportedError(f"{type(self).__name__} cannot be copied or pickled: its descriptor is its own")
 
     def __enter__(self) -> GdsFile:

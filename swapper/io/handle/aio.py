@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import NoReturn
 
 import torch
 
@@ -214,7 +214,7 @@ class AioHandle(DeepNvmeMethods):
             self._in_flight.popleft().settle()
         self._drain_awaited()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise UnsupportedError(f"{type(self).__name__} cannot be copied or pickled: its transfers are its own")
 
     def __enter__(self) -> AioHandle:
