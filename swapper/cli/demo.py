@@ -159,7 +159,7 @@ class DemoTask:
 
 
 @dataclass(kw_only=True)
-class DemoRecord(demo_ranks.Record):
+class DemoRecord(demo_ranks.Measurements):
     """The measurements of one process."""
 
     task: DemoTask

@@ -59,7 +59,7 @@ class RanksTask:
 
 
 @dataclass(kw_only=True)
-class Record:
+class Measurements:
     """The measurements of a demo. Lists have an entry for each step."""
 
     drive: DriveSpeed
@@ -73,7 +73,7 @@ class Record:
 
 
 @dataclass(kw_only=True)
-class RanksRecord(Record):
+class RanksRecord(Measurements):
     """The measurements of the first rank."""
 
     task: RanksTask
