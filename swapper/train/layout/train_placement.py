@@ -32,8 +32,6 @@ PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "h
 Gradients are on the host unless the user chooses "nvme", which limits operations on `parameter.grad`.
 """
 
-STATE_AHEAD_SHARE = 8
-"""State that goes up early takes at most an 8th of a device's budget, but has room for the largest group's: a choice."""
 DOWN_SHARE = 16
 """The divisor of a device's budget for gradients in flight to the host: 1/16, a choice."""
 
@@ -149,7 +147,7 @@ def place_on_accelerator(
     params: str,
     gradients: str,
     optimizer_state: str,
-    largest_bytes: int = 0,
+    ahead_bytes: int = 0,
 ) -> DevicePlacement:
     """Return the groups that stay on a device from forward to backward, and those whose gradients and state stay there.
 
@@ -161,7 +159,7 @@ def place_on_accelerator(
         buffer_bytes: other bytes on the device: the model's buffers, slices that are updated.
         params: "device" if all of them must stay.
         gradients, optimizer_state: "device" if all must stay, "auto" if they may, else none does.
-        largest_bytes: of the state of one group, if updates run there.
+        ahead_bytes: of the state that may go up early.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
@@ -195,8 +193,7 @@ def place_on_accelerator(
             left -= sum(sizes[group] for group in kept[number])
     summed = sum(nbytes for group, nbytes in wishes[0][1].items() if group not in kept[0])
     left -= (sum_bytes := min(max(left - sum(images.values()), 0), summed))
-    max_ahead = max(budget.nbytes // STATE_AHEAD_SHARE, largest_bytes) if largest_bytes else 0
-    ahead_bytes = min(max(left - sum(images.values()), 0), max_ahead)
+    ahead_bytes = min(max(left - sum(images.values()), 0), ahead_bytes)
     return replace(
         placement, image_bytes=left - ahead_bytes, down_bytes=down_bytes, sum_bytes=sum_bytes, gradients=kept[0],
         state=kept[1], ahead_bytes=ahead_bytes,
