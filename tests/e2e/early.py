@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from e2e.twins import Twins
-from swapper.train.updates.during_backward import StepInBackward
 
 
 def updated_early(pair: Twins) -> set[int]:
     """Return the groups that are updated before `optimizer.step()` is called."""
-    updates = pair.manager.current.run.model.updates
-    return set(updates._done) if isinstance(updates, StepInBackward) else set()
+    return set(pair.manager.current.run.model.updates.updated_early)
 
 
 def train(pair: Twins, run: Callable[[Any, Any], Any], steps: int) -> list[set[int]]:

@@ -392,7 +392,7 @@ def test_a_failed_forward_leaves_gradients_and_a_failed_backward_clears_them(twi
 
 def updated_groups(pair: Twins) -> int:
     """How many groups the open step has updated."""
-    return len(pair.manager.current.run.model.updates._done)
+    return len(pair.manager.current.run.model.updates.updated_early)
 
 
 def test_groups_are_updated_in_backward_once_all_micro_batches_are_through(twins: MakeTwins) -> None:

@@ -107,10 +107,10 @@ def test_a_step_that_fails_half_way_is_undone_where_the_one_before_is_committed(
     pair.train(train_step, steps=2)
     update, calls = DeviceSweep._update_on_device, iter(range(100))
 
-    def fail_once(self: DeviceSweep, *others: Any) -> None:
+    def fail_once(self: DeviceSweep, *others: Any, **named: Any) -> Any:
         if next(calls) == 3:
             raise RuntimeError("a fault in the middle")
-        update(self, *others)
+        return update(self, *others, **named)
 
     loss_of(pair.swapped, batch := tokens()).backward()
     monkeypatch.setattr(DeviceSweep, "_update_on_device", fail_once)

@@ -148,9 +148,9 @@ def test_a_slice_is_copied_up_while_the_one_before_is_updated(
             overlaps.append(not copies.knows(updates[-2]))
         bring_up(self, storage, pieces, last_use)
 
-    def update_on_device(self: DeviceSweep, *arguments: Any) -> None:
+    def update_on_device(self: DeviceSweep, *arguments: Any, **named: Any) -> Any:
         updates.append(device.current_stream().tick())
-        update_now(self, *arguments)
+        return update_now(self, *arguments, **named)
 
     monkeypatch.setattr(TrainingDevice, "bring_up", noted)
     monkeypatch.setattr(DeviceSweep, "_update_on_device", update_on_device)

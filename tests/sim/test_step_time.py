@@ -15,9 +15,10 @@ from sim.timed_device import run_steps
 BACKWARD: dict[str, Any] = {"update": "backward"}
 LITTLE_MEMORY: dict[str, Any] = {"bytes_an_element": 5.5}
 """For parameters, gradients and slices of updates, and not for state that goes up early."""
-MUCH_MEMORY: dict[str, Any] = {"bytes_an_element": 100}
-"""An eighth of it holds all of the state."""
 CODED: dict[str, Any] = {"state_codec": "8bit"}
+CLIPPED: dict[str, Any] = {"clips": True, "bytes_an_element": 9}
+"""For a third of the state."""
+CODED_AND_CLIPPED: dict[str, Any] = {**CODED, "clips": True, "bytes_an_element": 7}
 
 
 @pytest.mark.slow
@@ -25,14 +26,17 @@ CODED: dict[str, Any] = {"state_codec": "8bit"}
 @pytest.mark.parametrize(
     "batches, options, most",
     [
-        (4, {}, 1.14),
-        (4, {"update": "deferred"}, 1.14),
+        (4, {}, 1.01),
+        (4, LITTLE_MEMORY, 1.14),
+        (4, {"update": "deferred"}, 1.01),
         (4, BACKWARD, 1.01),
         (1, BACKWARD, 1.03),
-        (4, CODED, 1.05),
-        (4, {**CODED, **BACKWARD}, 1.02),
-        (1, {**CODED, **BACKWARD}, 1.04),
-        (4, MUCH_MEMORY, 1.01),
+        (4, {**CODED, **BACKWARD}, 1.01),
+        (1, {**CODED, **BACKWARD}, 1.01),
+        (4, CLIPPED, 1.07),
+        (1, CLIPPED, 1.26),
+        (4, CODED_AND_CLIPPED, 1.02),
+        (1, CODED_AND_CLIPPED, 1.06),
         (4, {**LITTLE_MEMORY, **BACKWARD}, 1.05),
         (4, {"optimizer_state": "device"}, 1.0),
     ],

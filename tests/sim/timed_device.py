@@ -280,12 +280,14 @@ def run_steps(
     steps: int = 4,
     sizes: Sizes = Sizes(),
     bytes_an_element: float = 24,
+    clips: bool = False,
     **options: Any,
 ) -> Step:
     """Return the mean of the last two of `steps` steps of `batches` micro-batches on an H200, bf16 with fp32 masters and AdamW.
 
     Args:
         bytes_an_element: device memory; parameters and gradients take 2 each.
+        clips: gradients are clipped by the norm of all; the kernels for it take no time.
         options: of `offload`, in addition to a device with that memory and `optimizer_state="host"`. `plain=True`: no
             swapper.
     """
@@ -317,6 +319,8 @@ def run_steps(
                 for _ in range(batches - 1):
                     model(TOKENS).backward()
             model(TOKENS).backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             waits += device.waits

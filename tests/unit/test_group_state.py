@@ -19,6 +19,8 @@ STORIES = {
     "deferred, and the step was undone": "CURRENT DUE CURRENT",
     "in backward": "CURRENT UPDATING SEALED CURRENT",
     "in backward, failed": "CURRENT UPDATING CURRENT",
+    "in backward, one module behind": "CURRENT READY UPDATING SEALED CURRENT",
+    "in backward, which ended before": "CURRENT READY CURRENT",
 }
 ALLOWED = {pair for story in STORIES.values() for pair in itertools.pairwise(GroupState[n] for n in story.split())}
 PAIRS = [pair for pair in itertools.product(GroupState, repeat=2) if pair[0] is not pair[1]]

@@ -39,6 +39,7 @@ TRAINING_LAYERS = [
     {"gradients"},
     {"state"},
     {"updates"},
+    {"steps"},
     {"passes"},
     {"sharded"},
     {"planning"},
@@ -255,7 +256,7 @@ def test_an_import_against_the_order_of_training_is_noticed():
     assert training_violations(source, "swapper.train.layout.trainable") == [
         "swapper.train.layout.trainable imports swapper.train.updates.sweep.Sweep"
     ]
-    assert training_violations(source, "swapper.train.updates.at_step") == []
+    assert training_violations(source, "swapper.train.steps.executor") == []
 
 
 def test_a_circle_of_modules_is_noticed():

@@ -142,8 +142,7 @@ class GroupParameters(LeasedGroup):
 
         Args:
             state: DUE or SEALED.
-            catch_up: called at the next access. Updates the group and leases the given access (deferred.py), or refuses
-                (during_backward.py).
+            catch_up: called at the next access. Updates the group and leases the given access, or refuses (executor.py).
         """
         if self.state is not state:
             self.move(state)

@@ -1,10 +1,8 @@
-"""Places each family of tensors, divides the budget, and predicts a step before one was seen. Pure: resolves "auto"."""
+"""Places each family of tensors, and divides the budget. Pure: resolves "auto"."""
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
@@ -20,15 +18,11 @@ from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_stora
 from swapper.errors import BudgetError, ConfigError
 from swapper.io.alignment import round_up
 from swapper.modules.groups import largest_working_set, working_sets
-from swapper.modules.model_device import page_access
-from swapper.paging.dry_run import Task
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
 from swapper.paging.planning.layout import SectionPlan, Slot
-from swapper.paging.planning.schedule import Access
-from swapper.paging.section import Section
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
-from swapper.train.layout.slices import TensorLocation, largest_slice_pages
+from swapper.train.layout.slices import largest_slice_pages
 from swapper.train.layout.state_codecs import coded_kind
 from swapper.train.layout.trainable import Trainable, decoded_bytes
 
@@ -38,16 +32,11 @@ PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "h
 Gradients are on the host unless the user chooses "nvme", which limits operations on `parameter.grad`.
 """
 
-STATE_AHEAD_SHARE = 8
-"""State that goes up early takes at most an 8th of a device's budget, but has room for the largest group's: a choice."""
 DOWN_SHARE = 16
 """The divisor of a device's budget for gradients in flight to the host: 1/16, a choice."""
 
 ORDER_TOLERANCE = 4
 """On a device an expected access may come up to 1 / ORDER_TOLERANCE of a step early: a choice."""
-UPDATED_BEHIND = 2
-"""Groups that a backward on a device loads before it updates an earlier one: the next one computes its gradients, and
-the one after that is in flight."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +147,7 @@ def place_on_accelerator(
     params: str,
     gradients: str,
     optimizer_state: str,
-    largest_bytes: int = 0,
+    ahead_bytes: int = 0,
 ) -> DevicePlacement:
     """Return the groups that stay on a device from forward to backward, and those whose gradients and state stay there.
 
@@ -170,7 +159,7 @@ def place_on_accelerator(
         buffer_bytes: other bytes on the device: the model's buffers, slices that are updated.
         params: "device" if all of them must stay.
         gradients, optimizer_state: "device" if all must stay, "auto" if they may, else none does.
-        largest_bytes: of the state of one group, if updates run there.
+        ahead_bytes: of the state that may go up early.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
@@ -204,8 +193,7 @@ def place_on_accelerator(
             left -= sum(sizes[group] for group in kept[number])
     summed = sum(nbytes for group, nbytes in wishes[0][1].items() if group not in kept[0])
     left -= (sum_bytes := min(max(left - sum(images.values()), 0), summed))
-    max_ahead = max(budget.nbytes // STATE_AHEAD_SHARE, largest_bytes) if largest_bytes else 0
-    ahead_bytes = min(max(left - sum(images.values()), 0), max_ahead)
+    ahead_bytes = min(max(left - sum(images.values()), 0), ahead_bytes)
     return replace(
         placement, image_bytes=left - ahead_bytes, down_bytes=down_bytes, sum_bytes=sum_bytes, gradients=kept[0],
         state=kept[1], ahead_bytes=ahead_bytes,
@@ -259,9 +247,6 @@ def _as_many_as_fit(sizes: dict[int, int], nbytes: int) -> frozenset[int]:
     return frozenset(fitting)
 
 
-# --- a step before one was seen ---------------------------------------------------------------------------------------
-
-
 def frames_needed(
     inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int, step: StepKind
 ) -> int:
@@ -296,114 +281,3 @@ def _frames_of_uses(
     if step.on_device:
         most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
     return most + leaving, 0 if step.update == "step" else most + leaving * step.on_device
-
-
-ByGroup = Mapping[int, Sequence[Task]]
-
-
-def expected_tasks(
-    inventory: Inventory,
-    sections: Sequence[Section],
-    trainables: Sequence[Trainable],
-    page_bytes: int,
-    update: str,
-    resident_set: Collection[int] | None = None,
-    passes: int = 1,
-) -> list[Task]:
-    """Predict a step from module order: forward, backward, optimizer. The first observed step replaces the prediction.
-
-    Args:
-        sections: all.
-        update: when.
-        resident_set: the groups that stay on a device, if there is one: pages of parameters are used one by one there,
-            and those of these groups for the first use after an update.
-        passes: forwards and backwards in a step, whose gradients accumulate.
-    """
-    pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
-    for section in sections:
-        if section.plan.family == "param":
-            pages[section.plan.group] += [page.index for page in section.pages]
-    updated = {trainable.group: trainable for trainable in trainables}
-    kept = resident_set or ()
-    forward: dict[int, list[Task]] = {}
-    backward: dict[int, list[Task]] = {}
-    seen: set[int] = set()
-    for group, indices in pages.items():
-        uses = _uses(group, indices, resident_set is not None) if group not in kept or group in updated else []
-        forward[group] = [Task("forward", group, uses)]
-    accumulating = dict(backward)  # with gradients of an earlier pass
-    for of_pass in (backward, accumulating):
-        for group in sorted(pages, reverse=True):
-            uses = _uses(group, pages[group], resident_set is not None) if group not in kept else []
-            for places in reversed(updated[group].places if group in updated else ()):
-                uses += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
-            of_pass[group] = [Task("backward", group, uses)]
-    updates = {group: _updates_of(of, (True,) * len(of.places), page_bytes) for group, of in updated.items()}
-    steps = [_step_of(updated, groups, page_bytes) for groups in inventory.ranges]
-    later = [by_group for _ in range(passes - 1) for by_group in (forward, accumulating)]
-    if update == "deferred":
-        return [*_updating_in_forward(forward, backward, updates), *_in_order(later)]
-    if update == "backward":
-        *others, last = [backward, *later[1::2]]
-        before = [by_group for of in others for by_group in (forward, of)]
-        behind = 0 if resident_set is None else UPDATED_BEHIND
-        return [*_in_order(before), *_updating_in_backward(forward, last, updates, behind)]
-    return list(_in_order([forward, backward, *later, *steps]))
-
-
-def _in_order(parts: Sequence[ByGroup]) -> Iterator[Task]:
-    return (task for by_group in parts for of in by_group.values() for task in of)
-
-
-def _step_of(updated: Mapping[int, Trainable], groups: range, page_bytes: int) -> ByGroup:
-    """Return the tasks of a step of the optimizer that has these groups."""
-    active = {index: tuple(at in groups for at in of.settings) for index, of in updated.items()}
-    return {index: _updates_of(updated[index], of, page_bytes) for index, of in active.items() if any(of)}
-
-
-def _updates_of(trainable: Trainable, active: tuple[bool, ...], page_bytes: int) -> list[Task]:
-    slices = trainable.slices(active, page_bytes)
-    return [Task("step", trainable.group, [part.access], part.numel, len(part.pieces)) for part in slices]
-
-
-def _updating_in_forward(forward: ByGroup, backward: ByGroup, updates: ByGroup) -> Iterator[Task]:
-    for group in sorted(backward):
-        yield from (replace(task, phase="forward") for task in updates.get(group, ()))
-        yield from forward.get(group, ())
-    yield from itertools.chain.from_iterable(backward.values())
-
-
-def _updating_in_backward(forward: ByGroup, backward: ByGroup, updates: ByGroup, behind: int) -> Iterator[Task]:
-    yield from itertools.chain.from_iterable(forward.values())
-    waiting: deque[Sequence[Task]] = deque()  # slices of groups whose gradients are in flight
-    for group, of in backward.items():
-        yield from of
-        waiting.append([replace(task, phase="backward") for task in updates.get(group, ())])
-        yield from waiting.popleft() if len(waiting) > behind else ()
-    yield from itertools.chain.from_iterable(waiting)
-
-
-def _uses(group: int, pages: Sequence[int], on_device: bool) -> list[Access]:
-    """Return the uses of a group's parameters."""
-    if not pages:
-        return []
-    if on_device:
-        return [page_access(group, page) for page in pages]
-    return [Access(("param", group), tuple(pages))]
-
-
-def gradient_accesses(name: str, place: TensorLocation, seen: set[int]) -> list[Access]:
-    """Return the accesses that write a gradient to its pages, page by page.
-
-    Args:
-        name: the parameter's.
-        place: the gradient's.
-        seen: pages that have another gradient already; these are added.
-    """
-    accesses = []
-    for number, index in enumerate(place.pages(0, place.slot.spec.numel)):
-        only = frozenset({index})
-        fresh = frozenset() if index in seen else only
-        seen.add(index)
-        accesses.append(Access(("grad", name, number), (index,), fresh=fresh, writes=only))
-    return accesses

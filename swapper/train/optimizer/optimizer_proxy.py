@@ -7,7 +7,7 @@ user chose, and none of it is written down here.
 [Note: one step, many calls] In plain torch one `step()` updates everything; here it takes many calls. Counters of an
 optimizer outside of its parameters' state, in its groups (`group["k"] += 1`) or on itself, must advance once and not
 with each call. So every call of a step begins with copies of the same settings and attributes, those of `begin_step`,
-and `end_step` copies the last call's back to the user's. So a step may continue (train/updates/at_step.py) while the
+and `end_step` copies the last call's back to the user's. So a step may continue (train/steps/executor.py) while the
 user's settings are already those of the next one.
 
 [Note: unknown code] may begin to couple parameters in any step, so each call is watched (see own_code.py for what is known).

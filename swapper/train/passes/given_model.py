@@ -32,7 +32,7 @@ from swapper.train.passes.preparation import ModelBinding, Preparation
 from swapper.train.state.member_state import MemberState
 from swapper.train.state.optim import StateOwner, packed_groups
 from swapper.train.state.optimizer_state import OptimizerState
-from swapper.train.updates.at_step import Updates
+from swapper.train.steps.executor import UpdateExecutor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class HookTargets:
     place: Callable[[str], TensorLocation]
     kept_gradients: frozenset[str]
     without_averaging: str
-    updates: Updates
+    updates: UpdateExecutor
     enter_forward: Callable[[], None]
     enter_phase: Callable[[str], None]
     finish: Callable[[], None]

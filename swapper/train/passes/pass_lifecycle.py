@@ -29,7 +29,7 @@ from swapper.train.passes.accumulation_pass import (
 from swapper.train.passes.fault_handler import ParameterFaultHandler
 from swapper.train.passes.gathering import LoadHooks
 from swapper.train.passes.train_hooks import TrainingHooks
-from swapper.train.updates.at_step import Updates
+from swapper.train.steps.executor import UpdateExecutor
 from swapper.train.updates.masters import Masters
 from swapper.train.updates.sweep import Sweep
 
@@ -48,7 +48,7 @@ class PassLifecycle:
         self,
         inventory: Inventory,
         groups: list[GroupParameters],
-        updates: Updates,
+        updates: UpdateExecutor,
         sweep: Sweep,
         pager: Pager,
         fault_handler: ParameterFaultHandler,

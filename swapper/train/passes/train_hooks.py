@@ -54,7 +54,7 @@ from swapper.runtime.interrupts import close_all
 from swapper.runtime.sizes import format_bytes
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.updates.at_step import Updates
+from swapper.train.steps.executor import UpdateExecutor
 
 
 class MicroBatches(SharedPass, Protocol):
@@ -95,7 +95,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         check_usable: Callable[[], None],
         drop_leases: Callable[[Iterable[Access]], None],
         enter_phase: Callable[[str], None],
-        updates: Updates,
+        updates: UpdateExecutor,
         turns: Turns,
         on_device: TrainingDevice | None,
     ) -> None:
@@ -194,7 +194,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     def _lease_with_room(self, group: GroupParameters) -> None:
         """Lease `group`, at the cost of batches that wait, if they lease too much at once: they take different ways."""
         assert self._batches is not None
-        if self._updates.is_open and not self._updates.follows_backward:
+        if self._updates.leases_update:
             self._batches.make_room()  # the update before the lease needs some too
         try:
             group.lease()
@@ -270,7 +270,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         with outside_transforms(), self._my_turn(unit):
             if self._batches is not None and unit.groups and not is_in_backward():
                 self._batches.arrive(self._groups[unit.groups[0]])
-                if self._updates.is_open and not self._updates.follows_backward:
+                if self._updates.leases_update:
                     self._batches.make_room()
             self._check_usable()
             is_functional = self._has_other_members(unit, module)

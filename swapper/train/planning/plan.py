@@ -202,12 +202,12 @@ def plan_run(
     on_device = None
     if device is not None:
         other_bytes = sum(buffer.nbytes for buffer in request.model.module.buffers())
-        largest_bytes = 0
+        ahead_bytes = 0
         if request.updates_there:
             trainables = find_trainables(inventory, find_places(sections))
             other_bytes += ring_bytes(trainables, budget.page_bytes)
-            largest_bytes = max((group_state_bytes(of, budget.page_bytes) for of in trainables), default=0)
-        on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays, largest_bytes)
+            ahead_bytes = sum(group_state_bytes(of, budget.page_bytes) for of in trainables)
+        on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays, ahead_bytes)
         if (on_device.gradients, on_device.state) != (always.gradients, always.state):
             found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
         check_averaging(

@@ -26,7 +26,6 @@ from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.train_placement import (
     ORDER_TOLERANCE,
-    expected_tasks,
     groups_in_memory,
     is_resident,
     without_gradients,
@@ -34,6 +33,8 @@ from swapper.train.layout.train_placement import (
 from swapper.train.layout.trainable import Trainable
 from swapper.train.planning.compute_times import ComputeTimes
 from swapper.train.planning.request import Request
+from swapper.train.steps.policies import POLICIES
+from swapper.train.steps.program import StepProgram
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,9 @@ class PlannedStep:
 
     def _tasks(self, sections: Sequence[Section], trainables: Sequence[Trainable], passes: int = 1) -> list[Task]:
         stay = None if self.on_device is None else self.on_device.resident_set
-        return expected_tasks(
-            self.inventory, sections, trainables, self.budget.page_bytes, self.request.options.update, stay, passes
-        )
+        policy = POLICIES[self.request.options.update]
+        program = StepProgram(self.inventory, sections, trainables, self.budget.page_bytes, policy, stay)
+        return program.tasks(passes)
 
     @property
     def order_tolerance(self) -> int | None:

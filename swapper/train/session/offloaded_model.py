@@ -1,6 +1,6 @@
 """Owns one offloaded model and its optimizer: constructs and closes their parts, within a session that owns the resources.
 
-The parts: optimizer state (optimizer_state.py), the fault handler of parameters (fault_handler.py), updates (at_step.py)
+The parts: optimizer state (optimizer_state.py), the fault handler of parameters (fault_handler.py), updates (executor.py)
 and their rollback (step_rollback.py), gradients (grads.py), passes (pass_lifecycle.py).
 """
 
@@ -48,12 +48,11 @@ from swapper.train.session.session_events import SessionEvents
 from swapper.train.state.conditions import Conditions, Membership
 from swapper.train.state.optim import OtherOptimizers
 from swapper.train.state.optimizer_state import OptimizerState
-from swapper.train.updates.at_step import Updates
-from swapper.train.updates.deferred import DeferredStep
+from swapper.train.steps.executor import UpdateExecutor
+from swapper.train.steps.policies import POLICIES
+from swapper.train.steps.step_rollback import StepRollback
 from swapper.train.updates.device_sweep import DeviceSweep
-from swapper.train.updates.during_backward import StepInBackward
 from swapper.train.updates.masters import Masters
-from swapper.train.updates.step_rollback import StepRollback
 from swapper.train.updates.sweep import Sweep
 
 log = logging.getLogger("swapper")
@@ -129,7 +128,7 @@ class OffloadedModel:
         self._current = current
         self._lose_ranks = current.lose_ranks
         self._ranks = current.directory.ranks
-        self.updates = self._make_updates(session_guard)
+        self.updates = UpdateExecutor(POLICIES[self._update], self._sweep, self.groups, self)
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
         entries, kept_state = self.optimizer_state.entries, self.optimizer_state.kept
@@ -141,16 +140,6 @@ class OffloadedModel:
             return Sweep(*parts)
         where, kernel = lambda parameter: self.gradients.paged.where(parameter), self._kernel
         return DeviceSweep(self._on_device, where, kept_state, kernel, *parts)
-
-    def _make_updates(self, session_guard: SessionGuard) -> Updates:
-        if self._update == "deferred":
-            return DeferredStep(self._sweep, self.groups, self._undo_update, self._may_defer)
-        if self._update == "backward":
-            return StepInBackward(
-                self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived,
-                lambda trainable: self._find_aliased([trainable], self._sweep.all_groups) is not None, self.model.is_sharded,
-            )  # fmt: skip
-        return Updates(self._sweep)
 
     def adopt(self, content: SectionSource | None) -> None:
         """Move everything to its sections, group by group.
@@ -300,7 +289,14 @@ class OffloadedModel:
             for group, names in zip(self._optimizers.param_groups, members, strict=True):
                 group["params"] = [parameters[name] for name in names]
 
-    # --- a step -------------------------------------------------------------------------------------------------------
+    # --- a step; also what UpdateOwner declares ----------------------------------------------------------------------
+
+    @property
+    def fails_at_step(self) -> bool:
+        return self.model.is_sharded
+
+    def check_usable(self) -> None:
+        self._session_guard.check()
 
     @property
     def has_more_to_train(self) -> bool:
@@ -349,8 +345,7 @@ class OffloadedModel:
         if self._on_device is not None:
             self._on_device.before_update(update.trainable.group)
 
-    def _have_arrived(self, trainable: Trainable) -> bool:
-        """Return True if an update of these parameters would not wait for gradients."""
+    def have_arrived(self, trainable: Trainable) -> bool:
         return self.gradients.paged.have_arrived(trainable.parameters)
 
     def _note_before(self) -> None:
@@ -358,8 +353,7 @@ class OffloadedModel:
         self.fault_handler.shown.expire("the next step")
         self._rollback.note()
 
-    def _begin_early(self) -> bool:
-        """Begin a step in backward, before its first update. Return False if all updates must wait for `optimizer.step()`."""
+    def begin_early(self) -> bool:
         if not self._agree_to_begin(self._may_begin_early):
             return False
         self._begin_step()
@@ -432,8 +426,7 @@ class OffloadedModel:
 
         return finish
 
-    def _may_defer(self, member: int) -> bool:
-        """Return False if something would show an open step of an optimizer: it refers to memory of a parameter or gradient."""
+    def may_defer(self, member: int) -> bool:
         shown = self._shown_shard() or self._find_aliased(self._trainables, self._sweep.groups_of(member))
         if shown is not None:
             self._warn_of_alias(shown)
@@ -475,8 +468,10 @@ class OffloadedModel:
         self.updates.forget()
         self._sweep.abandon()
 
-    def _undo_update(self, updates: Collection[GroupUpdate], error: BaseException) -> bool:
-        """See at_step.Undo."""
+    def is_aliased(self, trainable: Trainable) -> bool:
+        return self._find_aliased([trainable], self._sweep.all_groups) is not None
+
+    def undo_update(self, updates: Collection[GroupUpdate], error: BaseException) -> bool:
         self.passes.forget_leases()
         names = {name for update in updates for name in update.names}
         return not names or self._rollback.undo_updates(names, error, self.updates.ahead)

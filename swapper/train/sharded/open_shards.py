@@ -1,7 +1,7 @@
 """Hides the shards and gradients of a sharded model while a deferred step that changes or uses them is open.
 
 FSDP2's parameters and gradients are DTensors, whose dispatcher passes by the guards of cold parameters and fixed gradients
-(updates/deferred.py): it works on `_local_tensor`. So that is an OpenTensor until its group is updated. It finishes the step
+(steps/executor.py): it works on `_local_tensor`. So that is an OpenTensor until its group is updated. It finishes the step
 before any operation, on this rank alone: no collective is run, since a rank may read its shards by itself. FSDP2 gathers from
 `FSDPParam._sharded_param_data`, which stays what it is.
 """

@@ -2,7 +2,7 @@
 
 What of FSDP2 is private is used here and in shards.py alone, and looked for when a model is offloaded.
 
-[Note: when a sharded group may be updated] With updates in backward (updates/during_backward.py). FSDP2 reduces a group's
+[Note: when a sharded group may be updated] With updates in backward (steps/backward_progress.py). FSDP2 reduces a group's
 gradients in its `post_backward`, which autograd calls once for each `pre_forward`, or FSDP2 when the backward is over; after that
 nothing gathers the group. So a use begins with `pre_forward` and ends with `post_backward`. Where FSDP2 calls that less often (a
 module called twice), uses are left, and the group waits for `optimizer.step()`.
@@ -32,7 +32,7 @@ from swapper.train.sharded.buffers import memory_bytes
 from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.open_shards import OpenShards, local_of
 from swapper.train.sharded.shards import Shard, Shards, shard_count, sharded_like
-from swapper.train.updates.at_step import Updates
+from swapper.train.steps.executor import UpdateExecutor
 
 
 class ShardHooks:
@@ -225,7 +225,7 @@ class ShardHooks:
 
 
 class ShardUse:
-    """A use of an FSDPParamGroup, from its forward to its backward. See at_step.Caller."""
+    """A use of an FSDPParamGroup, from its forward to its backward. See pending_uses.Caller."""
 
     def __init__(self, module: int, groups: list[int]) -> None:
         self.module = module
@@ -270,7 +270,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _take_gradient(shard: Shard, updates: Updates) -> Callable[[Any], None]:
+def _take_gradient(shard: Shard, updates: UpdateExecutor) -> Callable[[Any], None]:
     """FSDP2 calls this after a reduce-scatter: the gradient goes to its place, and FSDP2's DTensor shows it there."""
     of, pending = weakref.ref(shard), weakref.ref(updates)
 

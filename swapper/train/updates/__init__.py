@@ -1,1 +1,1 @@
-"""Updates parameters: in `step()`, in the next forward, or during backward."""
+"""Updates parameters, slice by slice: on the CPU, or on an accelerator."""

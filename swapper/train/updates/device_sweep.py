@@ -17,7 +17,8 @@ by Python, or if the slot has too little memory.
 [Note: a step goes on] A step is queued when `optimizer.step()` returns, and its copies go on during the next forward, as far as
 streams order everything: state in host memory, of parameters that are updated in their images. What reads that state, or a
 commit, waits for it (`settle`); so does the next update of a group for its own. Results are waited for in the step if they
-lease frames, if a forward is to copy them to the device again, or if a codec may refuse them. Kernels of updates may still read
+lease frames, or if a forward is to copy them to the device again. Of those that a codec may refuse, the step waits for the
+kernels that count such values, and not for the results. Kernels of updates may still read
 gradients then: an operation on one that is still a parameter's `grad` waits for them first (fixed_gradient.py), and one that was
 dropped is kept until its slice has arrived.
 """
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.device.copies import Downloads
 from swapper.device.device_placement import RING
 from swapper.device.device_storage import Span, merge_spans
 from swapper.errors import DeviceError, InvariantError, StateError
@@ -95,6 +97,7 @@ class DeviceSweep(Sweep):
         self._ahead = StateAhead(on_device, self._pieces, self._needs_only_state)
         self._last_down: dict[int, torch.Event] = {}  # by group: after the results of its last update have come down
         self._turn = 0
+        self._results: dict[int, list[Callable[[], None]]] = {}  # by group: sends those of slices whose state was there
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
         # Of a slice: what is in the slot, by its begin.
         self._views: dict[tuple[TensorLocation, int], torch.Tensor] = {}
@@ -105,7 +108,9 @@ class DeviceSweep(Sweep):
         # Gradients that updates of the step may still read.
         self._read: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._failure: BaseException | None = None  # with which results of a step were lost
-        self._unheld: dict[int, StateError] = {}  # by group: an error that came down with a slice of the step
+        self._refusals = Downloads(on_device.device, self._counters)  # counts of what codecs cannot hold
+        self._unchecked: set[int] = set()  # groups whose counts are in flight
+        self._unheld: dict[int, StateError] = {}  # by group: a codec's refusal of a slice of the step
         self._accesses: dict[Access, Access] = {}  # of slices
         self._is_in_place = False  # of the group that is updated: see TrainingDevice.updates_in_place
         self._usual_bytes = 0  # of a slot
@@ -130,9 +135,12 @@ class DeviceSweep(Sweep):
             with self.on_device.changing(group) if self._is_in_place else nullcontext():
                 for number, part in enumerate(update.trainable.slices(update.active, self._page_bytes)):
                     access = self._access(update.trainable, part)
-                    ahead = self._slot_ahead(update, number)
-                    slot = ahead or self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
-                    self._update_on_device(update, part, access, slot, ahead is not None)
+                    if (slot := self._slot_ahead(update, number)) is not None:
+                        send = self._update_on_device(update, part, access, slot, is_there=True)
+                        self._results.setdefault(group, []).append(send)
+                        continue
+                    slot = self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
+                    self._update_on_device(update, part, access, slot, is_there=False)()
 
     def fetch_ahead(self, groups: int | None = None) -> None:
         if not self._has_updated and self.on_device.ahead_bytes and self._failure is None:
@@ -186,6 +194,8 @@ class DeviceSweep(Sweep):
     def show(self, group: int) -> None:
         if group in self._awaited:
             self._wait_for(group)
+        elif group in self._unchecked:
+            self._check(group)
 
     def settle(self) -> None:
         """Wait until all results are in host memory.
@@ -195,6 +205,7 @@ class DeviceSweep(Sweep):
             StateError: a codec cannot hold some of them.
         """
         self._ahead.invalidate()
+        self._send_rest(*self._results)
         try:
             while self._in_flight.total():
                 self.on_device.downloads.wait_for_oldest()
@@ -204,6 +215,7 @@ class DeviceSweep(Sweep):
 
     def _wait_for(self, group: int) -> None:
         """Wait until the results of a group are in host memory. Raises as `settle`, for this group."""
+        self._send_rest(group)
         try:
             while self._in_flight[group]:
                 self.on_device.downloads.wait_for_oldest()
@@ -211,7 +223,17 @@ class DeviceSweep(Sweep):
             self._release_arrived()
         self._check(group)
 
+    def _send_rest(self, *groups: int) -> None:
+        """Send the results of groups that nothing waits for: those in the ring, whose slots are needed again, came first."""
+        with self._apart():
+            for group in groups:
+                for send in self._results.pop(group, ()):
+                    send()
+
     def _check(self, group: int | None = None) -> None:
+        if group in self._unchecked or (group is None and self._unchecked):
+            self._refusals.finish()
+            self._unchecked.clear()
         if self._failure is not None:
             raise self._failure
         for error in [error for index, error in self._unheld.items() if group in (None, index)]:
@@ -219,9 +241,11 @@ class DeviceSweep(Sweep):
 
     def end(self) -> None:
         """Note that all groups are updated. Only results that something waits for are in memory: [Note: a step goes on]"""
+        self._send_rest(*self._results)
         if self._awaited:
             self.settle()
             self._awaited.clear()
+        self._check()
         if not self._in_flight.total():
             self._free_slots()
         self._has_updated = False
@@ -233,15 +257,18 @@ class DeviceSweep(Sweep):
 
     def abandon(self) -> None:
         super().abandon()
+        self._results.clear()
         self.rejoin()
         with contextlib.suppress(DeviceError):  # a failed device keeps the memory until the process ends
             if self._in_flight.total():
                 self.on_device.downloads.finish()
+            self._refusals.finish()
             self._over.clear()
             self._free_slots()
             with self._apart():
                 self._ahead.free()
         self._awaited.clear()
+        self._unchecked.clear()
         self._unheld.clear()
         self._failure = None
 
@@ -286,8 +313,8 @@ class DeviceSweep(Sweep):
 
     def _update_on_device(
         self, update: GroupUpdate, part: Slice, access: Access, slot: UpdateSlot, is_there: bool
-    ) -> None:
-        """Queue the update of a slice in a slot, and its copies; `is_there`: the slot has its state."""
+    ) -> Callable[[], None]:
+        """Queue the update of a slice in a slot; `is_there`: the slot has its state. Return what sends its results."""
         storage = slot.storage
         if storage is None:
             raise InvariantError("a slice was to be updated in a slot without memory")
@@ -307,7 +334,7 @@ class DeviceSweep(Sweep):
                 proxy.update(works)
             for one in run:
                 self._store(one)
-            error_in = self._send_unheld()
+            self._send_unheld(update.trainable.group)
             found = self._pieces(p for p in parts if p.copied_down)
             down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
             if self._is_in_place and access.pages:
@@ -320,19 +347,23 @@ class DeviceSweep(Sweep):
             self._pager.release(access)
             raise
         self._views.clear()
+        self._counters.updated(started, access.key)
+        return partial(self._send_results, update, access, slot, [*down, *counts])
+
+    def _send_results(
+        self, update: GroupUpdate, access: Access, slot: UpdateSlot, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        group, gradients = update.trainable.group, update.gradients
         slot.in_flight += 1
-        group = update.trainable.group
         self._in_flight[group] += 1
-        if access.pages or coded_in(update.trainable, part) or not self._is_in_place:
+        if access.pages or not self._is_in_place:
             self._awaited.add(group)
-        gradients = update.gradients
         slot.last_use = self._last_down[group] = self.on_device.downloads.send(
-            down + counts,
-            lambda: self._arrived(group, access, slot, error_in(), gradients),
+            pieces,
+            lambda: self._arrived(group, access, slot, gradients),
             lambda error: self._lost(group, access, slot, error),
             is_held=False,
         )
-        self._counters.updated(started, access.key)
 
     def _parameters(self, trainable: Trainable, part: Slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield a slice's parameters in host memory and in the image. [Note: what stays is updated there]"""
@@ -354,20 +385,11 @@ class DeviceSweep(Sweep):
             self._accesses[part.access] = access
         return access
 
-    def _arrived(
-        self,
-        group: int,
-        access: Access,
-        slot: UpdateSlot,
-        error: StateError | None,
-        gradients: Sequence[torch.Tensor | None],
-    ) -> None:
+    def _arrived(self, group: int, access: Access, slot: UpdateSlot, gradients: Sequence[torch.Tensor | None]) -> None:
         """Note that the results of a slice are in host memory. Until now `gradients`, which it was updated with, were kept."""
         self._in_flight[group] -= 1
         slot.in_flight -= 1
         self._over.append(access)
-        if error is not None:
-            self._unheld.setdefault(group, error)
 
     def _lost(self, group: int, access: Access, slot: UpdateSlot, error: BaseException) -> None:
         self._failure = error
@@ -425,15 +447,19 @@ class DeviceSweep(Sweep):
     def _encode(self, update: Update, param: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         self._coded_there.encode(update.places, update.begin, update.end, param, values)
 
-    def _send_unheld(self) -> Callable[[], StateError | None]:
-        """Have the counts of what codecs cannot hold come down with the slice. Return what reads them then."""
+    def _send_unheld(self, group: int) -> None:
+        """Have the counts of what codecs cannot hold of a slice come down, before its results."""
         found = self._coded_there.counts()
         if found is None:
-            return lambda: None
+            return
         counts, error_in = found
         here = self.on_device.device.empty_on_host(counts.numel())
-        self._counts.append((here, counts))
-        return lambda: error_in(here)
+        self._unchecked.add(group)
+        self._refusals.send([(here, counts)], lambda: self._refused(group, error_in(here)))
+
+    def _refused(self, group: int, error: StateError | None) -> None:
+        if error is not None:
+            self._unheld.setdefault(group, error)
 
     @staticmethod
     def _on_device(value: torch.Tensor, device: torch.device, counts_there: bool) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Decides when a step updates which groups, runs these updates, and undoes those that fail."""

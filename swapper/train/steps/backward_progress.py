@@ -1,0 +1,120 @@
+"""Finds out with which groups a backward is over: their gradients are complete, and nothing will use their parameters.
+
+[Note: when a group may be updated] Plain torch uses the old parameters for all of a backward, and updates with the
+whole gradients. So a backward is over with a group when
+- each of its parameters that this backward gives a gradient to has got it. Autograd runs the node that accumulates a
+  parameter's gradient once in a graph task, after everything that adds to it, and can tell whether it will run that
+  node at all. A node that saved a parameter to compute with it gives that parameter a gradient in the same run, so it
+  has run too;
+- every call of a module that used the group since the last step is finished (`PendingUses`). That covers what the first
+  does not: parameters that are used detached, and reentrant checkpointing, which accumulates in graph tasks of its own,
+  one for each segment. It is updated between nodes of the outermost backward, and not in the middle of one.
+
+Backwards of micro-batches that run together (`together`) count as one: it is over with a group when none of them may
+still add to its gradients.
+
+In all other cases (retained graphs, calls that no backward reached, a pass that only accumulates) this is not known, and
+`optimizer.step()` updates the group, which is always right. If something uses or adds to a group after its update, that
+raises an error, by the version of the parameter at the latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from swapper.train.groups.parameter_group import GroupParameters
+from swapper.train.layout.trainable import Trainable
+from swapper.train.steps.pending_uses import PendingUses
+
+SharedBackward = tuple[Callable[[int], bool], Callable[[], object]]
+"""Of micro-batches that run together: returns True if one of them may still add to the gradient of the parameter with this
+id; and releases leases of those that wait."""
+
+
+class BackwardProgress:
+    """The running backward, and the gradients that it has made.
+
+    Args:
+        uses: maintained by the code that runs passes.
+
+    Attributes:
+        task: autograd's graph task of the outermost backward that runs, or has failed.
+        together: see SharedBackward.
+        is_last: its gradients may be used before it is over: no other backward adds to them.
+    """
+
+    def __init__(self, trainables: Iterable[Trainable], groups: Sequence[GroupParameters], uses: PendingUses) -> None:
+        self._trainables = {trainable.group: trainable for trainable in trainables}
+        self._group_of = {id(p): index for index, of in self._trainables.items() for p in of.parameters}
+        self._groups = groups
+        self._uses = uses
+        self._arrivals: dict[int, dict[int, int]] = {}  # by group and id of a parameter: the task of its gradient
+        self.task: int | None = None
+        self.together: SharedBackward | None = None
+        self.is_last = False
+
+    def begin(self, task: int, is_accumulating: bool) -> None:
+        """Note that the outermost backward begins."""
+        self.task = task
+        self._uses.graph_stays = torch._C._autograd._get_current_graph_task_keep_graph()
+        self.is_last = not is_accumulating and not self._uses.graph_stays
+        for group, tasks in list(self._arrivals.items()):  # some may arrive before any module is called
+            self._arrivals[group] = {key: came_in for key, came_in in tasks.items() if came_in == task}
+
+    def end(self) -> None:
+        """Note that the outermost backward is over."""
+        self.task = None
+        self.is_last = False
+
+    def forget(self) -> None:
+        """Note that no backward runs, and that gradients so far are of a step that is over."""
+        self.end()
+        self._arrivals.clear()
+
+    def group_of(self, parameter: torch.Tensor) -> int:
+        return self._group_of[id(parameter)]
+
+    def note_gradient(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter has got its gradient of the running graph task."""
+        tasks = self._arrivals.setdefault(self.group_of(parameter), {})
+        tasks[id(parameter)] = torch._C._current_graph_task_id()
+
+    def complete(self, done: Container[int]) -> Iterator[int]:
+        """Yield the groups with which the running backward is over, as far as that is known, without those that are done.
+
+        The caller may update each before the next.
+        """
+        task = torch._C._current_graph_task_id()
+        is_part = task == self.task or self.together is not None
+        if not self.is_last or not is_part or torch._C._len_torch_dispatch_stack():
+            return  # selective checkpointing has modes of its own, in which nothing else may be computed
+        for group in [group for group, tasks in self._arrivals.items() if tasks]:
+            if group not in done and self._is_complete(group, task):
+                yield group
+
+    def _is_complete(self, group: int, task: int) -> bool:
+        if self._uses.has(group):
+            return False
+        parameters = self._trainables[group].parameters
+        if self.together is not None:
+            adds_to, make_room = self.together
+            if any(adds_to(id(parameter)) for parameter in parameters):
+                return False
+            make_room()
+            return not self._groups[group].is_leased
+        if self._groups[group].is_leased:
+            return False
+        came_in = self._arrivals[group]
+        return all(came_in.get(id(parameter)) == task or not _gets_gradient(parameter) for parameter in parameters)
+
+
+def _gets_gradient(parameter: nn.Parameter) -> bool:
+    """Return True if the running backward accumulates a gradient of `parameter`, or has done so."""
+    if not parameter.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return torch._C._will_engine_execute_node(node)

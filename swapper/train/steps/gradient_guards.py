@@ -1,0 +1,94 @@
+"""Guards the gradients of updates that are open, and finds out whether somebody has changed them all the same.
+
+A gradient that a step will still use is a FixedGradient: an operation that needs or changes its data finishes the step
+first. One that a backward has used is a UsedGradient until the step is taken: it can be read and not changed. Writes past
+both increase the gradient's version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from swapper.errors import StateError
+from swapper.train.gradients.fixed_gradient import fix, unfix
+from swapper.train.gradients.used_gradient import protect, release
+from swapper.train.layout.trainable import GroupUpdate, Trainable
+
+
+class GradientGuards:
+    """Owns the guards of the open updates' gradients."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, int] = {}  # by id of the gradient
+        self._protected: list[tuple[int, torch.Tensor]] = []  # with the group of the OptimizerSet
+
+    def fix(self, update: GroupUpdate, finish: Callable[[], None]) -> None:
+        """Have operations on the update's gradients, as they are now, call `finish` first."""
+        self.note(update)
+        for gradient in _present(update):
+            fix(gradient, finish)
+
+    def note(self, update: GroupUpdate) -> None:
+        """Note the update's gradients as they are now."""
+        for gradient in _present(update):
+            self._versions[id(gradient)] = gradient._version
+
+    def release(self, update: GroupUpdate) -> None:
+        """Turn the update's gradients into ordinary tensors before their use.
+
+        Raises:
+            StateError: somebody has changed one.
+        """
+        for gradient, places in zip(update.gradients, update.trainable.places, strict=True):
+            if gradient is None:
+                continue
+            unfix(gradient)
+            if self._is_changed(gradient):
+                raise StateError(
+                    f"the gradient of {places.name} was changed after optimizer.step() by way of an alias of it, and with "
+                    "update='deferred' that step was still to use it: change gradients by `parameter.grad`, or offload with "
+                    "update='step'"
+                )
+
+    def protect(self, trainables: Iterable[Trainable]) -> None:
+        """Make all gradients of these parameters read-only: a backward has used some of them."""
+        for trainable in trainables:
+            members = zip(trainable.parameters, trainable.places, trainable.settings, strict=True)
+            for parameter, places, settings in members:
+                if parameter.grad is not None:
+                    protect(parameter.grad, places.name)
+                    self._protected.append((settings, parameter.grad))
+
+    def unprotect(self, groups: range) -> None:
+        """Make the gradients in these groups of the optimizers writable again."""
+        for settings, gradient in self._protected:
+            if settings in groups:
+                release(gradient)
+
+    def changed(self, updates: Iterable[GroupUpdate], groups: range) -> Iterator[str]:
+        """Yield the gradients in these groups of the optimizers that are not as they were noted, in words."""
+        for update in updates:
+            of = update.trainable
+            members = zip(of.parameters, update.gradients, of.places, of.settings, strict=True)
+            for parameter, gradient, places, settings in members:
+                is_other = parameter.grad is not gradient or (gradient is not None and self._is_changed(gradient))
+                if settings in groups and is_other:
+                    yield f"the gradient of {places.name}"
+
+    def clear(self, updates: Iterable[GroupUpdate] = ()) -> None:
+        """Guard nothing any more; `updates` are those that are still open."""
+        for update in updates:
+            for gradient in _present(update):
+                unfix(gradient)
+        for _, gradient in self._protected:
+            release(gradient)
+        self._versions, self._protected = {}, []
+
+    def _is_changed(self, gradient: torch.Tensor) -> bool:
+        return gradient._version != self._versions[id(gradient)]
+
+
+def _present(update: GroupUpdate) -> Iterator[torch.Tensor]:
+    return (gradient for gradient in update.gradients if gradient is not None)
