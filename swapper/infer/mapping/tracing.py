@@ -18,7 +18,7 @@ from swapper.checkpoint.quantization import QuantizedLayout
 from swapper.errors import UnsupportedError
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.infer.mapping.matching import Make, Recipe, shape_of
-from swapper.modules.torch_functions import SET_DATA, Function
+from swapper.tensors.torch_functions import SET_DATA, Function
 
 
 @dataclass(frozen=True, eq=False)

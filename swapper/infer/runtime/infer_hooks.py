@@ -24,9 +24,9 @@ from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
 from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
-from swapper.modules.torch_functions import changes_nothing
 from swapper.modules.turns import Turns, frame_of_call, is_running
 from swapper.paging.planning.schedule import Access
+from swapper.tensors.torch_functions import changes_nothing
 
 
 class InferenceCall(Call):

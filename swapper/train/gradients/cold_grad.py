@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError, StateError
-from swapper.modules.torch_functions import METADATA, Function, native
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
+from swapper.tensors.guarded_tensor import GuardedTensor
+from swapper.tensors.torch_functions import Function
 from swapper.train.layout.slices import TensorLocation
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
@@ -43,7 +44,7 @@ class GradientOwner(Protocol):
     def is_finite(self, slot: GradientSlot) -> bool: ...
 
 
-class ColdGradient(torch.Tensor):
+class ColdGradient(GuardedTensor):
     """A gradient that lies on NVMe. Never constructed: a tensor's class is set to it.
 
     Attributes:
@@ -56,19 +57,19 @@ class ColdGradient(torch.Tensor):
     swapper_where = "on NVMe"
     swapper_gradient: Callable[[], tuple[GradientOwner, GradientSlot] | None]
 
-    @classmethod
-    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
-            return native(func, args, kwargs or {})
+    @staticmethod
+    def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         action = ACTIONS.get(func)
-        done = NotImplemented if action is None else action(*args, **(kwargs or {}))
+        done = NotImplemented if action is None else action(*args, **kwargs)
         if done is NotImplemented:
             refuse(next((a for a in args if type(a) is ColdGradient), None), func)
         return done
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"ColdGradient({self.swapper_where}, shape={tuple(self.shape)}, dtype={self.dtype})"
+    def _text(self) -> str:
+        return f"ColdGradient({self.swapper_where}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def _instead(self, operation: str) -> NoReturn:
+        refuse(self, operation)
 
 
 def refuse(one: ColdGradient | None, func: Any) -> NoReturn:

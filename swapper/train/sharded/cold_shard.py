@@ -13,25 +13,27 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from swapper.tensors.guarded_tensor import GuardedTensor
+from swapper.tensors.torch_functions import native
+from swapper.tensors.torch_private import make_subclass
 from swapper.train.gradients.cold_grad import ACTIONS, ColdGradient, refuse
 
 aten = torch.ops.aten
 
 
-class ColdShard(torch.Tensor):
+class ColdShard(GuardedTensor):
     """The local part of a gradient."""
 
     swapper_parameter: nn.Parameter
     swapper_cold: ColdGradient
 
+    _operate = staticmethod(native)  # it comes to the dispatcher
+
     @staticmethod
     def __new__(cls, parameter: nn.Parameter, cold: ColdGradient) -> ColdShard:
-        with torch._C.DisableTorchFunctionSubclass():
-            tensor: ColdShard = torch.Tensor._make_subclass(cls, cold)
+        tensor: ColdShard = make_subclass(cls, cold)
         tensor.swapper_parameter, tensor.swapper_cold = parameter, cold
         return tensor
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -45,10 +47,10 @@ class ColdShard(torch.Tensor):
             refuse(next((one.swapper_cold for one in shards if isinstance(one, cls)), None), func)
         return done if func._schema.returns else None
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def _text(self) -> str:
         return repr(self.swapper_cold)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def _instead(self, operation: str) -> NoReturn:
         refuse(self.swapper_cold, "pickling")
 
 

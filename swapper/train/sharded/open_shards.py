@@ -1,84 +1,76 @@
 """Hides the shards and gradients of a sharded model while a deferred step that changes or uses them is open.
 
 FSDP2's parameters and gradients are DTensors, whose dispatcher passes by the guards of cold parameters and fixed gradients
-(updates/deferred.py): it works on `_local_tensor`. So that is an OpenTensor until its group is updated. It finishes the step
+(updates/deferred.py): it works on `_local_tensor`. So that is an HiddenShard until its group is updated. It finishes the step
 before any operation, on this rank alone: no collective is run, since a rank may read its shards by itself. FSDP2 gathers from
 `FSDPParam._sharded_param_data`, which stays what it is.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from swapper.modules.torch_functions import METADATA
+from swapper.tensors.guarded_tensor import GuardedTensor
+from swapper.tensors.torch_private import make_without_memory, outside_operations, storage_uses, tree_map_only
 from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.shards import Shard
 
-_KEYS, _KEY = torch._C.DispatchKeySet, torch._C.DispatchKey
-_OUTSIDE = _KEYS(_KEY.BackendSelect) | _KEYS(_KEY.ADInplaceOrView), _KEYS(_KEY.AutocastCPU)
-"""Included and excluded keys of a thread that is in no operation: in a dispatcher, in-place operations count no versions."""
 
+class HiddenShard(GuardedTensor):
+    """Stands for a local tensor that cannot be used as it is. It has no memory.
 
-class OpenTensor(torch.Tensor):
-    """Stands for a local tensor that an open step changes or uses, and shares its memory.
+    Args:
+        like: has its form.
 
     Attributes:
-        swapper_local: the tensor.
-        swapper_finish: finishes an open step, if there is one.
+        swapper_local: the tensor; None if it is gone.
+        swapper_finish: makes that usable, or raises.
     """
 
-    swapper_local: torch.Tensor
+    swapper_local: torch.Tensor | None
     swapper_finish: Callable[[], None]
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, finish: Callable[[], None]) -> OpenTensor:
-        tensor: OpenTensor = torch.Tensor._make_subclass(cls, local)
+    def __new__(cls, like: torch.Tensor, local: torch.Tensor | None, finish: Callable[[], None]) -> HiddenShard:
+        tensor: HiddenShard = make_without_memory(cls, like)
         tensor.swapper_local, tensor.swapper_finish = local, finish
         return tensor
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @staticmethod
+    def _operate(func: Any, args: Any, kwargs: Any) -> Any:
         """Functions of Python, among them those that the dispatcher does not see, as `numpy` and `untyped_storage`."""
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        args, kwargs = _finished((args, kwargs or {}))
+        args, kwargs = _finished((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
+        with outside_operations():
             args, kwargs = _finished((args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(_finished(self))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _finished(self).__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _finished(self).__reduce_ex__(protocol)
+    def _instead(self, operation: str) -> torch.Tensor:
+        local: torch.Tensor = _finished(self)
+        return copy.deepcopy(local) if operation == "__deepcopy__" else local
 
 
 def _finished(tree: Any) -> Any:
-    """Return `tree` with local tensors in place of their OpenTensors, for which no step is open any more."""
+    """Return `tree` with local tensors in place of their HiddenShards, for which no step is open any more."""
 
-    def finish(tensor: OpenTensor) -> torch.Tensor:
+    def finish(tensor: HiddenShard) -> torch.Tensor | None:
         tensor.swapper_finish()
         return tensor.swapper_local
 
-    return tree_map_only(OpenTensor, finish, tree)
+    return tree_map_only(HiddenShard, finish, tree)
 
 
 def local_of(tensor: Any) -> Any:
     """Return the local tensor of a DTensor, whether a step is open or not: of a gradient on NVMe its ColdGradient."""
     local = tensor._local_tensor
-    local = local.swapper_local if type(local) is OpenTensor else local
+    local = local.swapper_local if type(local) is HiddenShard else local
     return local.swapper_cold if type(local) is ColdShard else local
 
 
@@ -99,8 +91,9 @@ class OpenShards:
         """A step opens."""
         for shard in self._shards:
             for tensor in (shard.parameter, shard.parameter.grad):
-                if tensor is not None and not isinstance(tensor._local_tensor, OpenTensor | ColdShard):  # type: ignore[attr-defined]
-                    tensor._local_tensor = OpenTensor(tensor._local_tensor, self._finish)  # type: ignore[attr-defined]
+                local = None if tensor is None else tensor._local_tensor  # type: ignore[attr-defined]
+                if local is not None and not isinstance(local, HiddenShard | ColdShard):
+                    tensor._local_tensor = HiddenShard(local, local, self._finish)  # type: ignore
                     self._hidden.append(tensor)
 
     def show(self) -> None:
@@ -122,4 +115,4 @@ def _uses_of(shard: Shard) -> int:
     """Return how many tensors share the memory of a shard, which FSDP2's own two always do."""
     if not shard.local.numel():
         return 0
-    return int(torch._C._storage_Use_Count(shard.fsdp_param._sharded_param_data.untyped_storage()._cdata))
+    return storage_uses(shard.fsdp_param._sharded_param_data.untyped_storage())

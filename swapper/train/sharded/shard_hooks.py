@@ -30,7 +30,7 @@ from swapper.train.passes.given_model import HookTargets
 from swapper.train.sharded.buffer_memory import EmptyTensors, give_memory, has_replicas, take_memory
 from swapper.train.sharded.buffers import memory_bytes
 from swapper.train.sharded.cold_shard import ColdShard
-from swapper.train.sharded.open_shards import OpenShards, local_of
+from swapper.train.sharded.open_shards import HiddenShard, OpenShards, local_of
 from swapper.train.sharded.shards import Shard, Shards, shard_count, sharded_like
 from swapper.train.updates.at_step import Updates
 
@@ -127,7 +127,7 @@ class ShardHooks:
                 if not keep_cold:
                     shard.fsdp_param._sharded_param_data = torch.empty(0, dtype=shard.local.dtype, device="cpu")
                 if not keep_cold or id(shard.local) in self._paged:
-                    shard.parameter._local_tensor = _ClosedShard(shard.parameter._local_tensor)  # type: ignore[attr-defined]
+                    shard.parameter._local_tensor = HiddenShard(shard.parameter._local_tensor, None, _refuse)  # type: ignore[attr-defined]
 
     def _lease_around(self, param_group: Any, groups: list[GroupParameters]) -> None:
         """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
@@ -289,21 +289,6 @@ def _take_gradient(shard: Shard, updates: Updates) -> Callable[[Any], None]:
             parameter.grad._local_tensor = local.grad
 
     return hook
-
-
-class _ClosedShard(torch.Tensor):
-    """Has the shape of a shard that stayed on NVMe. Every operation on it raises, those of DTensor's dispatcher too."""
-
-    @staticmethod
-    def __new__(cls, like: torch.Tensor) -> _ClosedShard:
-        tensor: _ClosedShard = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        _refuse()
 
 
 def _refuse(async_op: bool = False) -> None:
