@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from swapper.errors import ConfigError, DirectoryError, StateError
 from swapper.runtime.free_memory import read_kernel
+from swapper.tensors.torch_private import default_store, timeout_of_ranks
 
 log = logging.getLogger("swapper")
 
@@ -297,7 +298,7 @@ class Ranks:
         number = next(self._arrivals)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # torchrun keeps its store
         keys = [f"swapper/manager {self._name}/start {start}/rank {rank}" for rank in range(self.size)]
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         with contextlib.suppress(RuntimeError):  # the store's rank has ended
             store.set(keys[self.rank], str(number))
 
@@ -367,7 +368,7 @@ class Ranks:
     def _exchange_reasons(self, reason: str) -> None:
         keys = [f"swapper/{self.start}/failure of rank {rank}" for rank in range(self.size)]  # torchrun keeps its store
         with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             reasons = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
             for rank, text in reasons.items():
                 log.error("rank %d ended first: %s", rank, text)
@@ -416,7 +417,7 @@ def _is_initialized() -> bool:
 def _users_timeout() -> Any:
     """Return the timeout that the user gave to init_process_group; None, torch's own, if it was not for the CPU."""
     try:
-        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+        return timeout_of_ranks()
     except (RuntimeError, AttributeError):
         return None
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from swapper.runtime.interrupts import defer_signals
-from swapper.tensors.torch_private import not_traced
+from swapper.tensors.torch_private import innermost_transform, not_traced, without_transforms
 
 
 class OwnHook:
@@ -77,7 +76,6 @@ def hookable(parameter: torch.Tensor) -> Iterator[None]:
 
 
 _NO_CHANGE: AbstractContextManager[Any] = nullcontext()
-_innermost = torch._C._functorch.peek_interpreter_stack
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
@@ -85,4 +83,4 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
     A transform wraps every tensor that is made, for as long as it lasts: a commit, a transfer or an update must not see that.
     """
-    return _NO_CHANGE if _innermost() is None else temporarily_clear_interpreter_stack()
+    return _NO_CHANGE if innermost_transform() is None else without_transforms()

@@ -198,7 +198,8 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], watched:
             return as_plain(result.detach()).clone()
         for item in leaves(result):
             if isinstance(item, numpy.ndarray):
-                item.flags.writeable &= not any(watch.locks_arrays for watch in watches)
+                if any(watch.locks_arrays for watch in watches):
+                    item.flags.writeable = False
             elif type(item) is torch.Tensor:
                 shown = next((tensor for tensor in watched if share_memory(item, tensor)), None)
                 if shown is not None:

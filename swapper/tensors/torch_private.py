@@ -2,32 +2,36 @@
 
 They are there, and do this, in torch 2.7 to 2.13: where another torch lacks one it is replaced here. FSDP2's own are in
 train/sharded, where they are looked for; attributes of modules, tensors and storages (`_parameters`, `_version`, `_cdata`) are used
-where they are needed.
+where they are needed. What imports much is imported when it is asked for.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import overrides
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.parallel import distributed as ddp
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+pytree = _pytree
+"""Takes lists, tuples and dictionaries apart, puts them together, and replaces their leaves."""
+
+# --- classes of tensors -----------------------------------------------------------------------------------------------
 
 without_torch_functions = torch._C.DisableTorchFunctionSubclass
 """Makes a context in which tensors of all classes are treated as torch's own: no `__torch_function__` is called."""
 
-tree_map_only: Callable[..., Any] = _pytree.tree_map_only
-"""(type, function, tree): returns lists, tuples and dictionaries as `tree`, with `function(leaf)` for each leaf of that type."""
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def make_subclass(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
+def make_subclass(cls: type[torch.Tensor], like: torch.Tensor, requires_grad: bool = False) -> Any:
     """Return a tensor of this class that shares memory with `like`, without its graph. `__torch_dispatch__` is called for it."""
     with without_torch_functions():
-        return torch.Tensor._make_subclass(cls, like)
+        return torch.Tensor._make_subclass(cls, like, requires_grad)
 
 
 def make_without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
@@ -39,8 +43,19 @@ def make_without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects hold `storage`; counting it adds none."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    """Return how many tensors and Python objects hold `storage`, this one among them."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+schemas_of = torch._C._jit_get_schemas_for_operator
+"""(name): returns the schemas of an operator's overloads; their arguments' `alias_info` says what is written to."""
+
+foreach_clamp_max, foreach_clamp_min = torch._foreach_clamp_max_, torch._foreach_clamp_min_
+foreach_mul, foreach_norm, foreach_zero = torch._foreach_mul_, torch._foreach_norm, torch._foreach_zero_
+foreach_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+"""What clip_grad_norm_, clip_grad_value_, zero_grad and GradScaler call with lists of gradients."""
 
 
 def outside_operations() -> AbstractContextManager[Any]:
@@ -51,6 +66,90 @@ def outside_operations() -> AbstractContextManager[Any]:
 _KEYS, _KEY = torch._C.DispatchKeySet, torch._C.DispatchKey
 _OUTSIDE = _KEYS(_KEY.BackendSelect) | _KEYS(_KEY.ADInplaceOrView), _KEYS(_KEY.AutocastCPU)
 """Included and excluded keys of a thread that is in no operation."""
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+backward_task = torch._C._current_graph_task_id
+"""Returns the number of the backward that this thread runs, the innermost one; -1: none."""
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Returns whether the running backward leaves its graph, for another one."""
+will_run = torch._C._will_engine_execute_node
+"""(node): returns whether the running backward contains the node. Raises RuntimeError for an accumulation of `backward()`."""
+after_backward = torch.autograd.Variable._execution_engine.queue_callback
+"""(function): has autograd call it when the running backward is over, if that does not fail."""
+saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""(False): returns the innermost pair of hooks of torch.autograd.graph.saved_tensors_hooks; None: there are none."""
+
+# --- modes and transforms, by thread ----------------------------------------------------------------------------------
+
+dispatch_modes = torch._C._len_torch_dispatch_stack
+"""Returns how many TorchDispatchModes are active."""
+function_modes: Any = overrides._get_current_function_mode_stack
+push_function_mode: Any = overrides._push_mode
+pop_function_mode: Any = overrides._pop_mode
+"""Return the active TorchFunctionModes; (mode): activates one; deactivates the innermost one."""
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+"""Returns the innermost transform of torch.func that runs; None: none does."""
+without_transforms = temporarily_clear_interpreter_stack
+"""Makes a context in which no transform of torch.func runs."""
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+"""(tensor): returns whether a transform of torch.func has wrapped it."""
+
+
+def is_traced() -> bool:
+    """Return whether operations are recorded: by make_fx, torch.export, linearize, or torch.jit.trace."""
+    is_proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return is_proxied or torch._C._get_tracing_state() is not None
+
+
+def fake_tensors() -> Any:
+    """Return a mode in which tensors have no memory; those from outside are let in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# --- torch.distributed ------------------------------------------------------------------------------------------------
+
+
+def storage_info() -> Any:
+    """Return the class of a place in DCP's metadata: (relative_path, offset, length), which DCP pickles."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo
+
+
+def default_store() -> Any:
+    """Return the store of the default process group, which all ranks read and write."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def timeout_of_ranks() -> Any:
+    """Return the timeout of the default process group's backend for the CPU. Raises RuntimeError or AttributeError: it has none."""
+    return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+
+
+def composed(module: torch.nn.Module) -> Collection[str]:
+    """Return the names of composable functions that were applied to `module` ("replicate", "fully_shard")."""
+    from torch.distributed._composable.contract import _get_registry
+
+    return _get_registry(module) or ()
+
+
+def running_ddp() -> torch.nn.Module | None:
+    """Return the DistributedDataParallel whose forward runs."""
+    return ddp.DistributedDataParallel._active_ddp_module
+
+
+sync_of_ddp: Any = ddp._sync_module_states  # type: ignore[attr-defined]
+"""(module, group, bytes of a bucket, source, names to leave out, whether buffers too): sends the source's values to the others."""
+
+
+def replace_sync_of_ddp(function: Callable[..., None]) -> None:
+    """Have DistributedDataParallel's constructor call `function` instead of `sync_of_ddp`, with the same arguments."""
+    ddp._sync_module_states = function  # type: ignore[attr-defined]
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------

@@ -21,6 +21,14 @@ from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
 from swapper.tensors.guarded_tensor import GuardedTensor
 from swapper.tensors.torch_functions import Function
+from swapper.tensors.torch_private import (
+    foreach_clamp_max,
+    foreach_clamp_min,
+    foreach_mul,
+    foreach_norm,
+    foreach_unscale,
+    foreach_zero,
+)
 from swapper.train.layout.slices import TensorLocation
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
@@ -170,7 +178,7 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
     """Unscale for torch.amp.GradScaler: set `found_inf` if anything is not finite, multiply all by `inv_scale`."""
     plain = [tensor for tensor in tensors if type(tensor) is not ColdGradient]
     if plain:
-        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+        foreach_unscale(plain, found_inf, inv_scale)
     factor = inv_scale.detach().cpu().clone()  # it is used there
     cold = [found for tensor in tensors if (found := _of(tensor)) is not None]
     for owner in dict.fromkeys(owner for owner, _ in cold):
@@ -179,7 +187,7 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
     def unscale(part: torch.Tensor) -> torch.Tensor:
         changed = part.clone()
         unused = torch.zeros_like(found_inf, device=part.device)
-        torch._amp_foreach_non_finite_check_and_unscale_([changed], unused, factor.to(part.device))
+        foreach_unscale([changed], unused, factor.to(part.device))
         return changed
 
     for tensor in tensors:
@@ -219,12 +227,12 @@ ACTIONS: dict[Function, Function] = {
     torch.Tensor.mul_: _mul,
     torch.Tensor.clamp_: _clamp,
     torch.Tensor.zero_: _zero,
-    torch._foreach_zero_: _zero_all,
-    torch._foreach_norm: _norm_all,
-    torch._foreach_mul_: _mul_all,
-    torch._foreach_clamp_min_: _clamp_all("min"),
-    torch._foreach_clamp_max_: _clamp_all("max"),
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale_all,
+    foreach_zero: _zero_all,
+    foreach_norm: _norm_all,
+    foreach_mul: _mul_all,
+    foreach_clamp_min: _clamp_all("min"),
+    foreach_clamp_max: _clamp_all("max"),
+    foreach_unscale: _unscale_all,
 }
 
 

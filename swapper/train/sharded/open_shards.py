@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from swapper.tensors.guarded_tensor import GuardedTensor
-from swapper.tensors.torch_private import make_without_memory, outside_operations, storage_uses, tree_map_only
+from swapper.tensors.torch_private import make_without_memory, outside_operations, pytree, storage_uses
 from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.shards import Shard
 
@@ -64,7 +64,7 @@ def _finished(tree: Any) -> Any:
         tensor.swapper_finish()
         return tensor.swapper_local
 
-    return tree_map_only(HiddenShard, finish, tree)
+    return pytree.tree_map_only(HiddenShard, finish, tree)
 
 
 def local_of(tensor: Any) -> Any:

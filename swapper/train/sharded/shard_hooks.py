@@ -23,6 +23,7 @@ from swapper.errors import StateError
 from swapper.modules.own_hook import OwnHook
 from swapper.modules.turns import is_in_backward
 from swapper.paging.section import own_storage
+from swapper.tensors.torch_private import after_backward, backward_task, without_torch_functions
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.slices import TensorLocation
@@ -209,13 +210,13 @@ class ShardHooks:
 
     def _enter_backward(self) -> None:
         """Note that a backward goes on, and begin it if it is new."""
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         if task in self._tasks:
             return
         self._enter_phase("backward")
         self._tasks.add(task)
         self._updates.backward_begins(task)
-        torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._end_backward(task)))
+        after_backward(OwnHook(lambda: self._end_backward(task)))
 
     def _end_backward(self, task: int) -> None:
         self._tasks.discard(task)
@@ -266,7 +267,7 @@ def _stay_there(fsdp_param: Any) -> None:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
