@@ -173,7 +173,7 @@ class Ranks:
         ranks = cls(rank, size)
         ranks._name = next(_managers)
         with _explained("the making of a SwapManager", ranks._sign_in()):
-            ranks._group = dist.new_group(backend="gloo", timeout=_users_timeout())
+            ranks._group = dist.new_group(backend="gloo", timeout=timeout_of_ranks())
         return ranks
 
     def begin(self, check: Callable[[int | None], T]) -> T:
@@ -256,7 +256,9 @@ class Ranks:
             return self
         if self._background is None:
             with _explained("manager.offload"):
-                self._background = Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=_users_timeout()))
+                self._background = Ranks(
+                    self.rank, self.size, dist.new_group(backend="gloo", timeout=timeout_of_ranks())
+                )
         return self._background
 
     def settle(
@@ -412,14 +414,6 @@ def boot_id() -> str:
 
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _users_timeout() -> Any:
-    """Return the timeout that the user gave to init_process_group; None, torch's own, if it was not for the CPU."""
-    try:
-        return timeout_of_ranks()
-    except (RuntimeError, AttributeError):
-        return None
 
 
 @contextlib.contextmanager

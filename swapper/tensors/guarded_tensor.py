@@ -6,8 +6,8 @@ What reads or changes its properties (METADATA) is done at once. Where its data 
 | class | operations on its data | text | copies and pickles |
 |---|---|---|---|
 | ColdParameter, ColdView | a fault handler does them, or refuses | of its form | of what is read; of a view: refused |
-| ColdGradient, ColdShard | clipping and norms; others are refused | of its form | refused |
-| HiddenShard | first end the step that is open, or are refused | after that | after that |
+| ColdGradient | clipping and norms; others are refused | of its form | refused |
+| LocalTensor | of what it stands for, after the step that is open | the same | the same |
 
 The data of a `WatchedTensor` is in memory. It does operations as an ordinary tensor does, and its `TensorWatch` has the rules:
 

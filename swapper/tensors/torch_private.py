@@ -26,6 +26,8 @@ pytree = _pytree
 
 without_torch_functions = torch._C.DisableTorchFunctionSubclass
 """Makes a context in which tensors of all classes are treated as torch's own: no `__torch_function__` is called."""
+with_torch_functions = torch._C._EnableTorchFunction
+"""Makes a context in which they are called again."""
 
 
 def make_subclass(cls: type[torch.Tensor], like: torch.Tensor, requires_grad: bool = False) -> Any:
@@ -127,8 +129,11 @@ def default_store() -> Any:
 
 
 def timeout_of_ranks() -> Any:
-    """Return the timeout of the default process group's backend for the CPU. Raises RuntimeError or AttributeError: it has none."""
-    return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    """Return the timeout that the user gave to init_process_group; None, torch's own, if it was not for the CPU."""
+    try:
+        return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    except (RuntimeError, AttributeError):
+        return None
 
 
 def composed(module: torch.nn.Module) -> Collection[str]:

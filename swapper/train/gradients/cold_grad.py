@@ -19,16 +19,9 @@ from torch import nn
 from swapper.errors import ColdParameterError, StateError
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
+from swapper.tensors import torch_private
 from swapper.tensors.guarded_tensor import GuardedTensor
 from swapper.tensors.torch_functions import Function
-from swapper.tensors.torch_private import (
-    foreach_clamp_max,
-    foreach_clamp_min,
-    foreach_mul,
-    foreach_norm,
-    foreach_unscale,
-    foreach_zero,
-)
 from swapper.train.layout.slices import TensorLocation
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
@@ -67,7 +60,7 @@ class ColdGradient(GuardedTensor):
 
     @staticmethod
     def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        action = ACTIONS.get(func)
+        action = _ACTIONS.get(func)
         done = NotImplemented if action is None else action(*args, **kwargs)
         if done is NotImplemented:
             refuse(next((a for a in args if type(a) is ColdGradient), None), func)
@@ -178,7 +171,7 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
     """Unscale for torch.amp.GradScaler: set `found_inf` if anything is not finite, multiply all by `inv_scale`."""
     plain = [tensor for tensor in tensors if type(tensor) is not ColdGradient]
     if plain:
-        foreach_unscale(plain, found_inf, inv_scale)
+        torch_private.foreach_unscale(plain, found_inf, inv_scale)
     factor = inv_scale.detach().cpu().clone()  # it is used there
     cold = [found for tensor in tensors if (found := _of(tensor)) is not None]
     for owner in dict.fromkeys(owner for owner, _ in cold):
@@ -187,7 +180,7 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
     def unscale(part: torch.Tensor) -> torch.Tensor:
         changed = part.clone()
         unused = torch.zeros_like(found_inf, device=part.device)
-        foreach_unscale([changed], unused, factor.to(part.device))
+        torch_private.foreach_unscale([changed], unused, factor.to(part.device))
         return changed
 
     for tensor in tensors:
@@ -222,17 +215,17 @@ def _clamp_all(which: str) -> Function:
     return clamp
 
 
-ACTIONS: dict[Function, Function] = {
+_ACTIONS: dict[Function, Function] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.Tensor.mul_: _mul,
     torch.Tensor.clamp_: _clamp,
     torch.Tensor.zero_: _zero,
-    foreach_zero: _zero_all,
-    foreach_norm: _norm_all,
-    foreach_mul: _mul_all,
-    foreach_clamp_min: _clamp_all("min"),
-    foreach_clamp_max: _clamp_all("max"),
-    foreach_unscale: _unscale_all,
+    torch_private.foreach_zero: _zero_all,
+    torch_private.foreach_norm: _norm_all,
+    torch_private.foreach_mul: _mul_all,
+    torch_private.foreach_clamp_min: _clamp_all("min"),
+    torch_private.foreach_clamp_max: _clamp_all("max"),
+    torch_private.foreach_unscale: _unscale_all,
 }
 
 

@@ -23,15 +23,15 @@ from swapper.errors import StateError
 from swapper.modules.own_hook import OwnHook
 from swapper.modules.turns import is_in_backward
 from swapper.paging.section import own_storage
-from swapper.tensors.torch_private import after_backward, backward_task, without_torch_functions
+from swapper.tensors.torch_functions import share_memory
+from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.passes.given_model import HookTargets
 from swapper.train.sharded.buffer_memory import EmptyTensors, give_memory, has_replicas, take_memory
 from swapper.train.sharded.buffers import memory_bytes
-from swapper.train.sharded.cold_shard import ColdShard
-from swapper.train.sharded.open_shards import HiddenShard, OpenShards, local_of
+from swapper.train.sharded.local_tensors import LocalTensor, OpenShards, local_of
 from swapper.train.sharded.shards import Shard, Shards, shard_count, sharded_like
 from swapper.train.updates.at_step import Updates
 
@@ -123,12 +123,12 @@ class ShardHooks:
             for shard in members:
                 vars(shard.fsdp_param).pop("reset_sharded_param", None)
                 shard.local.grad = None
-                if isinstance(getattr(shard.parameter.grad, "_local_tensor", None), ColdShard):
+                if shard.parameter.grad is not None and type(local_of(shard.parameter.grad)) is ColdGradient:
                     shard.parameter.grad = None
                 if not keep_cold:
                     shard.fsdp_param._sharded_param_data = torch.empty(0, dtype=shard.local.dtype, device="cpu")
                 if not keep_cold or id(shard.local) in self._paged:
-                    shard.parameter._local_tensor = HiddenShard(shard.parameter._local_tensor, None, _refuse)  # type: ignore[attr-defined]
+                    shard.parameter._local_tensor = LocalTensor(shard.parameter._local_tensor, None, _refuse)  # type: ignore[attr-defined]
 
     def _lease_around(self, param_group: Any, groups: list[GroupParameters]) -> None:
         """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
@@ -258,17 +258,11 @@ def _stay_there(fsdp_param: Any) -> None:
 
     def reset_if_moved() -> None:
         parameter = getattr(of.module, of.param_name)
-        if parameter is not fsdp_param.sharded_param or not _share_memory(
-            local_of(parameter), fsdp_param._sharded_param_data
-        ):
+        is_same = parameter is fsdp_param.sharded_param
+        if not is_same or not share_memory(local_of(parameter), fsdp_param._sharded_param_data):
             reset()
 
     fsdp_param.reset_sharded_param = reset_if_moved
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    with without_torch_functions():
-        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _take_gradient(shard: Shard, updates: Updates) -> Callable[[Any], None]:
@@ -285,7 +279,7 @@ def _take_gradient(shard: Shard, updates: Updates) -> Callable[[Any], None]:
         for take in (local._post_accumulate_grad_hooks or {}).values():
             take(local)
         if type(local.grad) is ColdGradient:
-            parameter.grad._local_tensor = ColdShard(local, local.grad)
+            parameter.grad._local_tensor = LocalTensor.of_gradient(local, local.grad)
         elif local.grad is not None:
             parameter.grad._local_tensor = local.grad
 
