@@ -1,23 +1,8 @@
-"""Guarded tensors: an operation on one is done, done otherwise, or refused, by rules.
+"""Guarded tensors: an operation on one is done, done otherwise, or refused, by rules (docs/architecture.md has the table).
 
 A guarded tensor is an ordinary one whose class is a `GuardedTensor` for a time: the same object, with its shape, dtype and hooks.
-What reads or changes its properties (METADATA) is done at once. Where its data is not in memory, a class has the rules:
-
-| class | operations on its data | text | copies and pickles |
-|---|---|---|---|
-| ColdParameter, ColdView | a fault handler does them, or refuses | of its form | of what is read; of a view: refused |
-| ColdGradient | clipping and norms; others are refused | of its form | refused |
-| LocalTensor | of what it stands for, after the step that is open | the same | the same |
-
-The data of a `WatchedTensor` is in memory. It does operations as an ordinary tensor does, and its `TensorWatch` has the rules:
-
-| watch | before an operation | a write | results that share its memory | arrays |
-|---|---|---|---|---|
-| FixedGradient | a step uses the gradient, which is ordinary then | | | |
-| UsedGradient | | refused | watched | read-only |
-| ShownState | | goes to the state, or is refused | watched | read-only |
-| ShownPlace | is the state the same, and the file whole? | refused | watched | copies, read-only |
-| ShownFile | is the file whole? | | watched | copies |
+What reads or changes its properties (METADATA) is done at once. A `WatchedTensor` has its data, does operations as an ordinary
+tensor does, and its `TensorWatch` has the rules. Where the data is not in memory a class has them.
 """
 
 from __future__ import annotations

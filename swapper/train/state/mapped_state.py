@@ -66,7 +66,12 @@ class ShownPlace(TensorWatch):
         return tensor
 
     def use(self, tensor: torch.Tensor) -> None:
-        self.state.check()
+        if self.state.expired:
+            raise StateError(
+                f"a tensor of {self.state.made_by} is used after {self.state.expired}: it showed an earlier state, and has no "
+                "memory of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use "
+                "manager.snapshot(path)"
+            )
         self.used(tensor)
 
     def used(self, tensor: torch.Tensor) -> None:
@@ -128,15 +133,6 @@ class MappedState:
         shown = flat.view(spec.dtype).view(spec.shape)
         self._places[shown.data_ptr()] = place
         return ShownPlace(self, place, files).watch(shown)
-
-    def check(self) -> None:
-        """Raise StateError if the state has changed."""
-        if self.expired:
-            raise StateError(
-                f"a tensor of {self.made_by} is used after {self.expired}: it showed an earlier state, and has no "
-                "memory of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use "
-                "manager.snapshot(path)"
-            )
 
     def place_of(self, tensor: torch.Tensor) -> TensorLocation | None:
         """Return the location that `tensor` shows from its beginning."""
