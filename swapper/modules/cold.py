@@ -9,9 +9,9 @@ operation, to be read or changed; or the operation is refused, if the user asked
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -88,22 +88,19 @@ def is_cold(parameter: torch.Tensor) -> bool:
     return type(parameter) is ColdParameter
 
 
-_thread = threading.local()
+_gives_aliases: ContextVar[bool] = ContextVar("gives_aliases", default=False)
+is_aliasing = _gives_aliases.get
+"""Returns whether this is within `aliases()`."""
 
 
 @contextmanager
 def aliases() -> Iterator[None]:
     """Return a context in which `state_dict()` of cold parameters gives tensors at their addresses, without data."""
-    _thread.aliases = True
+    before = _gives_aliases.set(True)
     try:
         yield
     finally:
-        _thread.aliases = False
-
-
-def is_aliasing() -> bool:
-    """Return whether this is within `aliases()`."""
-    return getattr(_thread, "aliases", False)
+        _gives_aliases.reset(before)
 
 
 SAME_FORM = (
@@ -433,12 +430,13 @@ def _watched(
     Raises:
         ColdParameterError: the result is a pointer or an array, say, which cannot be watched.
     """
+    apart = [(t.swapper_owner, t) for t in touched if isinstance(t, ColdView) and t.swapper_apart]
     for item in leaves(result):
         if not isinstance(item, torch.Tensor):
             if not isinstance(item, _PLAIN_RESULTS):
                 refuse(owners[0], func)
         elif type(item) is torch.Tensor and item.layout is torch.strided:
-            for owner, shown in [*((owner, instead.get(id(owner))) for owner in owners), *_apart(touched)]:
+            for owner, shown in [*((owner, instead.get(id(owner))) for owner in owners), *apart]:
                 if _is_of(item, owner) if shown is None else share_memory(item, shown):
                     _watch(item, owner, shown, func)
                     break
@@ -451,11 +449,6 @@ def _watch(view: torch.Tensor, owner: nn.Parameter, shown: torch.Tensor | None, 
     view.__class__ = ColdView
     view.swapper_owner = owner  # type: ignore[attr-defined]
     view.swapper_apart = shown is not None  # type: ignore[attr-defined]
-
-
-def _apart(touched: Iterable[Cold]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Return the views with other memory, and their parameters."""
-    return ((t.swapper_owner, t) for t in touched if isinstance(t, ColdView) and t.swapper_apart)
 
 
 _PLAIN_RESULTS = (

@@ -30,12 +30,6 @@ with_torch_functions = torch._C._EnableTorchFunction
 """Makes a context in which they are called again."""
 
 
-def make_subclass(cls: type[torch.Tensor], like: torch.Tensor, requires_grad: bool = False) -> Any:
-    """Return a tensor of this class that shares memory with `like`, without its graph. `__torch_dispatch__` is called for it."""
-    with without_torch_functions():
-        return torch.Tensor._make_subclass(cls, like, requires_grad)
-
-
 def make_without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
     """Return a tensor of this class with the form of `like`. All that is done with it comes to its `__torch_dispatch__`."""
     strides, offset = like.stride(), like.storage_offset()
@@ -44,10 +38,8 @@ def make_without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
     )
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects hold `storage`, this one among them."""
-    return torch._C._storage_Use_Count(storage._cdata)
-
+uses_of_storage = torch._C._storage_Use_Count
+"""(`_cdata` of a storage): returns how many tensors and Python objects hold it, one of them for the question."""
 
 # --- operations -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from swapper.errors import UnsupportedError
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.infer.mapping.matching import Make, Recipe, shape_of
 from swapper.tensors.torch_functions import SET_DATA, Function
-from swapper.tensors.torch_private import make_subclass, without_torch_functions
+from swapper.tensors.torch_private import without_torch_functions
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +65,11 @@ class Traced(torch.Tensor):
 
     @staticmethod
     def wrap(tensor: torch.Tensor, node: Node) -> Traced:
-        traced: Traced = make_subclass(Traced, tensor, tensor.requires_grad)
-        traced.node = node
-        return traced
+        with without_torch_functions():
+            traced: Any = tensor.detach().requires_grad_(tensor.requires_grad)
+        traced.__class__, traced.node = Traced, node
+        made: Traced = traced
+        return made
 
     @classmethod
     def of(cls, stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | None = None) -> Traced:

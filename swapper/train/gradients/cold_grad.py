@@ -21,7 +21,7 @@ from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
 from swapper.tensors import torch_private
 from swapper.tensors.guarded_tensor import GuardedTensor
-from swapper.tensors.torch_functions import Function
+from swapper.tensors.torch_functions import Function, tensors_among
 from swapper.train.layout.slices import TensorLocation
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
@@ -63,7 +63,7 @@ class ColdGradient(GuardedTensor):
         action = _ACTIONS.get(func)
         done = NotImplemented if action is None else action(*args, **kwargs)
         if done is NotImplemented:
-            refuse(next((a for a in args if type(a) is ColdGradient), None), func)
+            refuse(next(one for one in tensors_among((args, kwargs)) if type(one) is ColdGradient), func)
         return done
 
     def _text(self) -> str:
@@ -73,13 +73,11 @@ class ColdGradient(GuardedTensor):
         refuse(self, operation)
 
 
-def refuse(one: ColdGradient | None, func: Any) -> NoReturn:
-    """Raise ColdParameterError: `func` needs the data of a gradient, `one` if that is known."""
-    here = ColdGradient.swapper_where
-    name, where = ("a parameter", here) if one is None else (one.swapper_name, one.swapper_where)
+def refuse(one: ColdGradient, func: Any) -> NoReturn:
+    """Raise ColdParameterError: `func` needs the data of a gradient."""
     raise ColdParameterError(
-        f"the gradient of {name} is {where} and {getattr(func, '__name__', func)} needs its data: "
-        f"{ADVICE}{KEEP if where == here else ''}"
+        f"the gradient of {one.swapper_name} is {one.swapper_where} and {getattr(func, '__name__', func)} needs its data: "
+        f"{ADVICE}{KEEP if one.swapper_where == ColdGradient.swapper_where else ''}"
     )
 
 

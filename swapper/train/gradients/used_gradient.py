@@ -33,18 +33,15 @@ class UsedGradient(TensorWatch):
             unwatch(tensor)
 
     def changes_nothing(self, func: Function, args: Sequence[Any]) -> bool:
-        return func is torch.Tensor.mul_ and _is_one(args[1])  # torch's clip_grad_norm_, if it clips nothing
+        factor = args[1] if func is torch.Tensor.mul_ else None  # torch's clip_grad_norm_, if it clips nothing
+        is_number = isinstance(factor, int | float) or (type(factor) is torch.Tensor and factor.dim() == 0)
+        return is_number and bool(factor == 1)
 
     def write(self, how: str) -> None:
         raise StateError(
             f"{how} would change the gradient of {self._name}, which was used in backward already: with update='backward' "
             f"gradients cannot be changed before optimizer.step(); {ADVICE}"
         )
-
-
-def _is_one(factor: Any) -> bool:
-    is_number = isinstance(factor, int | float) or (type(factor) is torch.Tensor and factor.dim() == 0)
-    return is_number and bool(factor == 1)
 
 
 def protect(gradient: torch.Tensor, name: str) -> None:

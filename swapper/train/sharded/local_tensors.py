@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.modules.leased_group import count_uses
 from swapper.tensors import torch_private
 from swapper.tensors.guarded_tensor import GuardedTensor
 from swapper.tensors.torch_functions import native, tensors_among
@@ -168,6 +169,4 @@ class OpenShards:
 
 def _uses_of(shard: Shard) -> int:
     """Return how many tensors share the memory of a shard, which FSDP2's own two always do."""
-    if not shard.local.numel():
-        return 0
-    return torch_private.storage_uses(shard.fsdp_param._sharded_param_data.untyped_storage())
+    return count_uses(shard.fsdp_param._sharded_param_data) if shard.local.numel() else 0
