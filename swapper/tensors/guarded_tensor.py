@@ -13,15 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from swapper.tensors.torch_functions import (
-    METADATA,
-    Function,
-    as_plain,
-    leaves,
-    share_memory,
-    tensors_among,
-    written_among,
-)
+from swapper.tensors.torch_functions import METADATA, Function, leaves, share_memory, tensors_among, written_among
 from swapper.tensors.torch_private import not_traced, without_torch_functions
 
 
@@ -147,7 +139,8 @@ class WatchedTensor(GuardedTensor):
         watch.use(self)
         if type(self) is not WatchedTensor:
             return self
-        plain = as_plain(self)
+        with without_torch_functions():
+            plain = self.as_subclass(torch.Tensor)
         if operation == "__repr__" or (watch.is_mapped and operation == "__reduce_ex__"):
             return plain
         copied = plain.detach().clone()
@@ -177,10 +170,10 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], watched:
     watches = [tensor.swapper_watch for tensor in watched]
     with without_torch_functions():
         if func in _ARRAYS and watches[0].is_mapped:  # an array checks nothing
-            args = (as_plain(args[0]).clone(), *args[1:])
+            args = (args[0].as_subclass(torch.Tensor).clone(), *args[1:])
         result = func(*args, **kwargs)
         if func is torch.Tensor.to and any(result is t and t.swapper_watch.moves_copy for t in watched):
-            return as_plain(result.detach()).clone()
+            return result.detach().as_subclass(torch.Tensor).clone()
         for item in leaves(result):
             if isinstance(item, numpy.ndarray):
                 if any(watch.locks_arrays for watch in watches):

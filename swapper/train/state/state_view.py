@@ -154,11 +154,11 @@ class ShownState(TensorWatch):
         self.memory = memory
         self.moves_copy = is_taken_over
         self._write = write
-        self._tensor: weakref.ref[torch.Tensor] | None = None
+        self._tensor: Callable[[], torch.Tensor | None] = lambda: None
 
     def tensor(self) -> torch.Tensor:
         """Return the user's tensor; the same one as long as anybody holds it."""
-        tensor = None if self._tensor is None else self._tensor()
+        tensor = self._tensor()
         if tensor is None:
             tensor = self.watch(self.memory.detach())
             self._tensor = weakref.ref(tensor)
