@@ -52,6 +52,7 @@ from torch import nn
 from swapper.capabilities import Feature, check
 from swapper.errors import StateError
 from swapper.paging.planning.schedule import Access
+from swapper.tensors.torch_private import backward_task, dispatch_modes, keeps_graph, will_run, without_torch_functions
 from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.gradients.used_gradient import ADVICE, protect, release
 from swapper.train.groups.group_state import SEALED, UPDATING
@@ -171,7 +172,7 @@ class StepInBackward(Updates):
         """Refuse: nothing can be finished before `optimizer.step()` is called. Raises StateError: the step is open."""
         if in_order:
             return
-        if torch._C._current_graph_task_id() == -1:
+        if backward_task() == -1:
             self.pass_begins()
         if self.has_begun_early:
             raise StateError(
@@ -218,7 +219,7 @@ class StepInBackward(Updates):
             )
         self._task = task
         self._next.clear()
-        self.uses.graph_stays = torch._C._autograd._get_current_graph_task_keep_graph()
+        self.uses.graph_stays = keeps_graph()
         self._waits = self._accumulating > 0 or self.uses.graph_stays
         for group, tasks in list(self._arrivals.items()):  # some may arrive before any module is called
             self._arrivals[group] = {key: came_in for key, came_in in tasks.items() if came_in == task}
@@ -228,9 +229,9 @@ class StepInBackward(Updates):
 
     def backward_goes_on(self) -> None:
         """Update the groups that may be. See [Note: when a group may be updated]."""
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         is_part = task == self._task or self._together is not None
-        if self._waits or not is_part or torch._C._len_torch_dispatch_stack():
+        if self._waits or not is_part or dispatch_modes():
             return  # selective checkpointing has modes of its own, in which nothing else may be computed
         for group, came_in in self._arrivals.items():
             if came_in and group not in self._done and self._is_complete(group, task):
@@ -264,7 +265,7 @@ class StepInBackward(Updates):
         if group in self._done or (self._done and self._task is None):
             name = self._names(group)[id(parameter)]
             raise StateError(f"parameter {name} got a gradient after updates in the same step: {REMEDY}")
-        self._arrivals.setdefault(group, {})[id(parameter)] = torch._C._current_graph_task_id()
+        self._arrivals.setdefault(group, {})[id(parameter)] = backward_task()
 
     def _is_complete(self, group: int, task: int) -> bool:
         if self.uses.has(group):
@@ -387,6 +388,6 @@ def _gets_gradient(parameter: nn.Parameter) -> bool:
     """Return True if the running backward accumulates a gradient of `parameter`, or has done so."""
     if not parameter.requires_grad:
         return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    return torch._C._will_engine_execute_node(node)
+    return will_run(node)
