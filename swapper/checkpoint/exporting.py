@@ -44,6 +44,7 @@ from swapper.formats.torch_zip.unpickling import Opaque
 from swapper.io.mounts import make_parents
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
+from swapper.tensors.torch_private import storage_info
 
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
 SAYS_QUANTIZED = ("safetensors", "huggingface")
@@ -328,7 +329,6 @@ def _shards(tensors: Sequence[ExportTensor], shard_bytes: int) -> list[list[Expo
 
 def _write_dcp(folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads, progress: Progress) -> None:
     from torch.distributed.checkpoint import metadata as described
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     name = "__0_0.distcp"
     (folder / name).touch()
@@ -343,7 +343,7 @@ def _write_dcp(folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads
         properties = described.TensorProperties(dtype=tensor.dtype)
         chunk = described.ChunkStorageMetadata(offsets=begin, sizes=size)
         entries[tensor.name] = described.TensorStorageMetadata(properties, size, [chunk])
-        storage[described.MetadataIndex(tensor.name, begin)] = _StorageInfo(name, *places[tensor.name])
+        storage[described.MetadataIndex(tensor.name, begin)] = storage_info()(name, *places[tensor.name])
         planner[tensor.name] = (tensor.name,)
     whole = described.Metadata(entries, planner, storage, described.StorageMeta(), METADATA_VERSION)
     (folder / METADATA_NAME).write_bytes(pickle.dumps(whole))

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from swapper.errors import ConfigError, DirectoryError, StateError
 from swapper.runtime.free_memory import read_kernel
+from swapper.tensors.torch_private import default_store, timeout_of_ranks
 
 log = logging.getLogger("swapper")
 
@@ -178,7 +179,7 @@ class Ranks:
         ranks = cls(rank, size)
         ranks._name = next(_managers)
         with _explained("the making of a SwapManager", ranks._sign_in()):
-            ranks._group = dist.new_group(backend="gloo", timeout=_users_timeout())
+            ranks._group = dist.new_group(backend="gloo", timeout=timeout_of_ranks())
         return ranks
 
     def begin(self, check: Callable[[int | None], T]) -> T:
@@ -261,7 +262,9 @@ class Ranks:
             return self
         if self._background is None:
             with _explained("manager.offload"):
-                self._background = Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=_users_timeout()))
+                self._background = Ranks(
+                    self.rank, self.size, dist.new_group(backend="gloo", timeout=timeout_of_ranks())
+                )
         return self._background
 
     def settle(
@@ -303,7 +306,7 @@ class Ranks:
         number = next(self._arrivals)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # torchrun keeps its store
         keys = [f"swapper/manager {self._name}/start {start}/rank {rank}" for rank in range(self.size)]
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         with contextlib.suppress(RuntimeError):  # the store's rank has ended
             store.set(keys[self.rank], str(number))
 
@@ -378,7 +381,7 @@ class Ranks:
     def _exchange_reasons(self, reason: str) -> None:
         keys = [f"swapper/{self.start}/failure of rank {rank}" for rank in range(self.size)]  # torchrun keeps its store
         with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             reasons = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
             for rank, text in reasons.items():
                 log.error("rank %d ended first: %s", rank, text)
@@ -422,14 +425,6 @@ def boot_id() -> str:
 
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _users_timeout() -> object:
-    """Return the timeout that the user gave to init_process_group; None, torch's own, if it was not for the CPU."""
-    try:
-        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
-    except (RuntimeError, AttributeError):
-        return None
 
 
 @contextlib.contextmanager

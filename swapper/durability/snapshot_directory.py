@@ -26,6 +26,7 @@ from swapper.formats.dcp_items import ContainerItems
 from swapper.formats.torch_zip.pickle_writer import Locate
 from swapper.io import beneath
 from swapper.io.mounts import make_parents
+from swapper.tensors.torch_private import storage_info
 
 
 class SnapshotDirectory:
@@ -121,13 +122,12 @@ class SnapshotDirectory:
         self, plans: Sequence[Any], places: Sequence[Mapping[object, tuple[int, int]]]
     ) -> BaseException | None:
         """Write the metadata, and give the directory its name. Return the error, if that fails."""
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.metadata import StorageMeta
 
         try:
             _, metadata = self._planner.create_global_plan([*plans])
             metadata.storage_data = {
-                index: _StorageInfo(f"rank-{rank}.pt", *place)
+                index: storage_info()(f"rank-{rank}.pt", *place)
                 for rank in reversed(range(len(places)))  # what several ranks have is the first one's
                 for index, place in places[rank].items()
             }

@@ -230,7 +230,8 @@ def event_of(tensor: torch.Tensor) -> torch.cuda.Event | None:
     if tensor.device.type != "cuda":
         return None
     with device_errors(tensor.device, "what was queued before"):
-        return torch.cuda.current_stream(tensor.device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
+        return event
 
 
 @functools.cache

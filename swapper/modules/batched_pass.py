@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import BaseTorchFunctionMode
 
 from swapper.device.device import Device
 from swapper.errors import InvariantError
@@ -23,6 +23,7 @@ from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.module_hooks import ModuleHooks
 from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.limits import naming_limits
+from swapper.tensors.torch_private import function_modes, pop_function_mode, push_function_mode, saved_tensor_hooks
 
 
 class Stopped(BaseException):
@@ -211,8 +212,8 @@ class _Modes:
         types = {"cpu"} if device is None else {"cpu", device.device.type}
         self._autocast = {t: torch.get_autocast_dtype(t) for t in types if torch.is_autocast_enabled(t)}
         self._caches_casts = torch.is_autocast_cache_enabled()
-        self._function_modes: list[BaseTorchFunctionMode] = _get_current_function_mode_stack()
-        self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._function_modes: list[BaseTorchFunctionMode] = function_modes()
+        self._saved_tensor_hooks = saved_tensor_hooks(False)
         self._stream = None if device is None else (device, device.current_stream())
         self._context = contextvars.copy_context()
 
@@ -224,8 +225,8 @@ class _Modes:
     def _entered(self) -> ExitStack:
         stack = ExitStack()
         for mode in self._function_modes:  # a default device is one
-            _push_mode(mode)
-            stack.callback(_pop_mode)
+            push_function_mode(mode)
+            stack.callback(pop_function_mode)
         if self._inference:
             stack.enter_context(torch.inference_mode())
         else:

@@ -9,10 +9,10 @@ operation, to be read or changed; or the operation is refused, if the user asked
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,9 @@ from torch import nn
 
 from swapper.errors import ColdParameterError, StateError
 from swapper.modules.guarded import RunWith, answering_handler, forget, guarded_parameters, handler_of, name_of, refuse
-from swapper.modules.own_hook import not_traced
-from swapper.modules.torch_functions import (
+from swapper.runtime.process import after_fork_in_child
+from swapper.tensors.guarded_tensor import GuardedTensor
+from swapper.tensors.torch_functions import (
     AFTER_ANOTHER,
     CHANGES_OF_FORM,
     CONVERSIONS,
@@ -39,7 +40,7 @@ from swapper.modules.torch_functions import (
     tensors_among,
     written_among,
 )
-from swapper.runtime.process import after_fork_in_child
+from swapper.tensors.torch_private import without_torch_functions
 
 
 def unguard(parameter: nn.Parameter) -> None:
@@ -77,7 +78,7 @@ def materialize(parameter: nn.Parameter) -> None:
 
 def follow(tensor: torch.Tensor, parameter: nn.Parameter, offset: int) -> None:
     """Make `tensor` a view of `parameter`, from element `offset` on, with the shape and strides that it has."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         tensor.data = parameter.data.as_strided(tensor.shape, tensor.stride(), offset)
         if is_cold(parameter):
             _watch(tensor, parameter, None, torch.Tensor.as_strided)
@@ -87,22 +88,19 @@ def is_cold(parameter: torch.Tensor) -> bool:
     return type(parameter) is ColdParameter
 
 
-_thread = threading.local()
+_gives_aliases: ContextVar[bool] = ContextVar("gives_aliases", default=False)
+is_aliasing = _gives_aliases.get
+"""Returns whether this is within `aliases()`."""
 
 
 @contextmanager
 def aliases() -> Iterator[None]:
     """Return a context in which `state_dict()` of cold parameters gives tensors at their addresses, without data."""
-    _thread.aliases = True
+    before = _gives_aliases.set(True)
     try:
         yield
     finally:
-        _thread.aliases = False
-
-
-def is_aliasing() -> bool:
-    """Return whether this is within `aliases()`."""
-    return getattr(_thread, "aliases", False)
+        _gives_aliases.reset(before)
 
 
 SAME_FORM = (
@@ -119,38 +117,34 @@ ASSIGNED_BESIDE_ALIAS = (
 )
 
 
-class ColdParameter(nn.Parameter):
+def _answer(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do torch's function `func` with these arguments, some of them cold."""
+    action = _ACTIONS.get(func)
+    done = NotImplemented if action is None else action(func, args, kwargs)
+    return _operate(func, args, kwargs) if done is NotImplemented else done
+
+
+class ColdParameter(GuardedTensor, nn.Parameter):
     """The class of a cold parameter. It is never instantiated: a parameter's class is set to it and back."""
 
-    @classmethod
-    @not_traced
-    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return _answer(func, args, kwargs or {})
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self) if _has_caught_up(self) else _describe(self)
+    _operate = staticmethod(_answer)
 
     def __format__(self, specification: str) -> str:
         return repr(self) if not specification else str(super().__format__(specification))  # type: ignore[no-untyped-call]
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        if _has_caught_up(self):
-            return self.__deepcopy__(memo)
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(_copy(self), self.requires_grad)
-        return memo[id(self)]
+    def _text(self) -> str:
+        return repr(self) if _has_caught_up(self) else _describe(self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _instead(self, operation: str) -> torch.Tensor:
         """Pickle a plain parameter on a tensor that shows this one: torch.save of a model need not hold all of it in memory."""
         if _has_caught_up(self):
-            return self.__reduce_ex__(protocol)
-        fault_handler = answering_handler(self, "pickling")
-        shown = fault_handler.detached(self)
-        data = _copy(self) if shown is None else as_plain(shown)
-        return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)
+            return self
+        is_copy = operation == "__deepcopy__"
+        shown = None if is_copy else answering_handler(self, "pickling").detached(self)
+        return nn.Parameter(_copy(self) if shown is None else as_plain(shown), self.requires_grad)
 
 
-class ColdView(torch.Tensor):
+class ColdView(GuardedTensor):
     """The class of a view of a cold parameter. It is never instantiated: a tensor's class is set to it.
 
     Attributes:
@@ -161,40 +155,20 @@ class ColdView(torch.Tensor):
     swapper_owner: nn.Parameter
     swapper_apart: bool
 
-    @classmethod
-    @not_traced
-    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return _answer(func, args, kwargs or {})
+    _operate = staticmethod(_answer)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def _text(self) -> str:
         return _describe(self)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        if id(self) not in memo:
-            if self.grad_fn is not None:
-                raise RuntimeError(
-                    "only tensors created explicitly by the user support the deepcopy protocol: detach it"
-                )
-            memo[id(self)] = _copy(self).requires_grad_(self.requires_grad)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse(self.swapper_owner, "pickling a view")
+    def _instead(self, operation: str) -> torch.Tensor:
+        if operation == "__reduce_ex__":
+            refuse(self.swapper_owner, "pickling a view")
+        if self.grad_fn is not None:
+            raise RuntimeError("only tensors created explicitly by the user support the deepcopy protocol: detach it")
+        return _copy(self).requires_grad_(self.requires_grad)
 
 
 Cold = ColdParameter | ColdView
-
-
-def _answer(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do torch's function `func` with these arguments, some of them cold."""
-    if func in METADATA:
-        return native(func, args, kwargs)
-    action = _ACTIONS.get(func)
-    if action is not None:
-        done = action(func, args, kwargs)
-        if done is not NotImplemented:
-            return done
-    return _operate(func, args, kwargs)
 
 
 # --- functions that need no data, or special handling -----------------------------------------------------------------
@@ -205,7 +179,7 @@ def _differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     outputs, inputs, *others = args
     if any(isinstance(tensor, Cold) for tensor in tensors_among((outputs, others, kwargs))):
         return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         edges = [torch.autograd.graph.get_gradient_edge(i) if isinstance(i, Cold) else i for i in inputs]
     return func(outputs, edges, *others, **kwargs)
 
@@ -278,7 +252,7 @@ def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if handler is not None and handler.unmanage(target):
         return func(target, source)
     fault_handler = answering_handler(target, "setting .data")
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         is_alike = source.shape == target.shape and source.dtype == target.dtype and source.device == target.device
     if not is_alike or source.layout is not torch.strided:
         raise ColdParameterError(
@@ -291,7 +265,7 @@ def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _is_all_of(view: Cold, parameter: torch.Tensor) -> bool:
     """Return True if `view` shows `parameter` as it is."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         is_same_form = view.shape == parameter.shape and view.stride() == parameter.stride()
         return owner_of(view) is parameter and is_same_form and view.dtype == parameter.dtype
 
@@ -437,7 +411,7 @@ def _check_written(func: Function, args: Any, kwargs: Any, written: Iterable[Col
     if func == SET_DATA or not torch.is_grad_enabled():
         return
     tensors = tensors_among((args, kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         for tensor in written:
             is_apart = isinstance(tensor, ColdView) and tensor._base is not tensor.swapper_owner
             if not is_apart and not tensor.requires_grad and any(t.requires_grad for t in tensors):
@@ -456,12 +430,13 @@ def _watched(
     Raises:
         ColdParameterError: the result is a pointer or an array, say, which cannot be watched.
     """
+    apart = [(t.swapper_owner, t) for t in touched if isinstance(t, ColdView) and t.swapper_apart]
     for item in leaves(result):
         if not isinstance(item, torch.Tensor):
             if not isinstance(item, _PLAIN_RESULTS):
                 refuse(owners[0], func)
         elif type(item) is torch.Tensor and item.layout is torch.strided:
-            for owner, shown in [*((owner, instead.get(id(owner))) for owner in owners), *_apart(touched)]:
+            for owner, shown in [*((owner, instead.get(id(owner))) for owner in owners), *apart]:
                 if _is_of(item, owner) if shown is None else share_memory(item, shown):
                     _watch(item, owner, shown, func)
                     break
@@ -476,11 +451,6 @@ def _watch(view: torch.Tensor, owner: nn.Parameter, shown: torch.Tensor | None, 
     view.swapper_apart = shown is not None  # type: ignore[attr-defined]
 
 
-def _apart(touched: Iterable[Cold]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Return the views with other memory, and their parameters."""
-    return ((t.swapper_owner, t) for t in touched if isinstance(t, ColdView) and t.swapper_apart)
-
-
 _PLAIN_RESULTS = (
     bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -490,7 +460,7 @@ def _is_of(tensor: torch.Tensor, whole: nn.Parameter) -> bool:
     """Return whether `tensor` lies in the range of `whole`, which shares its storage with other parameters."""
     if not share_memory(tensor, whole):
         return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         begin, at = whole.storage_offset() * whole.itemsize, tensor.storage_offset() * tensor.itemsize
         return begin <= at <= begin + whole.nbytes
 
@@ -503,7 +473,7 @@ def _exchanged(tree: Any, instead: Mapping[int, torch.Tensor]) -> Any:
             return tree
         if type(tree) is ColdView:
             whole = as_plain(tree) if tree.swapper_apart else _same_view(tree, whole)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_functions():
             if torch.is_grad_enabled() and tree.requires_grad:
                 return _InPlaceOf.apply(tree, whole)  # type: ignore[no-untyped-call]
             return whole
@@ -530,7 +500,7 @@ class _InPlaceOf(torch.autograd.Function):
 
 def _same_view(view: ColdView, whole: torch.Tensor) -> torch.Tensor:
     """Return the view of `whole` that `view` is of its parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         owner = view.swapper_owner
         if view.dtype != owner.dtype or view.is_conj() or view.is_neg():
             refuse(owner, "an operation on a view of another dtype")
@@ -565,7 +535,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(tensor: Cold) -> str:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         return (
             f"{type(tensor).__name__}(away, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, "
             f"requires_grad={tensor.requires_grad})"

@@ -11,6 +11,7 @@ from torch import nn
 from swapper.device.tier import DeviceCopy
 from swapper.modules.cold import leave_cold, materialize, set_cold, unguard
 from swapper.paging.planning.schedule import Access
+from swapper.tensors.torch_private import uses_of_storage
 
 
 class LeasedGroup(ABC):
@@ -155,7 +156,7 @@ def count_uses(tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
     except NotImplementedError:  # a sparse tensor, or one that functorch has wrapped
         return 0
-    return int(torch._C._storage_Use_Count(storage._cdata)) - _OF_COUNTING
+    return uses_of_storage(storage._cdata) - _OF_COUNTING
 
 
 _OF_COUNTING = 0

@@ -16,7 +16,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from swapper.modules.groups import Unit
@@ -25,6 +24,7 @@ from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transf
 from swapper.modules.turns import Turns
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.interrupts import close_all, defer_signals
+from swapper.tensors.torch_private import pytree
 
 
 class Call:

@@ -23,12 +23,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from swapper import _C
 from swapper.modules.groups import Unit
 from swapper.runtime.free_memory import peak_resident_bytes, return_free_memory
+from swapper.tensors.torch_private import TorchDispatchMode, fake_tensors, pytree
 
 log = logging.getLogger("swapper")
 
@@ -74,7 +73,7 @@ class RecordedOperation:
 
     function: Any
     leaves: tuple[Any, ...]
-    tree: _pytree.TreeSpec = field(compare=False)
+    tree: pytree.TreeSpec = field(compare=False)
 
     @property
     def forms(self) -> list[TensorForm]:
@@ -108,14 +107,14 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim" and not func.is_view:
-            leaves, tree = _pytree.tree_flatten((args, kwargs or {}))
+            leaves, tree = pytree.tree_flatten((args, kwargs or {}))
             operation = RecordedOperation(func, tuple(map(_form_of, leaves)), tree)
             self.counts.setdefault((self.phase, self.group), Counter())[operation] += 1
             self._note_memory(operation, result)
         return result
 
     def _note_memory(self, operation: RecordedOperation, result: Any) -> None:
-        tensors = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         storages = [s for s in (tensor.untyped_storage() for tensor in tensors) if s.nbytes() >= LARGE_BYTES]
         if not storages:
             return
@@ -157,14 +156,12 @@ def record(
     Raises:
         Exception: what the model raises, or what fake tensors do: they have no values.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # imports much, which only this needs
-
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_tensors()
     recorder = _Recorder()
     with fake, torch.set_grad_enabled(train):
         clone = _without_memory(model, dtypes or {})
         _watch(clone, {unit.name: unit.groups[0] for unit in units if unit.groups}, recorder)
-        given, named = _pytree.tree_map_only(torch.Tensor, _fake_like, (tuple(args), dict(kwargs)))
+        given, named = pytree.tree_map_only(torch.Tensor, _fake_like, (tuple(args), dict(kwargs)))
         with recorder:
             loss = _loss_of(clone(*given, **named))
             if train:
@@ -202,7 +199,7 @@ def _watch(model: nn.Module, group_of: Mapping[str, int], recorder: _Recorder) -
 
     def leave(group: int) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, result: Any) -> None:
-            for leaf in _pytree.tree_leaves(result):
+            for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(enter(group))
 
@@ -227,7 +224,7 @@ def _loss_of(result: Any) -> torch.Tensor:
     if not isinstance(found, torch.Tensor):
         found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if not isinstance(found, torch.Tensor):
-        found = next(leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        found = next(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
     return found if found.numel() == 1 else found.float().sum()
 
 
@@ -261,7 +258,7 @@ class OperationTimes:
     def product(self, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
         """Return the seconds of a product of (rows, inputs) and transposed (outputs, inputs) matrices."""
         forms = TensorForm((rows, inputs), (inputs, 1), dtype), TensorForm((inputs, outputs), (1, inputs), dtype)
-        _, tree = _pytree.tree_flatten((forms, {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
+        _, tree = pytree.tree_flatten((forms, {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
         return self.seconds(RecordedOperation(torch.ops.aten.mm.default, forms, tree))
 
     def _measure_calls(self) -> dict[str, float]:
@@ -325,7 +322,7 @@ class OperationTimes:
         peak_bytes = peak_resident_bytes()
         if before_bytes is None or peak_bytes is None:
             return 0
-        tensors = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         results = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
         for scratch in self._scratch.values():  # the result of an operation in place
             results.pop(scratch.data_ptr(), None)
@@ -336,7 +333,7 @@ class OperationTimes:
         return workspace_bytes * of_whole // of_part
 
     def _trial(self, operation: RecordedOperation) -> Callable[[], Any]:
-        args, kwargs = _pytree.tree_unflatten([self._make(leaf) for leaf in operation.leaves], operation.tree)
+        args, kwargs = pytree.tree_unflatten([self._make(leaf) for leaf in operation.leaves], operation.tree)
         return partial(operation.function, *args, **kwargs)
 
     def _make(self, leaf: Any) -> Any:

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import copyreg
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from swapper.runtime.interrupts import defer_signals
-
-
-def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch.compile call `function` instead of tracing into it.
-
-    torch.compiler.disable does the same but imports torch._dynamo: some seconds, in a process that may never compile.
-    """
-    try:
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)
-    except AttributeError:  # another torch
-        return torch.compiler.disable(function)  # type: ignore[no-any-return]
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "it reads weights in, or makes them cold"  # type: ignore[attr-defined]
-    return function
-
-
-def never_trace(cls: type[torch.Tensor]) -> None:
-    """Have torch.compile, if it is in use, run operations on tensors of this class without tracing them."""
-    if (config := sys.modules.get("torch._dynamo.config")) is not None:
-        config.nontraceable_tensor_subclasses.add(cls)
+from swapper.tensors.torch_private import innermost_transform, not_traced, without_transforms
 
 
 class OwnHook:
@@ -99,7 +76,6 @@ def hookable(parameter: torch.Tensor) -> Iterator[None]:
 
 
 _NO_CHANGE: AbstractContextManager[Any] = nullcontext()
-_innermost = torch._C._functorch.peek_interpreter_stack
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
@@ -107,4 +83,4 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
     A transform wraps every tensor that is made, for as long as it lasts: a commit, a transfer or an update must not see that.
     """
-    return _NO_CHANGE if _innermost() is None else temporarily_clear_interpreter_stack()
+    return _NO_CHANGE if innermost_transform() is None else without_transforms()

@@ -25,6 +25,7 @@ from torch import nn
 
 from swapper.errors import StateError
 from swapper.runtime.interrupts import defer_signals
+from swapper.tensors.torch_private import backward_task
 
 PATIENCE_S = 0.5
 """How long a thread waits for another's pass before it checks whether that thread is still inside."""
@@ -183,7 +184,7 @@ def frame_of_backward() -> FrameType | None:
 
 def is_in_backward() -> bool:
     """Return whether this thread runs a part of a backward, or a forward within one."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_task() != -1
 
 
 def _outermost_of(file: str) -> FrameType | None:

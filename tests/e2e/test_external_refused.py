@@ -17,7 +17,8 @@ from e2e.external_files import half_frozen, saved, trained
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import adamw, send_away, smallest_budget
 from swapper import ExternalWeights
-from swapper.train.state.mapped_state import StateTensor
+from swapper.tensors.guarded_tensor import watch_of
+from swapper.train.state.mapped_state import ShownPlace
 
 
 def refused(directory: Path, model: nn.Module, error: type[Exception], match: str, **options: Any) -> None:
@@ -158,8 +159,8 @@ def test_tensors_of_state_dict_whose_file_becomes_shorter_are_errors_and_do_not_
     with swapper.SwapManager(tmp_path, "8MiB", commits=swapper.CommitPolicy(every=None)) as manager:
         model, _ = manager.offload(model, trained(model), params="nvme", optimizer_state="nvme", external=external)
         send_away(manager)
-        state = [value for value in model.state_dict().values() if isinstance(value, StateTensor)]
-        files = {part.file.path for value in state for part in value.shown_files}
+        state = [value for value in model.state_dict().values() if isinstance(watch_of(value), ShownPlace)]
+        files = {part.file.path for value in state for part in watch_of(value).files}
         assert files
         assert ({path.name for path in files} == {"base.safetensors"}) == is_external
         views = [value.view(-1)[5:] for value in state]

@@ -15,7 +15,7 @@ from swapper import _C
 from swapper.checkpoint.exporting import export
 from swapper.formats.sources import open_source
 from swapper.infer.mapping.matching import Recipe
-from swapper.infer.operators.experts import Experts
+from swapper.infer.operators.experts import Experts, takes_single_experts
 from swapper.infer.runtime.model_files import WeightFiles
 
 WIDTH, EXPERTS = 256, 8
@@ -288,3 +288,29 @@ def test_an_expert_of_one_parameter_that_a_forward_changes_is_refused_and_undone
         model["experts"].change = False
         assert torch.equal(model["experts"](x, 2), expected)
     swapper.loaded(model).unload()
+
+
+class Indexes(nn.Module):
+    """Experts in one parameter, of which a forward takes one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[expert] @ self.weight[expert] for expert in range(len(x))])
+
+
+class TakesAll(Indexes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, self.weight)
+
+
+class TakesAllByAnOperator(Indexes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def test_experts_that_a_forward_takes_as_a_whole_are_not_read_one_by_one() -> None:
+    """Else a budget would be named that has no room for all of them."""
+    assert [takes_single_experts(cls()) for cls in (Indexes, TakesAll, TakesAllByAnOperator)] == [True, False, False]

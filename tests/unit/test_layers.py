@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON_LAYERS = [
     {"errors", "_C"},
     {"runtime"},
+    {"tensors"},
     {"capabilities"},
     {"options"},
     {"io"},

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,6 +26,7 @@ from swapper.formats.dcp_directory import MAX_METADATA_BYTES
 from swapper.formats.sources import is_plain_name, read_whole
 from swapper.formats.stored import are_sizes
 from swapper.formats.torch_zip.pickle_reader import read_skeleton
+from swapper.tensors.torch_private import storage_info
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ def _check_place(index: object, place: object) -> None:
     name, offset = _typed(key, "fqn", str, "an index"), key.get("offset")
     is_place = offset is None or (isinstance(offset, torch.Size) and are_sizes(offset))
     _expect(is_place, f"{name} has an impossible offset")
-    info = _fields(place, _StorageInfo, name)
+    info = _fields(place, storage_info(), name)
     path, begin = _typed(info, "relative_path", str, name), _typed(info, "offset", int, name)
     _expect(is_plain_name(path), f"{name} is in a file that is not in its directory")
     _expect(min(begin, _typed(info, "length", int, name)) >= 0, f"{name} has an impossible place")

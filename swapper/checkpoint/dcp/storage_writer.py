@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -31,6 +31,7 @@ from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, read_directory
 from swapper.formats.dcp_items import item_of
 from swapper.io import beneath
+from swapper.tensors.torch_private import storage_info
 
 SUFFIX = ".distcp"
 _MIN_BLOCKS = 2
@@ -180,7 +181,7 @@ def _write_item(writer: StreamWriter, name: str, item: WriteItem, data: Any) -> 
         offset, nbytes = _write_tensor(writer, tensor) if _is_plain(tensor) else _write_bytes(writer, _saved(tensor))
     else:
         offset, nbytes = _write_bytes(writer, data.getbuffer())
-    return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=_StorageInfo(name, offset, nbytes))
+    return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=storage_info()(name, offset, nbytes))
 
 
 def _write_bytes(writer: StreamWriter, data: Any) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Maps files of the user's, which somebody may truncate or write to meanwhile.
 
 An access beyond a file's end would end the process (SIGBUS): it finds zeros, and is noted (csrc/memory/truncation.h). So who
-shows mapped memory checks its files before and after each use (shown_tensor.py). Functions that would truncate a file
+shows mapped memory checks its files before and after each use. Functions that would truncate a file
 themselves, before they read what is mapped from it, write another one (save_guard.py).
 """
 
@@ -16,8 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from swapper import _C
 from swapper.errors import LIMITS, CheckpointError, IoError
+from swapper.formats.stored import StoredTensor
+from swapper.tensors.guarded_tensor import TensorWatch
 
 MAP_NORESERVE = 0x4000
 """A mapping larger than memory must not reserve it (Linux; Python's mmap names it from 3.13 on)."""
@@ -186,3 +190,26 @@ def check_parts(parts: Iterable[FilePart], what: str) -> None:
                 f"{problem} while {what} was mapped from it: state_dict() shows files. To write onto one of them use "
                 "torch.save(state, path), or swapper.checkpoint.save(..., overwrite=True), which write another file and rename it"
             )
+
+
+class ShownFile(TensorWatch):
+    """Watches tensors that are mapped from a file: of state_dict() of a loaded model, and reads of its weights.
+
+    Writes to them stay in memory.
+
+    Args:
+        mapping: the file's.
+        stored: what is shown of it.
+    """
+
+    is_mapped = True
+    locks_arrays = False
+
+    def __init__(self, mapping: FileMapping, stored: StoredTensor) -> None:
+        self._name = stored.name
+        self._part = FilePart(mapping, mapping, stored.offset + stored.nbytes, is_fixed=True)
+
+    def use(self, tensor: torch.Tensor) -> None:
+        check_parts([self._part], self._name)
+
+    used = use

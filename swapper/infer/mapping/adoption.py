@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from swapper.checkpoint.mapping.mapped_files import FileMapping
+from swapper.checkpoint.mapping.mapped_files import FileMapping, ShownFile
 from swapper.checkpoint.mapping.save_guard import guard_saves
 from swapper.errors import CheckpointError
 from swapper.formats.read_plan import FileRange
 from swapper.formats.sources import FileStamp, Source
 from swapper.formats.stored import StoredTensor
-from swapper.infer.mapping.file_tensor import ShownFile
 from swapper.infer.mapping.matching import BufferPlace, Recipe, Weight
 from swapper.paging.section import Section, own_storage
 
@@ -138,7 +137,7 @@ class MappedSource:
         mapping = self._mapping(stored.path)
         flat = torch.frombuffer(mapping, dtype=stored.dtype, count=number, offset=stored.offset)
         shaped = flat.view(stored.shape) if stored.stride is None else flat.as_strided(stored.shape, stored.stride)
-        return ShownFile(mapping, stored).show(shaped)
+        return ShownFile(mapping, stored).watch(shaped)
 
     def _mapping(self, path: Path) -> FileMapping:
         """Return the mapping of a file. Raises CheckpointError if it is not that of the source."""

@@ -18,7 +18,8 @@ from swapper.checkpoint.quantization import QuantizedLayout
 from swapper.errors import UnsupportedError
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.infer.mapping.matching import Make, Recipe, shape_of
-from swapper.modules.torch_functions import SET_DATA, Function
+from swapper.tensors.torch_functions import SET_DATA, Function
+from swapper.tensors.torch_private import without_torch_functions
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +65,11 @@ class Traced(torch.Tensor):
 
     @staticmethod
     def wrap(tensor: torch.Tensor, node: Node) -> Traced:
-        traced = torch.Tensor._make_subclass(Traced, tensor, tensor.requires_grad)
-        traced.node = node
-        return traced
+        with without_torch_functions():
+            traced: Any = tensor.detach().requires_grad_(tensor.requires_grad)
+        traced.__class__, traced.node = Traced, node
+        made: Traced = traced
+        return made
 
     @classmethod
     def of(cls, stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | None = None) -> Traced:
@@ -84,7 +87,7 @@ class Traced(torch.Tensor):
     def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = {name: value for name, value in (kwargs or {}).items() if name not in ("device", "non_blocking")}
         arguments = tuple(a for a in args if not isinstance(a, torch.device)) if func is torch.Tensor.to else args
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_functions():
             result = func(*arguments, **options) if func is not torch.Tensor.to else _cast(*arguments, **options)
         name = getattr(func, "__name__", "")
         if func == SET_DATA and isinstance(args[0], Traced):

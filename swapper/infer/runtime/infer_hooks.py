@@ -24,9 +24,10 @@ from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
 from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
-from swapper.modules.torch_functions import changes_nothing
 from swapper.modules.turns import Turns, frame_of_call, is_running
 from swapper.paging.planning.schedule import Access
+from swapper.tensors.torch_functions import changes_nothing
+from swapper.tensors.torch_private import is_traced
 
 
 class InferenceCall(Call):
@@ -217,8 +218,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
 
 def _check_not_traced(unit: Unit) -> None:
     """Refuse to be traced: weights that a graph holds as constants have other values when it runs."""
-    by_dispatch = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    if by_dispatch or torch._C._get_tracing_state() is not None:
+    if is_traced():
         raise StateError(
             f"the forward of {unit.name or type(unit.module).__name__} is being traced (linearize, make_fx, torch.export, "
             "jit.trace), and the graph would keep weights that are in memory for this forward only: use torch.func.jvp for "

@@ -43,12 +43,12 @@ from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
-from swapper.modules.own_hook import never_trace
-from swapper.modules.torch_functions import Function, as_plain
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.sizes import format_bytes
+from swapper.tensors.torch_functions import Function, as_plain
+from swapper.tensors.torch_private import never_trace
 
 log = logging.getLogger("swapper")
 

@@ -31,6 +31,7 @@ from swapper.io.engines import Engine, open_engine
 from swapper.io.extents import SpillFile
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
+from swapper.tensors.torch_private import backward_task, is_transformed, without_torch_functions
 from swapper.train.activations.device_activations import DeviceStored, DeviceTensorCache
 from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, Stored
 from swapper.train.session.session_slot import SessionSlot
@@ -204,7 +205,7 @@ class offload_activations:  # used as a function, like torch.no_grad
             return False
         if (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor._base, nn.Parameter):
             return False
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._C._current_graph_task_id() != -1:
+        if is_transformed(tensor) or backward_task() != -1:
             return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -270,7 +271,7 @@ class ActivationOwner:
             return frozenset()
         if self._run is None or self._run() is not run:
             model = run.model.model.module
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_functions():
                 tensors = [*model.parameters(), *model.buffers()]
                 self._of_model = frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
             self._run = weakref.ref(run)

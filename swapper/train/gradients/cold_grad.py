@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError, StateError
-from swapper.modules.torch_functions import METADATA, Function, native
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
+from swapper.tensors import torch_private
+from swapper.tensors.guarded_tensor import GuardedTensor
+from swapper.tensors.torch_functions import Function, tensors_among
 from swapper.train.layout.slices import TensorLocation
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
@@ -43,7 +45,7 @@ class GradientOwner(Protocol):
     def is_finite(self, slot: GradientSlot) -> bool: ...
 
 
-class ColdGradient(torch.Tensor):
+class ColdGradient(GuardedTensor):
     """A gradient that lies on NVMe. Never constructed: a tensor's class is set to it.
 
     Attributes:
@@ -56,28 +58,26 @@ class ColdGradient(torch.Tensor):
     swapper_where = "on NVMe"
     swapper_gradient: Callable[[], tuple[GradientOwner, GradientSlot] | None]
 
-    @classmethod
-    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
-            return native(func, args, kwargs or {})
-        action = ACTIONS.get(func)
-        done = NotImplemented if action is None else action(*args, **(kwargs or {}))
+    @staticmethod
+    def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        action = _ACTIONS.get(func)
+        done = NotImplemented if action is None else action(*args, **kwargs)
         if done is NotImplemented:
-            refuse(next((a for a in args if type(a) is ColdGradient), None), func)
+            refuse(next(one for one in tensors_among((args, kwargs)) if type(one) is ColdGradient), func)
         return done
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"ColdGradient({self.swapper_where}, shape={tuple(self.shape)}, dtype={self.dtype})"
+    def _text(self) -> str:
+        return f"ColdGradient({self.swapper_where}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def _instead(self, operation: str) -> NoReturn:
+        refuse(self, operation)
 
 
-def refuse(one: ColdGradient | None, func: Any) -> NoReturn:
-    """Raise ColdParameterError: `func` needs the data of a gradient, `one` if that is known."""
-    here = ColdGradient.swapper_where
-    name, where = ("a parameter", here) if one is None else (one.swapper_name, one.swapper_where)
+def refuse(one: ColdGradient, func: Any) -> NoReturn:
+    """Raise ColdParameterError: `func` needs the data of a gradient."""
     raise ColdParameterError(
-        f"the gradient of {name} is {where} and {getattr(func, '__name__', func)} needs its data: "
-        f"{ADVICE}{KEEP if where == here else ''}"
+        f"the gradient of {one.swapper_name} is {one.swapper_where} and {getattr(func, '__name__', func)} needs its data: "
+        f"{ADVICE}{KEEP if one.swapper_where == ColdGradient.swapper_where else ''}"
     )
 
 
@@ -169,7 +169,7 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
     """Unscale for torch.amp.GradScaler: set `found_inf` if anything is not finite, multiply all by `inv_scale`."""
     plain = [tensor for tensor in tensors if type(tensor) is not ColdGradient]
     if plain:
-        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+        torch_private.foreach_unscale(plain, found_inf, inv_scale)
     factor = inv_scale.detach().cpu().clone()  # it is used there
     cold = [found for tensor in tensors if (found := _of(tensor)) is not None]
     for owner in dict.fromkeys(owner for owner, _ in cold):
@@ -178,7 +178,7 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
     def unscale(part: torch.Tensor) -> torch.Tensor:
         changed = part.clone()
         unused = torch.zeros_like(found_inf, device=part.device)
-        torch._amp_foreach_non_finite_check_and_unscale_([changed], unused, factor.to(part.device))
+        torch_private.foreach_unscale([changed], unused, factor.to(part.device))
         return changed
 
     for tensor in tensors:
@@ -213,17 +213,17 @@ def _clamp_all(which: str) -> Function:
     return clamp
 
 
-ACTIONS: dict[Function, Function] = {
+_ACTIONS: dict[Function, Function] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.Tensor.mul_: _mul,
     torch.Tensor.clamp_: _clamp,
     torch.Tensor.zero_: _zero,
-    torch._foreach_zero_: _zero_all,
-    torch._foreach_norm: _norm_all,
-    torch._foreach_mul_: _mul_all,
-    torch._foreach_clamp_min_: _clamp_all("min"),
-    torch._foreach_clamp_max_: _clamp_all("max"),
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale_all,
+    torch_private.foreach_zero: _zero_all,
+    torch_private.foreach_norm: _norm_all,
+    torch_private.foreach_mul: _mul_all,
+    torch_private.foreach_clamp_min: _clamp_all("min"),
+    torch_private.foreach_clamp_max: _clamp_all("max"),
+    torch_private.foreach_unscale: _unscale_all,
 }
 
 

@@ -30,6 +30,7 @@ from swapper.modules.leased_group import count_uses
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
 from swapper.runtime.free_memory import note_freed
+from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.autograd_grads import AccumulationHooks, AutogradGradients, GradientsOnDevice, check_dense
 from swapper.train.gradients.cold_grad import Accumulation, ColdGradient, GradientMeta, is_part
 from swapper.train.gradients.device_grads import DeviceGradients
@@ -125,7 +126,7 @@ class Gradients:
             StateError: one has no data, and is not the parameter's own.
             UnsupportedError: one is sparse.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and only their attributes are read
+        with without_torch_functions():  # many are cold, and only their attributes are read
             for name, parameter in parameters:
                 gradient = parameter.grad
                 if type(gradient) is ColdGradient:

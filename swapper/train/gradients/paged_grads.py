@@ -20,6 +20,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import defer_signals
+from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook, check_dense
 from swapper.train.gradients.cold_grad import (
     Change,
@@ -137,7 +138,7 @@ class PagedGradients:
 
     def _finish_update(self) -> None:
         """Finish an open step before a gradient changes that it may use."""
-        if torch._C._current_graph_task_id() == -1:  # in a backward no step is open that uses the gradient
+        if backward_task() == -1:  # in a backward no step is open that uses the gradient
             self._finish_step()
 
     def _whole(self, slot: GradientSlot) -> torch.Tensor:
@@ -227,7 +228,7 @@ class PagedGradients:
             slot.accumulation.begin()
             return
         if not self._stashed:
-            torch.autograd.Variable._execution_engine.queue_callback(self.restore)
+            after_backward(self.restore)
         self._stashed.append(slot)
         slot.stash, slot.parameter.grad = slot.parameter.grad, None
 

@@ -25,6 +25,7 @@ from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_files import checksum_of
+from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import SectionSource, compare, fill
@@ -81,7 +82,7 @@ class GroupParameters(LeasedGroup):
 
     @property
     def storages(self) -> set[int]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_functions():
             return {int(p.untyped_storage()._cdata) for p in self.parameters} if self.paged else set()
 
     @property
@@ -297,7 +298,7 @@ class GroupParameters(LeasedGroup):
 
     def assigned(self) -> list[int]:
         """Return the numbers of the parameters whose memory is not the run's: `parameter.data = x`, `parameter.set_(x)`."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_functions():
             return [
                 number
                 for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True))
@@ -328,7 +329,7 @@ class GroupParameters(LeasedGroup):
                 f"parameter {self.names[number]} was assigned the memory of another parameter of the model (`p.data = q.data`), "
                 "which it cannot share: assign a copy, `p.data = q.data.clone()`"
             )
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with without_torch_functions(), torch.no_grad():
             at.copy_(parameter.data)
             parameter.data = at
 

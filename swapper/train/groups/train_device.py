@@ -47,7 +47,6 @@ from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
 from swapper.modules.groups import Group
 from swapper.modules.model_device import ModelDevice
-from swapper.modules.torch_functions import tensors_among
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
@@ -55,6 +54,7 @@ from swapper.paging.section import Section
 from swapper.paging.store.page_files import checksum_of
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
+from swapper.tensors.torch_functions import tensors_among
 
 MORE_PAGES_ON_THEIR_WAY = 14
 """Maximum of those from spare frames, of which at most every second one is taken: a choice. With few, Python waits for kernels

@@ -6,16 +6,16 @@ from collections.abc import Container
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
 from torch.nn.parallel import distributed as torch_ddp
 
 from swapper.capabilities import Feature, broken_rule
 from swapper.errors import UnsupportedError
+from swapper.tensors.torch_private import composed, running_ddp
 
 
 def is_replicated(module: nn.Module) -> bool:
     """Return whether gradients of `module` are averaged over processes: by DDP, or by torch's composable `replicate`."""
-    return isinstance(module, torch_ddp.DistributedDataParallel) or "replicate" in (_get_registry(module) or ())
+    return isinstance(module, torch_ddp.DistributedDataParallel) or "replicate" in composed(module)
 
 
 def averaging_refused(update: str, gradients_leave: bool) -> str:
@@ -51,6 +51,6 @@ def check_not_averaged(ids: Container[int], refusal: str) -> None:
         ids: of the parameters that were offloaded.
         refusal: why their gradients cannot be averaged. See `averaging_refused`.
     """
-    outer = torch_ddp.DistributedDataParallel._active_ddp_module
+    outer = running_ddp()
     if outer is not None and any(id(parameter) in ids for parameter in outer.parameters()):
         raise UnsupportedError(refusal)

@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from swapper.errors import StateError, UnsupportedError
 from swapper.modules.batched_pass import Batch, BatchedPass
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.own_hook import outside_transforms
 from swapper.runtime.random_states import rng_states, set_rng_states
+from swapper.tensors.torch_private import backward_task, running_ddp, will_run, without_torch_functions
 from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook
 from swapper.train.passes.train_hooks import TrainingCall, TrainingHooks
 
@@ -133,7 +133,7 @@ class AccumulationPass(BatchedPass):
         self._versions = [buffer._version for _, buffer in self._buffers]
         self._writers = [0] * len(self._buffers)  # the last micro-batch that has changed each
         self._random_states = self._present_states = rng_states(devices=False)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_functions():
             self._nodes = {
                 id(parameter): torch.autograd.graph.get_gradient_edge(parameter).node
                 for parameter in order.parameters
@@ -167,8 +167,8 @@ class AccumulationPass(BatchedPass):
         """Find out to which gradients the running micro-batch will add."""
         batch = self._running
         assert isinstance(batch, _MicroBatch)
-        batch.task = torch._C._current_graph_task_id()
-        batch.to_come = {key for key, node in self._nodes.items() if torch._C._will_engine_execute_node(node)}
+        batch.task = backward_task()
+        batch.to_come = {key for key, node in self._nodes.items() if will_run(node)}
 
     def gradient_comes(self, parameter: int) -> None:
         """Return when the running micro-batch may add its gradient of the parameter with this id.
@@ -180,7 +180,7 @@ class AccumulationPass(BatchedPass):
         batch = self._running
         if not isinstance(batch, _MicroBatch) or batch.thread is not threading.current_thread():
             return  # another thread's, outside of the model's forwards
-        is_own = batch.to_come is not None and torch._C._current_graph_task_id() == batch.task
+        is_own = batch.to_come is not None and backward_task() == batch.task
         if not is_own and self._is_captured(parameter):
             return
         if batch.to_come is None:
@@ -203,13 +203,13 @@ class AccumulationPass(BatchedPass):
     def _is_captured(self, parameter: int) -> bool:
         """Return True if torch.autograd.grad returns the gradient, which is added to nothing."""
         try:
-            torch._C._will_engine_execute_node(self._nodes[parameter])
+            will_run(self._nodes[parameter])
         except RuntimeError:  # torch's answer for a leaf
             return True
         return False
 
     def arrive(self, group: LeasedGroup) -> None:
-        if DistributedDataParallel._active_ddp_module is not None:
+        if running_ddp() is not None:
             raise UnsupportedError(
                 "DistributedDataParallel expects a backward after each forward, so micro-batches cannot run together; "
                 f"{REMEDY}, all but the last in its no_sync()"
@@ -323,8 +323,8 @@ def _settings() -> tuple[Any, ...]:
     """Return settings of torch that are the process's, and that bits depend on."""
     return (
         torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.math_sdp_enabled(),
     )  # fmt: skip
 
 
@@ -342,6 +342,6 @@ def _same(states: dict[str, Any], others: dict[str, Any]) -> bool:
 
 def forget_failed_backward() -> None:
     """Run an empty backward: autograd's engine keeps the rest of a failed one in this thread's queue until the next one."""
-    if torch._C._current_graph_task_id() == -1:
+    if backward_task() == -1:
         with outside_transforms(), torch.inference_mode(False), torch.enable_grad():
             torch.zeros((), device="cpu", requires_grad=True).backward()

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack as _innermost_transform
 
 from swapper.errors import DeviceError, StateError, UnsupportedError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.stats import StepClock
+from swapper.tensors.torch_private import backward_task, dispatch_modes, innermost_transform
 from swapper.train.gradients.grads import Gradients
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionGuard
@@ -168,7 +168,7 @@ class PassLifecycle:
 
     def enter_forward(self) -> None:
         """Begin a forward. Raises if the manager cannot be used."""
-        if torch._C._current_graph_task_id() != -1:  # a backward, or a forward within one
+        if backward_task() != -1:  # a backward, or a forward within one
             self._updates.finish(in_order=True)
             self._session_guard.check()
             return
@@ -199,4 +199,4 @@ class PassLifecycle:
 
 def _has_modes() -> bool:
     """Return True if modes are active that other threads would not have."""
-    return _innermost_transform() is not None or torch._C._len_torch_dispatch_stack() > 0
+    return innermost_transform() is not None or dispatch_modes() > 0

@@ -16,15 +16,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import distributed as torch_ddp
 
 from swapper.errors import UnsupportedError
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, handler_of
 from swapper.modules.own_hook import OwnHook, copy_without_hooks
 from swapper.runtime.process import is_off
+from swapper.tensors.torch_private import replace_sync_of_ddp, sync_of_ddp, without_torch_functions
 
-_sync_plain: Any = torch_ddp._sync_module_states  # type: ignore[attr-defined]
 _without_averaging: weakref.WeakKeyDictionary[FaultHandler, str] = weakref.WeakKeyDictionary()  # and why
 
 
@@ -54,7 +53,7 @@ class Preparation(ModelBinding):
 
     def __init__(self, model: nn.Module, fault_handler: FaultHandler, without_averaging: str) -> None:
         if not is_off("ddp"):
-            torch_ddp._sync_module_states = _sync_module_states  # type: ignore[attr-defined]
+            replace_sync_of_ddp(_sync_module_states)
         if without_averaging:
             _without_averaging[fault_handler] = without_averaging
         self._models = [*model.children()] if isinstance(model, Models) else [model]
@@ -88,7 +87,7 @@ def _only_copies(convert: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -
     """Return whether `convert(tensor)` is a copy and nothing else, by asking it of a small tensor in host memory."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with without_torch_functions(), torch.no_grad():
         like = torch.ones((2,) * tensor.dim(), dtype=tensor.dtype, device="cpu")
         try:
             copy = convert(like)
@@ -117,16 +116,16 @@ def _sync_module_states(
             raise UnsupportedError(_without_averaging[handler])
     named = {name for tensors in (module.named_parameters(), module.named_buffers()) for name, _ in tensors}
     left = {name for name in named if name in ignored or name in ours}
-    _sync_plain(module, process_group, broadcast_bucket_size, src, left, broadcast_buffers)
+    sync_of_ddp(module, process_group, broadcast_bucket_size, src, left, broadcast_buffers)
     for parameter in ours.values():
-        _sync(parameter, process_group, broadcast_bucket_size, src)
+        _sync(parameter, process_group, src)
 
 
 @torch.no_grad()
-def _sync(parameter: nn.Parameter, process_group: Any, bucket_bytes: int, src: int) -> None:
+def _sync(parameter: nn.Parameter, process_group: Any, src: int) -> None:
     own = parameter.detach().to(parameter.device)
     value = torch.empty_like(own).copy_(own)
-    dist._broadcast_coalesced(process_group, [value], bucket_bytes, src)  # type: ignore[attr-defined]
+    dist.broadcast(value, group=process_group, group_src=src)
     fault_handler = handler_of(parameter)
     if fault_handler is not None and not _same_bits(value, own):
         fault_handler.write([parameter], torch.Tensor.copy_, lambda shown: parameter.copy_(value))

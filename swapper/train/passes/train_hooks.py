@@ -46,12 +46,13 @@ from swapper.errors import BudgetError, StateError
 from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import Call, ModuleHooks, SharedPass, tensors_of
 from swapper.modules.own_hook import OwnHook, outside_transforms
-from swapper.modules.torch_functions import tensors_among
 from swapper.modules.turns import Turns, frame_of_backward, frame_of_call, is_in_backward
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.free_memory import note_used
 from swapper.runtime.interrupts import close_all
 from swapper.runtime.sizes import format_bytes
+from swapper.tensors.torch_functions import tensors_among
+from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.steps.executor import UpdateExecutor
@@ -409,9 +410,9 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
                 group.wait_on_current_stream()  # which may differ from the first output's
             return
         self._check_usable()
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         if all(other.backward_task != task for other in self._backward):
-            torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._end_backward(task)))
+            after_backward(OwnHook(lambda: self._end_backward(task)))
         for other in list(self._backward):  # [Note: when a backward lease ends]
             if other.start > call.end:
                 self._end_call(other)
@@ -443,7 +444,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _note_backward(self) -> None:
         """Enter the phase "backward", until the outermost one is over: reentrant checkpointing runs backwards within one."""
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         if task in self._tasks:
             return
         if not self._tasks:
@@ -451,7 +452,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             self._enter_phase("backward")
         self._tasks.add(task)
         self._updates.backward_begins(task)
-        torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._note_end(task)))
+        after_backward(OwnHook(lambda: self._note_end(task)))
 
     def _note_end(self, task: int) -> None:
         self._tasks.discard(task)

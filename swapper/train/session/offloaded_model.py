@@ -24,6 +24,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.residency import DIRTY, WRITING
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.counters import Counters
+from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.grads import Gradients, is_gradient_aliased
 from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.groups.parameter_group import DeviceGroupParameters, GroupParameters
@@ -442,7 +443,7 @@ class OffloadedModel:
         """Return the name of a parameter in these groups of the optimizers to whose memory, or gradient's, something refers."""
         if self.model.is_sharded:
             return None
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_functions():
             for trainable in trainables:
                 aliased = set(self.groups[trainable.group].aliased())
                 members = zip(trainable.parameters, trainable.places, trainable.settings, strict=True)

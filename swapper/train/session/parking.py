@@ -22,6 +22,7 @@ from swapper.modules.cold import leave_cold, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.runtime.free_memory import return_free_memory
 from swapper.runtime.interrupts import defer_signals
+from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.session.relayout import DetachedSession, OpenRun, check_between_steps, detach
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
@@ -185,7 +186,7 @@ class Parking:
 
 def _without_data(parameter: nn.Parameter) -> torch.Tensor:
     """Return a tensor of the parameter's form whose storage is empty, so that code past the guard finds no memory."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         tensor = torch.empty_like(parameter.detach(), memory_format=torch.contiguous_format)
     tensor.untyped_storage().resize_(0)
     return tensor

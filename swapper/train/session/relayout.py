@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from swapper.durability.commit import publish_commit, read_commit
 from swapper.durability.directory import FALLBACK_NAME
 from swapper.durability.ranks import Ranks
 from swapper.durability.recovery import keep_last
 from swapper.errors import BudgetError, StateError
 from swapper.io import beneath
+from swapper.modules.turns import is_in_backward
 from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.grads import GradientStash
@@ -197,7 +196,7 @@ def check_between_steps(run: TrainingSession, verb: str, remedy: str) -> None:
         remedy: for a call in the middle of something.
     """
     doing = "manager.gather" if run.model.gathering.is_open else ""
-    if torch._C._current_graph_task_id() != -1 or run.model.passes.is_open:
+    if is_in_backward() or run.model.passes.is_open:
         doing = "a forward or backward"
     if doing:
         raise StateError(f"{verb} in the middle of {doing}: {remedy}")

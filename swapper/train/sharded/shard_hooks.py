@@ -23,14 +23,15 @@ from swapper.errors import StateError
 from swapper.modules.own_hook import OwnHook
 from swapper.modules.turns import is_in_backward
 from swapper.paging.section import own_storage
+from swapper.tensors.torch_functions import share_memory
+from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.passes.given_model import HookTargets
 from swapper.train.sharded.buffer_memory import EmptyTensors, give_memory, has_replicas, take_memory
 from swapper.train.sharded.buffers import memory_bytes
-from swapper.train.sharded.cold_shard import ColdShard
-from swapper.train.sharded.open_shards import OpenShards, local_of
+from swapper.train.sharded.local_tensors import LocalTensor, OpenShards, local_of
 from swapper.train.sharded.shards import Shard, Shards, shard_count, sharded_like
 from swapper.train.steps.executor import UpdateExecutor
 
@@ -122,12 +123,12 @@ class ShardHooks:
             for shard in members:
                 vars(shard.fsdp_param).pop("reset_sharded_param", None)
                 shard.local.grad = None
-                if isinstance(getattr(shard.parameter.grad, "_local_tensor", None), ColdShard):
+                if shard.parameter.grad is not None and type(local_of(shard.parameter.grad)) is ColdGradient:
                     shard.parameter.grad = None
                 if not keep_cold:
                     shard.fsdp_param._sharded_param_data = torch.empty(0, dtype=shard.local.dtype, device="cpu")
                 if not keep_cold or id(shard.local) in self._paged:
-                    shard.parameter._local_tensor = _ClosedShard(shard.parameter._local_tensor)  # type: ignore[attr-defined]
+                    shard.parameter._local_tensor = LocalTensor(shard.parameter._local_tensor, None, _refuse)  # type: ignore[attr-defined]
 
     def _lease_around(self, param_group: Any, groups: list[GroupParameters]) -> None:
         """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
@@ -209,13 +210,13 @@ class ShardHooks:
 
     def _enter_backward(self) -> None:
         """Note that a backward goes on, and begin it if it is new."""
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         if task in self._tasks:
             return
         self._enter_phase("backward")
         self._tasks.add(task)
         self._updates.backward_begins(task)
-        torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._end_backward(task)))
+        after_backward(OwnHook(lambda: self._end_backward(task)))
 
     def _end_backward(self, task: int) -> None:
         self._tasks.discard(task)
@@ -257,17 +258,11 @@ def _stay_there(fsdp_param: Any) -> None:
 
     def reset_if_moved() -> None:
         parameter = getattr(of.module, of.param_name)
-        if parameter is not fsdp_param.sharded_param or not _share_memory(
-            local_of(parameter), fsdp_param._sharded_param_data
-        ):
+        is_same = parameter is fsdp_param.sharded_param
+        if not is_same or not share_memory(local_of(parameter), fsdp_param._sharded_param_data):
             reset()
 
     fsdp_param.reset_sharded_param = reset_if_moved
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _take_gradient(shard: Shard, updates: UpdateExecutor) -> Callable[[Any], None]:
@@ -284,26 +279,11 @@ def _take_gradient(shard: Shard, updates: UpdateExecutor) -> Callable[[Any], Non
         for take in (local._post_accumulate_grad_hooks or {}).values():
             take(local)
         if type(local.grad) is ColdGradient:
-            parameter.grad._local_tensor = ColdShard(local, local.grad)
+            parameter.grad._local_tensor = LocalTensor.of_gradient(local, local.grad)
         elif local.grad is not None:
             parameter.grad._local_tensor = local.grad
 
     return hook
-
-
-class _ClosedShard(torch.Tensor):
-    """Has the shape of a shard that stayed on NVMe. Every operation on it raises, those of DTensor's dispatcher too."""
-
-    @staticmethod
-    def __new__(cls, like: torch.Tensor) -> _ClosedShard:
-        tensor: _ClosedShard = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        _refuse()
 
 
 def _refuse(async_op: bool = False) -> None:

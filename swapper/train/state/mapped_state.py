@@ -20,13 +20,14 @@ import torch
 
 from swapper.checkpoint.mapping.mapped_files import BOTH, PRIVATE, FileMapping, FilePart, WatchedMemory, check_parts
 from swapper.checkpoint.mapping.save_guard import guard_saves
-from swapper.checkpoint.mapping.shown_tensor import Shown, ShownTensor
 from swapper.errors import InvariantError, IoError, StateError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
 from swapper.runtime.limits import naming_limits
 from swapper.runtime.process import after_fork_in_child
+from swapper.tensors.guarded_tensor import TensorWatch, watch_of
+from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.state.state_view import ShownState
 
@@ -44,39 +45,64 @@ _shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
 _mapped: weakref.WeakValueDictionary[str, FileMapping] = weakref.WeakValueDictionary()  # files by path, for all states
 
 
-class StateTensor(ShownTensor):
-    """A tensor that shows a part of the state until that changes.
+class ShownPlace(TensorWatch):
+    """Watches a tensor that shows a part of the state until that changes, and its views.
 
     Attributes:
-        shown_files: what it is mapped from.
+        place: the part's.
+        files: what it is mapped from.
     """
 
-    shown_by: MappedState
-    shown_place: TensorLocation
-    shown_files: Sequence[FilePart]
+    is_mapped = True
+    moves_copy = True  # who takes it over may change it
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.shown_by.expired:
-            return f"StateTensor(expired, shape={tuple(self.shape)}, dtype={self.dtype})"
-        return super().__repr__()
+    def __init__(self, state: MappedState, place: TensorLocation, files: Sequence[FilePart]) -> None:
+        self.state = state
+        self.place = place
+        self.files = files
+
+    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.state.tensors[id(tensor)] = super().watch(tensor)
+        return tensor
+
+    def use(self, tensor: torch.Tensor) -> None:
+        if self.state.expired:
+            raise StateError(
+                f"a tensor of {self.state.made_by} is used after {self.state.expired}: it showed an earlier state, and has no "
+                "memory of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use "
+                "manager.snapshot(path)"
+            )
+        self.used(tensor)
+
+    def used(self, tensor: torch.Tensor) -> None:
+        check_parts(self.files, f"a tensor of {self.state.made_by}")
+
+    def write(self, how: str) -> None:
+        raise _only_shows(how, self.state.made_by)
+
+    def text(self, tensor: torch.Tensor) -> str | None:
+        is_over = self.state.expired
+        return f"StateTensor(expired, shape={tuple(tensor.shape)}, dtype={tensor.dtype})" if is_over else None
 
 
-class MappedState(Shown):
+class MappedState:
     """The content of one state_dict.
 
     Args:
         pager: all its content is in the store, or in resident sections.
         made_by: the function that made these tensors, for errors.
-    """
 
-    may_change = True
+    Attributes:
+        tensors: those that show it, by id.
+        expired: why they have expired; "" until then.
+    """
 
     def __init__(self, pager: Pager, made_by: str) -> None:
         self._pager = pager
         self.made_by = made_by
         self._mappings: dict[str, FileMapping] = {}
         self._places: dict[int, TensorLocation] = {}  # by address
-        self._tensors: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
+        self.tensors: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self.expired = ""
         _shown.add(self)
 
@@ -106,50 +132,24 @@ class MappedState(Shown):
             files = self._parts(pages, memory)
         shown = flat.view(spec.dtype).view(spec.shape)
         self._places[shown.data_ptr()] = place
-        self._watch(shown, place, files)
-        return shown
-
-    def check(self, tensor: ShownTensor) -> None:
-        """Raise StateError if the state has changed, CheckpointError if a file has."""
-        if self.expired:
-            raise StateError(
-                f"a tensor of {self.made_by} is used after {self.expired}: it showed an earlier state, and has no "
-                "memory of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use "
-                "manager.snapshot(path)"
-            )
-        self.check_whole(tensor)
-
-    def check_whole(self, tensor: ShownTensor) -> None:
-        assert isinstance(tensor, StateTensor)
-        check_parts(tensor.shown_files, f"a tensor of {self.made_by}")
-
-    def check_written(self, how: str) -> None:
-        raise _only_shows(how, self.made_by)
+        return ShownPlace(self, place, files).watch(shown)
 
     def place_of(self, tensor: torch.Tensor) -> TensorLocation | None:
         """Return the location that `tensor` shows from its beginning."""
         return self._places.get(tensor.data_ptr())
-
-    def watch(self, view: torch.Tensor, of: ShownTensor) -> None:
-        assert isinstance(of, StateTensor)
-        self._watch(view, of.shown_place, of.shown_files)
 
     def expire(self, why: str) -> None:
         """Expire all tensors before the state changes; accesses past the check then find the sections' memory."""
         if self.expired:
             return
         self.expired = why
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for tensor in list(self._tensors.values()):
-                tensor.data = _same_part(tensor, tensor.shown_place)  # type: ignore[attr-defined]
-                tensor.shown_files = ()  # type: ignore[attr-defined]
-        self._tensors.clear()
+        with torch.no_grad(), without_torch_functions():
+            for tensor in list(self.tensors.values()):
+                watch: ShownPlace = tensor.swapper_watch  # type: ignore[attr-defined]
+                tensor.data = _same_part(tensor, watch.place)
+                watch.files = ()
+        self.tensors.clear()
         self._mappings.clear()
-
-    def _watch(self, tensor: torch.Tensor, place: TensorLocation, files: Sequence[FilePart]) -> None:
-        tensor.__class__ = StateTensor
-        tensor.shown_by, tensor.shown_place, tensor.shown_files = self, place, files  # type: ignore[attr-defined]
-        self._tensors[id(tensor)] = tensor
 
     def _map(self, page: Page) -> FileMapping:
         path = self._path_of(page)
@@ -250,7 +250,8 @@ def _same_part(tensor: torch.Tensor, place: TensorLocation) -> torch.Tensor:
 
 def steady(value: Any, place: TensorLocation | None) -> Any:
     """Return `value`, to be stored at `place`; a copy if it shows another place, which may be overwritten first."""
-    is_other = type(value) is StateTensor and value.shown_by.place_of(value) != place
+    watch = watch_of(value)
+    is_other = isinstance(watch, ShownPlace) and watch.state.place_of(value) != place
     return value.clone() if is_other else value
 
 

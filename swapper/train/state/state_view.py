@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from swapper.checkpoint.mapping.shown_tensor import views_among
 from swapper.errors import StateError
-from swapper.modules.torch_functions import Function, tensors_among
+from swapper.tensors.guarded_tensor import TensorWatch
 
 
 class StateStore(Protocol):
@@ -138,42 +137,8 @@ class ParameterState(MutableMapping[str, Any]):
         return OrderedDict, (), None, None, iter(dict(self).items())  # torch.load(weights_only=True) knows this class
 
 
-class StateCopy(torch.Tensor):
-    """A copy of a part of the state. Never constructed: a tensor's class is set to it."""
-
-    shown: ShownState
-
-    @classmethod
-    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        copies = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is StateCopy]
-        with torch._C.DisableTorchFunctionSubclass():
-            versions = [copied._version for copied in copies]
-            result = func(*args, **kwargs)
-            written = [copied for copied, version in zip(copies, versions, strict=True) if copied._version != version]
-            if func is torch.Tensor.to and any(result is copied and copied.shown.is_taken_over for copied in copies):
-                return result.detach().as_subclass(torch.Tensor).clone()  # the new owner of the state may change it
-            for copied in copies:
-                copied.shown.watch_views(result)
-        if func in (torch.Tensor.numpy, torch.Tensor.__array__):
-            result.flags.writeable = False  # nobody would see it
-        for shown in dict.fromkeys(copied.shown for copied in written):
-            shown.was_written(getattr(func, "__name__", str(func)))
-        return result
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.shown.memory)
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({}).__reduce_ex__(protocol)
-
-
-class ShownState:
-    """A copy of one tensor of the state, shared by all views of it.
+class ShownState(TensorWatch):
+    """Watches a copy of one tensor of the state, and its views.
 
     Args:
         memory: the copy.
@@ -181,35 +146,26 @@ class ShownState:
         is_taken_over: the result of `.to()` belongs to another optimizer, with memory of its own.
     """
 
+    follows_writes = True
+
     def __init__(
         self, memory: torch.Tensor, write: Callable[[torch.Tensor, str], None], is_taken_over: bool = False
     ) -> None:
         self.memory = memory
-        self.is_taken_over = is_taken_over
+        self.moves_copy = is_taken_over
         self._write = write
-        self._tensor: weakref.ref[torch.Tensor] | None = None
+        self._tensor: Callable[[], torch.Tensor | None] = lambda: None
 
     def tensor(self) -> torch.Tensor:
         """Return the user's tensor; the same one as long as anybody holds it."""
-        tensor = None if self._tensor is None else self._tensor()
+        tensor = self._tensor()
         if tensor is None:
-            tensor = self._show(self.memory.detach())
+            tensor = self.watch(self.memory.detach())
             self._tensor = weakref.ref(tensor)
         return tensor
 
-    def watch_views(self, result: Any) -> None:
-        """Make views in `result` that share the memory stand for the state too."""
-        for view in views_among(result, self.memory):
-            self._show(view)
-
-    def was_written(self, how: str) -> None:
-        """Write the copy back. Raises StateError: it is not the state any more."""
+    def wrote(self, how: str) -> None:
         self._write(self.memory, how)
-
-    def _show(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor.__class__ = StateCopy
-        tensor.shown = self  # type: ignore[attr-defined]
-        return tensor
 
 
 def outdated(name: str, key: str, how: str) -> StateError:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from swapper.tensors.torch_private import backward_task, dispatch_modes, keeps_graph, will_run, without_torch_functions
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.trainable import Trainable
 from swapper.train.steps.pending_uses import PendingUses
@@ -59,7 +60,7 @@ class BackwardProgress:
     def begin(self, task: int, is_accumulating: bool) -> None:
         """Note that the outermost backward begins."""
         self.task = task
-        self._uses.graph_stays = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._uses.graph_stays = keeps_graph()
         self.is_last = not is_accumulating and not self._uses.graph_stays
         for group, tasks in list(self._arrivals.items()):  # some may arrive before any module is called
             self._arrivals[group] = {key: came_in for key, came_in in tasks.items() if came_in == task}
@@ -80,16 +81,16 @@ class BackwardProgress:
     def note_gradient(self, parameter: torch.Tensor) -> None:
         """Note that a parameter has got its gradient of the running graph task."""
         tasks = self._arrivals.setdefault(self.group_of(parameter), {})
-        tasks[id(parameter)] = torch._C._current_graph_task_id()
+        tasks[id(parameter)] = backward_task()
 
     def complete(self, done: Container[int]) -> Iterator[int]:
         """Yield the groups with which the running backward is over, as far as that is known, without those that are done.
 
         The caller may update each before the next.
         """
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         is_part = task == self.task or self.together is not None
-        if not self.is_last or not is_part or torch._C._len_torch_dispatch_stack():
+        if not self.is_last or not is_part or dispatch_modes():
             return  # selective checkpointing has modes of its own, in which nothing else may be computed
         for group in [group for group, tasks in self._arrivals.items() if tasks]:
             if group not in done and self._is_complete(group, task):
@@ -115,6 +116,6 @@ def _gets_gradient(parameter: nn.Parameter) -> bool:
     """Return True if the running backward accumulates a gradient of `parameter`, or has done so."""
     if not parameter.requires_grad:
         return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    return torch._C._will_engine_execute_node(node)
+    return will_run(node)

@@ -11,7 +11,7 @@ plain torch's. So nobody may see them:
   it: a hook on each parameter finishes the step before the first gradient of a backward arrives;
 - of a step that a backward has begun, used gradients can be read and not changed (`UsedGradient`), and everything else is
   refused until `optimizer.step()`, which checks that gradients and settings are those that were used;
-- a sharded model's shards and gradients are hidden from DTensor's dispatcher (sharded/open_shards.py);
+- a sharded model's shards and gradients are hidden from DTensor's dispatcher (sharded/local_tensors.py);
 - tensors and arrays that share the memory of a parameter or of its gradient (`.data`, views, a flat buffer) cannot be
   hidden: groups that have any are updated in `optimizer.step()`;
 - the optimizer's state, gather, load_state_dict, snapshots, clipping, the next step and closing finish the step, or are
@@ -44,6 +44,7 @@ from swapper.errors import StateError
 from swapper.modules.own_hook import OwnHook
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.interrupts import defer_signals
+from swapper.tensors.torch_private import backward_task
 from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.gradients.used_gradient import ADVICE
 from swapper.train.groups.group_state import CURRENT, DUE, READY, SEALED, UPDATING
@@ -269,7 +270,7 @@ class UpdateExecutor:
                 self._sweep.give_back()
 
     def _refuse_begun(self) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if backward_task() == -1:
             self.pass_begins()
         if self.has_begun_early:
             raise StateError(

@@ -45,6 +45,7 @@ from swapper.device.device_storage import Span, merge_spans
 from swapper.errors import DeviceError, InvariantError, StateError
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
+from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.gradients.fixed_gradient import fix, unfix
 from swapper.train.groups.train_device import TrainingDevice
@@ -185,7 +186,7 @@ class DeviceSweep(Sweep):
             unfix(alive)
 
     def pass_begins(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_functions():
             are_there = any(parameter.grad is gradient for parameter, gradient in self._read if gradient is not None)
         if are_there:  # this pass may add to them
             self.rejoin()

@@ -32,6 +32,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.free_memory import note_freed, note_temporaries
+from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
 from swapper.train.layout.trainable import UPDATE_ELEMENTS, GroupUpdate, Trainable, decoded_bytes
 from swapper.train.optimizer.entries import PAGED, StateEntries, in_order
@@ -142,7 +143,7 @@ class Sweep:
         """Return the part of a step for parameters in these groups of the optimizers, with the gradients of this moment; None if
         it has none. Increases versions."""
         found = zip(trainable.parameters, trainable.settings, strict=True)
-        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and their data is not needed
+        with without_torch_functions():  # many are cold, and their data is not needed
             update = GroupUpdate(trainable, tuple(p.grad if at in groups else None for p, at in found))
             changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
             torch.autograd.graph.increment_version(changed)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from swapper.tensors.torch_private import schemas_of, without_torch_functions
+
 Function = Callable[..., Any]
 
 
@@ -106,7 +108,7 @@ def written_arguments(function: Function) -> list[tuple[int, str]]:
 @cache
 def _written_by_schema(name: str) -> frozenset[tuple[int, str]]:
     """Return the arguments that an operator writes to, but the first."""
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    schemas = schemas_of(f"aten::{name}")
     after_first = ((place, of) for schema in schemas for place, of in enumerate(schema.arguments) if place > 0)
     return frozenset(
         (place, of.name) for place, of in after_first if not of.kwarg_only and of.alias_info and of.alias_info.is_write
@@ -133,7 +135,7 @@ def changes_nothing(convert: Callable[[torch.Tensor], Any], tensor: torch.Tensor
         convert: does not change the tensor that it is given, or changes it visibly (`share_memory_`).
         tensor: contiguous; its data is not read.
     """
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with without_torch_functions(), torch.no_grad():
         like = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
         try:
             return convert(like) is like and not (like.device.type == "cpu" and like.is_shared())
@@ -181,18 +183,18 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 def native(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Do `func` as if all tensors were of torch's own class."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         return func(*args, **kwargs)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as one of torch's own class."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         return tensor.as_subclass(torch.Tensor)
 
 
 def share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_functions():
         try:
             return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
         except NotImplementedError:  # it has none: functorch has wrapped it
