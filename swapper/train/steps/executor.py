@@ -184,7 +184,7 @@ class UpdateExecutor:
     def remove(self) -> None:
         """Remove the hooks, and forget an open step."""
         self._hooks.remove()
-        self._forget(GroupParameters.forget_update)
+        self._forget(shows=False)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -292,11 +292,14 @@ class UpdateExecutor:
 
     def forget(self) -> None:
         """Forget the open step: all groups have been restored to the state before it, or it was taken."""
-        self._forget(GroupParameters.clear_deferred)
+        self._forget(shows=True)
 
-    def _forget(self, show: Callable[[GroupParameters], None]) -> None:
+    def _forget(self, shows: bool) -> None:
         for group in self._open:
-            show(self._groups[group])
+            if shows:
+                self._groups[group].clear_deferred()
+            else:
+                self._groups[group].forget_update()
         self._guards.clear(self._open.values())
         self._open, self._late = {}, {}
         self._failure = None
@@ -459,7 +462,7 @@ class UpdateExecutor:
                 updating = self._updating()
                 undone = [index for index in self._open if index == group or index in updating]
                 if not self._owner.undo_update([self._open[index] for index in undone], error):
-                    self._forget(GroupParameters.forget_update)
+                    self._forget(shows=False)
                 else:
                     self._sweep.abandon()
                     for index in undone:
