@@ -17,10 +17,10 @@ from swapper.device.device_placement import (
     place_on_device,
 )
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
+from swapper.device.model_device import page_access
 from swapper.errors import BudgetError, ConfigError
 from swapper.io.alignment import round_up
 from swapper.modules.groups import largest_working_set, working_sets
-from swapper.modules.model_device import page_access
 from swapper.paging.dry_run import Task
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
 from swapper.paging.planning.layout import SectionPlan, Slot
