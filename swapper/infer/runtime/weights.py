@@ -102,13 +102,9 @@ class PagedWeight:
     empty: Empty = torch.empty
 
     @property
-    def is_made(self) -> bool:
-        return self.recipe.make is not None
-
-    @property
     def stands_in(self) -> bool:
         """Whether the cold parameter has a stand-in for its data: a tensor of its shape with the memory of one element."""
-        return self.is_made or not self.parts
+        return self.recipe.make is not None or not self.parts
 
     def data(self) -> torch.Tensor:
         """Return the data of the cold parameter: the view of its location, or a stand-in."""
@@ -199,20 +195,20 @@ class GroupWeights(LeasedGroup):
 
     def _materialize(self) -> None:
         super()._materialize()
-        values = iter(self.home.values)
-        for weight in self.weights:
-            value = next(values, None)
-            if value is None and weight.parameter.requires_grad:
+        values, is_made = self.home.values, False
+        for number, weight in enumerate(self.weights):
+            if not values and weight.parameter.requires_grad:
                 raise StateError(
                     f"parameter {weight.name} requires a gradient, but {FOR_INFERENCE}: to train it, build the model in memory "
                     "and use swapper.SwapManager"
                 )
             if weight.stands_in:
+                is_made = True
                 with torch.inference_mode(False), torch.no_grad():
-                    made = weight.recipe.from_parts(weight.parts, weight.empty) if value is None else value
+                    made = values[number] if values else weight.recipe.from_parts(weight.parts, weight.empty)
                     weight.parameter.data = made
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        self.stays_materialized = self.home.stays and not any(weight.stands_in for weight in self.weights)
+        self.stays_materialized = self.home.stays and not is_made
 
     def _dematerialize(self) -> None:
         self._unmanage_moved()
