@@ -87,7 +87,7 @@ class InferenceDevice(ModelDevice):
 
         Args:
             sections: of its runs.
-            kept: pages that stay in host memory.
+            kept: pages that stay in host memory, unless the image stays here.
         """
         if not group.weights or group.image_bytes > self._image_bytes:
             return RowsHome(weight.name for weight in group.weights), [[] for _ in group.weights]
@@ -100,7 +100,7 @@ class InferenceDevice(ModelDevice):
         views = iter([view_of(storage.memory, offset, part) for offset, part in zip(offsets, parts, strict=True)])
         located = [[next(views) for _ in weight.recipe.parts] for weight in group.weights]
         name = group.weights[0].name.rpartition(".")[0]
-        image = self.add_image(group.index, name, storage, spans, kept)
+        image = self.add_image(group.index, name, storage, spans, () if group.index in self._resident_set else kept)
         self._passing_frames -= sum(copy.stays for copy in image.copies)
         self._uploads.max_in_flight = max(COPIES_IN_FLIGHT, self._passing_frames // 2)
         return DeviceHome(self, image), located
@@ -121,9 +121,6 @@ class InferenceDevice(ModelDevice):
     def close(self) -> None:
         self.copies.finish()
         super().close()
-
-    def stays(self, group: int) -> bool:
-        return group in self._resident_set
 
 
 @dataclass
@@ -187,7 +184,7 @@ class GroupMaking:
             expert = OnDemandHome(self.experts, self._numbered(group.index), self._with_it(group.index))
             return expert, [[] for _ in group.weights]
         pages = [page for section in sections for page in section.pages]
-        kept = max(len(pages) - self.fitting.placement.streamed, 0) if self._stays_in_host(group.index) else 0
+        kept = max(len(pages) - self.fitting.placement.streamed, 0) if group.index in self._used else 0
         if self.on_device is not None:
             return self.on_device.home(group, sections, [page.index for page in pages[:kept]])
         home = HostHome(self.streaming.pager, group.index, pages, kept)
@@ -203,10 +200,6 @@ class GroupMaking:
             self.recipes[id(paged.parameter)] = weight.recipe
             weights.append(paged)
         return weights
-
-    def _stays_in_host(self, group: int) -> bool:
-        """Return True if pages of the group may stay in host memory: it is used as a whole, and not resident on a device."""
-        return group in self._used and (self.on_device is None or not self.on_device.stays(group))
 
     def _with_it(self, index: int) -> list[tuple[Key, Recipe]]:
         """Return the weights of the other groups of an expert."""

@@ -103,11 +103,10 @@ class GroupParameters(LeasedGroup):
                 fill(section, self._pager, content)
 
     def move(self, new: GroupState) -> None:
-        """Change the state. Raises InvariantError: that is no legal move."""
-        if (self.state, new) not in LEGAL_MOVES:
-            raise InvariantError(
-                f"group {self.index} ({self.names[0]} and others): {self.state.name} -> {new.name} is not a legal move"
-            )
+        """Change the state. Raises InvariantError: that is no legal move, or not while the group is leased."""
+        if (self.state, new) not in LEGAL_MOVES or (self.is_leased and new is not CURRENT):
+            where = f"group {self.index} ({self.names[0]} and others, leased {self._leases} times)"
+            raise InvariantError(f"{where}: {self.state.name} -> {new.name} is not a legal move")
         self.state = new
 
     def defer_update(self, state: GroupState, catch_up: Update) -> None:
@@ -219,6 +218,10 @@ class GroupParameters(LeasedGroup):
     # ------------------------------------------------------------------------------------------------------------------
 
     def _materialize(self) -> None:
+        if self.state is not CURRENT:
+            raise InvariantError(
+                f"group {self.index} ({self.names[0]} and others) is used while it is {self.state.name}"
+            )
         if self.paged:
             super()._materialize()
         self.take_in_assigned()
