@@ -8,36 +8,46 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from swapper.device.tier import DeviceCopy
+from swapper.errors import InvariantError
 from swapper.modules.cold import leave_cold, materialize, set_cold, unguard
-from swapper.paging.planning.schedule import Access
+from swapper.modules.home import GroupHome, Update
 from swapper.tensors.torch_private import uses_of_storage
 
 
 class LeasedGroup(ABC):
-    """Counts the leases of one group. A subclass reads its parameters in.
+    """Counts the leases of one group. While there is one, kernels see the parameters in their home.
 
     Args:
         index: of the group.
         parameters: qualified name and parameter of each.
-        image: of the group on an accelerator; None: kernels run on the CPU.
+        tensors: their data at home.
+        home: brings their bytes.
+        paged: some of it is evicted between its uses.
 
     Attributes:
-        paged: some of it is evicted between its uses.
+        own_storages: of `tensors`, as `storage_of` gives them.
+        stays_materialized: from now on the parameters are there without a lease, until the home evicts them.
+        catch_up: called before a lease brings anything, if the group's last update is deferred; see GroupParameters.
     """
 
-    image: DeviceCopy | None
-    paged: bool
+    catch_up: Update | None = None
+    stays_materialized = False
 
     def __init__(
-        self, index: int, parameters: Iterable[tuple[str, nn.Parameter]], image: DeviceCopy | None = None
+        self,
+        index: int,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        tensors: Iterable[torch.Tensor],
+        home: GroupHome,
+        paged: bool,
     ) -> None:
-        named = list(parameters)
         self.index = index
-        self.image = image
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
-        self._leases = 0  # of passes; they share one of the pager's leases
+        self.home = home
+        self.paged = paged
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.own_storages = frozenset(storage_of(tensor) for tensor in tensors if tensor.numel())
+        self._leases = 0  # of passes; they share one use of the home
         self._versions: list[int] = []  # of the parameters when they were leased
 
     @property
@@ -47,44 +57,40 @@ class LeasedGroup(ABC):
     @property
     def settled(self) -> bool:
         """Whether everything stays in memory: a lease costs nothing."""
-        return not self.paged
+        return not self.paged or self.stays_materialized
 
     @property
-    @abstractmethod
-    def storages(self) -> set[int]:
-        """Storages of parameters that become cold, as `storage_of` gives them."""
-
-    @property
-    @abstractmethod
-    def kept_accesses(self) -> Sequence[Access]:
-        """The pager's leases that the group has even while no pass leases it."""
+    def storages(self) -> frozenset[int | None]:
+        """Storages of parameters that become cold."""
+        return self.own_storages if self.paged else frozenset()
 
     def lease(self) -> bool:
-        """Read the parameters in, if need be, and keep them until `release`. Returns whether the pager was asked for them."""
+        """Bring the parameters, if need be, and keep them until `release`. Returns whether that is in the order of a pass."""
         if self._leases:
-            self.wait_on_current_stream()
+            self.home.wait_on_current_stream()
             self._leases += 1
             return False
-        is_asked = self._fault_in()
+        is_ordered = self.home.fetch(self.catch_up)
         self._leases = 1
-        if is_asked:
-            try:
-                self._materialize()
-            except BaseException:
-                self.release()
-                raise
-            self._versions = [parameter._version for parameter in self.parameters]
-        return is_asked
-
-    def wait_on_current_stream(self) -> None:
-        """Have the current stream, which may not be the one of the lease, wait for the leased parameters."""
-        if self.image is not None:
-            self.image.storage.wait_on_current_stream()
+        if self.stays_materialized:
+            return False
+        try:
+            self._materialize()
+        except BaseException:
+            self.release()
+            raise
+        self._versions = [parameter._version for parameter in self.parameters]
+        return is_ordered
 
     def release(self) -> None:
-        """End a lease; after the last one the parameters are cold."""
-        if self.image is not None:
-            self.image.storage.note_use()
+        """End a lease; after the last one the parameters are cold.
+
+        Raises:
+            InvariantError: there is none.
+        """
+        if not self._leases:
+            raise InvariantError(f"group {self.index} ({', '.join(self.names[:1])} and others) is not leased")
+        self.home.note_use()
         self._leases -= 1
         if self._leases:
             return
@@ -104,6 +110,7 @@ class LeasedGroup(ABC):
         self._versions = []
         if not self.settled:
             self._dematerialize()
+        self.home.forget()
 
     def abandon(self, keep_cold: bool = True) -> None:
         """End its use. Parameters that stay in memory stay usable; the others stay cold for good if `keep_cold`."""
@@ -112,20 +119,19 @@ class LeasedGroup(ABC):
                 leave_cold(parameter)
             else:
                 unguard(parameter)
+        self.home.leave(self.settled)
 
     # --- what differs -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _fault_in(self) -> bool:
-        """Have the parameters' data at their addresses. Returns False if they are materialized already."""
-
-    @abstractmethod
-    def _give_back(self, changed: bool) -> None:
-        """Make the parameters cold and give their memory back: the last lease ended."""
-
-    @abstractmethod
     def _note_change(self, names: list[str]) -> None:
         """Note that these parameters were changed during the lease that ended."""
+
+    def _give_back(self, changed: bool) -> None:
+        """Make the parameters cold and give their memory back: the last lease ended."""
+        if not self.settled:
+            self._dematerialize()
+        self.home.give_back()
 
     def _changed(self) -> list[str]:
         """Return the names of the parameters that were changed in place during the lease, as by nn.Embedding(max_norm=...)."""

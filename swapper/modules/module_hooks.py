@@ -117,11 +117,11 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         return before
 
     def abandon_pass(self) -> None:
-        """Forget a pass that an exception or Ctrl-C ended, with its leases but `kept_accesses`."""
+        """Forget a pass that an exception or Ctrl-C ended, with its leases but `GroupHome.kept_accesses`."""
         self._running.clear()
         for group in self._groups:
             group.forget_leases()
-        self._drop_leases([access for group in self._groups for access in group.kept_accesses])
+        self._drop_leases([access for group in self._groups for access in group.home.kept_accesses])
 
     def fault_in(self, parameter: nn.Parameter) -> bool:
         """Lease a cold parameter's group for the innermost running forward that contains it. False if there is none."""

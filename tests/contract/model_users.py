@@ -15,9 +15,9 @@ from torch import nn
 
 import swapper
 from swapper import _C
+from swapper.device.model_device import ModelDevice
 from swapper.modules.cold import is_cold
 from swapper.modules.leased_group import LeasedGroup
-from swapper.modules.model_device import ModelDevice
 from swapper.modules.module_hooks import ModuleHooks
 from swapper.modules.resources import Resources
 

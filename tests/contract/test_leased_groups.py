@@ -10,6 +10,7 @@ import torch
 from model_users import USERS, User, is_away
 
 import swapper
+from swapper.errors import InvariantError
 
 
 @pytest.fixture(params=USERS)
@@ -91,3 +92,13 @@ def test_a_view_of_it_is_known_by_its_storage(user: User) -> None:
     of_views = {storage_of(parameter.detach()[:1]) for parameter in group.parameters}
     group.release()
     assert of_views <= group.storages or user.group().names == ["experts.1.weight"]  # what an expert shows stays
+
+
+def test_a_release_without_a_lease_raises_and_changes_nothing(user: User) -> None:
+    group = user.group()
+    with pytest.raises(InvariantError, match=rf"group {group.index} \({group.names[0]} and others\) is not leased"):
+        group.release()
+    group.lease()
+    check_content(user)
+    group.release()
+    assert is_away(group) and not group.is_leased

@@ -12,7 +12,7 @@ from infer.host_device import BYTES_PER_S, HostDevice
 from model_users import MIB, USERS, WIDTH, User, make
 
 import swapper
-from swapper.modules.model_device import ModelDevice
+from swapper.device.model_device import ModelDevice
 
 
 @pytest.fixture(params=[name for name in USERS if name.endswith("on a device")])

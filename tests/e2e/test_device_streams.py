@@ -20,7 +20,7 @@ import swapper
 from e2e.device_twins import MIB, MakeTwins, assert_can_be_closed, forget_copies, lose, on_device
 from e2e.twins import Twins, smallest_device_budget
 from swapper.device.device_storage import DeviceStorage
-from swapper.train.groups.parameter_group import DeviceGroupParameters
+from swapper.modules.home import DeviceHome
 from swapper.train.groups.train_device import StreamOrder, TrainingDevice
 
 __all__ = ["on_device"]
@@ -377,7 +377,7 @@ def test_a_module_that_uses_several_streams_itself_has_its_parameters_on_each(
 
 @pytest.mark.parametrize(
     "module, owner, wait",
-    [("fork", DeviceGroupParameters, "wait_on_current_stream"), ("aside", TrainingDevice, "gradient_came")],
+    [("fork", DeviceHome, "wait_on_current_stream"), ("aside", TrainingDevice, "gradient_came")],
 )
 def test_each_wait_for_such_a_module_is_needed(
     on_device: MakeTwins, tmp_path: Path, monkeypatch: Any, module: str, owner: type, wait: str

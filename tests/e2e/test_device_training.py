@@ -121,8 +121,8 @@ def test_a_change_that_cannot_be_brought_home_lets_all_that_was_gathered_go(
 
     monkeypatch.setattr(TrainingDevice, "copy_back", fail)
     with pytest.raises(swapper.IoError), pair.manager.gather(blocks, write=True):
-        assert sum(len(group.pins) for group in groups) > 1
-    assert not any(group.pins for group in groups)
+        assert sum(len(group.home.pins) for group in groups) > 1
+    assert not any(group.home.pins for group in groups)
     pair.train(train_step, steps=1)
     pair.finish(paged=False)
 

@@ -28,6 +28,6 @@ def check(model):
     if loaded._hooks is not None and loaded._on_device is not None:
         loaded._on_device.tier.finish()
         loaded._streaming.pager.check()
-        kept = {page for group in loaded._groups for access in group.kept_accesses for page in access.pages}
+        kept = {page for group in loaded._groups for access in group.home.kept_accesses for page in access.pages}
         leased = {p.index for s in loaded._streaming.sections for section in s for p in section.pages if p.leases}
         assert leased == kept

@@ -42,7 +42,24 @@ def test_a_move_is_allowed_or_raises_names_the_group_and_changes_nothing(group, 
         assert group.state is new
         return
     with pytest.raises(
-        InvariantError, match=rf"group 0 \(weight and others\): {old.name} -> {new.name} is not a legal"
+        InvariantError, match=rf"group 0 \(weight and others, leased 0 times\): {old.name} -> {new.name} is not a legal"
     ):
         group.move(new)
     assert group.state is old
+
+
+def test_a_leased_group_is_current(group):
+    group.lease()
+    with pytest.raises(InvariantError, match=r"leased 1 times\): CURRENT -> DUE is not a legal move"):
+        group.move(GroupState.DUE)
+    group.release()
+    group.move(GroupState.DUE)
+
+
+@pytest.mark.parametrize("state", [state for state in GroupState if state is not GroupState.CURRENT])
+def test_a_group_that_is_not_current_is_not_used(group, state):
+    group.state = state
+    for use in (group.lease, lambda: group.pin(write=False)):
+        with pytest.raises(InvariantError, match=f"group 0 .* is used while it is {state.name}"):
+            use()
+        assert not group.is_leased and not group.home.pins

@@ -1,6 +1,6 @@
 """Reads single experts of a mixture: only those with tokens.
 
-Some models have a list of modules, each of them an expert, whose weights are read when it runs (`OnDemandGroup`).
+Some models have a list of modules, each of them an expert, whose weights are read when it runs (`OnDemandHome`).
 Current models of transformers have the experts of a layer in one parameter for each of their maps, of shape (experts,
 out, in), and index it: `self.down_proj[expert]`. Such a parameter stays cold as a whole; its fault handler
 passes the index here, and the expert's own bytes are read, wherever the checkpoint has them. The last used experts
@@ -28,11 +28,9 @@ from swapper.infer.mapping.matching import Recipe
 from swapper.infer.mapping.tracing import recipe_of_row
 from swapper.infer.operators.device_experts import DeviceExperts
 from swapper.infer.operators.weight_rows import ReadInto
-from swapper.infer.runtime.weights import FOR_INFERENCE, GroupWeights, PagedWeight
+from swapper.infer.runtime.weights import FOR_INFERENCE
 from swapper.io.engines import Transfer, wait_for_all
-from swapper.modules.cold import materialize, set_cold
-from swapper.modules.guarded import FaultHandler
-from swapper.paging.pager import Pager
+from swapper.modules.home import GroupHome, Update
 
 Key = tuple[str, int, int]
 """Of a recipe in the cache: ("parameter", its id, expert) or ("group", its index, number of the weight)."""
@@ -291,70 +289,40 @@ class Experts:
             self._used_bytes -= part.recipe.stored_bytes
 
 
-class OnDemandGroup(GroupWeights):
-    """A group of an expert that is a module of its own: read when that runs, and kept in the experts' cache.
+class OnDemandHome(GroupHome):
+    """The experts' cache, for a group of an expert that is a module of its own: read when that runs.
 
     Args:
-        index, weights, pager, fault_handler: see GroupWeights; the pager is not used.
+        recipes: of the group's weights.
         with_it: the weights of the expert's other groups, which will be needed next.
-        experts: has the cache.
     """
 
     def __init__(
-        self,
-        index: int,
-        weights: Sequence[PagedWeight],
-        pager: Pager,
-        fault_handler: FaultHandler,
-        with_it: Sequence[tuple[Key, Recipe]],
-        experts: Experts,
+        self, experts: Experts, recipes: Sequence[tuple[Key, Recipe]], with_it: Sequence[tuple[Key, Recipe]]
     ) -> None:
-        super().__init__(index, weights, (), (), pager, fault_handler)
-        self._recipes = numbered(index, [weight.recipe for weight in weights])
-        self._with_it = with_it
+        super().__init__()
         self._experts = experts
+        self._recipes = list(recipes)
+        self._with_it = with_it
+        self._leased: list[Key] = []
 
-    @property
-    def settled(self) -> bool:
-        return False
+    def fetch(self, update: Update | None) -> bool:
+        self.values = self._experts.lease(self._recipes, self._with_it)
+        self._leased = [key for key, _ in self._recipes]
+        return False  # which experts are used is not known ahead
 
-    def _fault_in(self) -> bool:
-        values = self._experts.lease(self._recipes, self._with_it)
-        for parameter, value in zip(self.parameters, values, strict=True):
-            materialize(parameter)
-            with torch.inference_mode(False):
-                parameter.data = value
-        self._versions = [parameter._version for parameter in self.parameters]
-        self._note_memory()
-        return False  # the pager was not used
-
-    def _give_back(self, changed: bool) -> None:
-        keys = [key for key, _ in self._recipes]
-        self._unmanage_moved()
-        for weight in self.weights:
-            with torch.inference_mode(False):
-                materialize(weight.parameter)
-                weight.parameter.data = weight.stand_in()
-            set_cold(weight.parameter)
+    def give_back(self, changed: bool = False) -> None:
+        keys, self._leased, self.values = self._leased, [], ()
         self._experts.release(keys)
 
-    def unmanage(self, parameter: nn.Parameter) -> None:
-        pairs = zip(self.weights, self._recipes, strict=True)
-        self._recipes = [recipe for weight, recipe in pairs if weight.parameter is not parameter]
-        super().unmanage(parameter)
+    def forget(self) -> None:
+        self.give_back()
 
-    def forget_leases(self) -> None:
-        if self._leases:
-            self._leases, self._versions = 0, []
-            self._give_back(changed=False)
-
-    def _forget_change(self) -> None:
+    def discard_changes(self) -> None:
         self._experts.forget_changed([key for key, _ in self._recipes])
 
-
-def numbered(group: int, recipes: Sequence[Recipe]) -> list[tuple[Key, Recipe]]:
-    """Return each recipe of a group with its key in the cache."""
-    return [(("group", group, number), recipe) for number, recipe in enumerate(recipes)]
+    def unmanage(self, number: int) -> None:
+        del self._recipes[number]
 
 
 def _is_number(index: Any) -> bool:

@@ -14,6 +14,7 @@ from swapper.infer.runtime.infer_hooks import InferenceHooks
 from swapper.infer.runtime.weights import GroupWeights, PagedWeight
 from swapper.modules.groups import Unit
 from swapper.modules.guarded import FaultHandler
+from swapper.modules.home import HostHome
 from swapper.modules.operations import cold_seconds
 from swapper.modules.paging_costs import Act, measure_paging_costs
 from swapper.paging.pager import Pager
@@ -80,12 +81,13 @@ class _HookedModules:
         self._modules: dict[Access, _Module] = {}
         units, groups = [], []
         for number, access in enumerate(accesses):
-            part = torch.zeros(1, device="cpu")
+            part, pages = torch.zeros(1, device="cpu"), []
             if section is not None:
+                pages = [section.pages[index] for index in access.pages]
                 part = section.memory[access.pages[0] * (section.page_bytes or 0) :][: made.nbytes].view(made.dtype)
             module = self._modules[access] = _Module(nn.Parameter(torch.zeros(1, device="cpu"), requires_grad=False))
             weight = PagedWeight("weight", module.weight, [part], recipe)
-            groups.append(GroupWeights(number, [weight], access.pages, (), pager, self._handler))
+            groups.append(GroupWeights(number, [weight], HostHome(pager, number, pages), self._handler))
             units.append(Unit(str(number), module, (number,)))
         self._hooks = InferenceHooks(units, groups, *[lambda *_: None] * 4)
 

@@ -1,4 +1,4 @@
-"""Makes the groups of a loaded model: streamed, on a device, larger than that, or read on demand (experts).
+"""Makes the groups of a loaded model, each with its home: host memory, a device, none (larger than that), or experts on demand.
 
 On a device a group's parameters are views of its image (its storage there). Weights are copied page by page from the
 frames of host memory; those that fit the device's budget stay there, then those that fit host memory, and the rest is
@@ -7,7 +7,7 @@ read in each pass. Small weights, buffers and tensors that the checkpoint does n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -18,114 +18,46 @@ from swapper.device.copies import COPIES_IN_FLIGHT, NewCopies
 from swapper.device.device import Device
 from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import Span
-from swapper.device.tier import DeviceCopy, DeviceTier
+from swapper.device.model_device import ModelDevice
 from swapper.errors import BudgetError
 from swapper.infer.mapping.adoption import Places, adopt, locate, view_of
 from swapper.infer.mapping.matching import Recipe, Weight
 from swapper.infer.operators.device_experts import DeviceExperts
-from swapper.infer.operators.experts import Experts, ExpertWeights, Key, OnDemandGroup, numbered
+from swapper.infer.operators.experts import Experts, ExpertWeights, Key, OnDemandHome
 from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.planning.streaming_plan import StreamedGroup
 from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import GroupWeights, MadeMemory, PagedWeight
 from swapper.modules.guarded import FaultHandler
-from swapper.modules.model_device import ModelDevice
-from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.modules.home import DeviceHome, GroupHome, HostHome, Update
 from swapper.paging.section import Section
 from swapper.runtime.counters import Counters
 
 Adopted = TypeVar("Adopted", Weight, ExpertWeights)
 
 
-class DeviceGroup(GroupWeights):
-    """A group whose image is leased; its pages are in host memory only while they are copied.
+class RowsHome(GroupHome):
+    """None: a group on a device that is read by rows or parts and is too large for it as a whole; or one without weights.
 
     Args:
-        index, weights, pager, fault_handler: see GroupWeights; the parts of the weights are views of the image's storage.
-        image: the group's.
-        tier: has the image.
+        names: of the weights.
     """
 
-    def __init__(
-        self,
-        index: int,
-        weights: Sequence[PagedWeight],
-        image: DeviceCopy,
-        tier: DeviceTier,
-        pager: Pager,
-        fault_handler: FaultHandler,
-    ) -> None:
-        super().__init__(index, weights, (), (), pager, fault_handler, image)
-        self.image: DeviceCopy = image
-        self._tier = tier
-        self._stays_materialized = False  # it is on the device for good
-        image.before_eviction = self._before_eviction
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self._names = list(names)
 
-    @property
-    def settled(self) -> bool:
-        return not self.paged or self._stays_materialized
-
-    @property
-    def streamed_pages(self) -> list[int]:
-        return [] if self.image.stays else [copy.page.index for copy in self.image.copies if not copy.stays]
-
-    @property
-    def accesses(self) -> list[Access]:
-        if self.image.stays and self.image.is_filled:
-            return []
-        return [copy.access for copy in self.image.copies if not copy.stays]
-
-    @property
-    def kept_accesses(self) -> list[Access]:
-        return [copy.access for copy in self.image.copies if copy.is_held]
-
-    def _fault_in(self) -> bool:
-        if self.paged:
-            self._tier.lease(self.image)
-        return not self.settled
-
-    def _give_back(self, changed: bool) -> None:
-        if not self.settled:
-            self._dematerialize()
-        if self.paged:
-            self._tier.release(self.image)
-
-    def forget_leases(self) -> None:
-        super().forget_leases()
-        self._tier.forget(self.image)
-
-    def abandon(self, keep_cold: bool = True) -> None:
-        is_settled = self.settled
-        super().abandon(keep_cold)
-        self.image.before_eviction = lambda: None  # else the two would keep each other, and the memory
-        if not is_settled:
-            self._tier.drop(self.image)
-
-    def _materialize(self) -> None:
-        super()._materialize()
-        self._stays_materialized = self.image.stays and not self._makes
-
-    def _forget_change(self) -> None:
-        self._tier.invalidate(self.image)
-
-    def _before_eviction(self) -> None:
-        """Dematerialize: the image was to stay and is evicted."""
-        self._stays_materialized = False
-        self._dematerialize()
-
-
-class LargerThanDevice(GroupWeights):
-    """A group that is read by rows or parts and is too large for the device as a whole; or one without weights."""
-
-    def _fault_in(self) -> bool:
-        if self.weights:
+    def fetch(self, update: Update | None) -> bool:
+        if self._names:
             raise BudgetError(
-                f"parameter {self.names[0]} is used as a whole, and is larger than what device_memory leaves for weights; "
+                f"parameter {self._names[0]} is used as a whole, and is larger than what device_memory leaves for weights; "
                 "only its rows or parts can be used. Raise device_memory",
                 option="device_memory",
             )
-        return False
+        return super().fetch(update)
+
+    def unmanage(self, number: int) -> None:
+        del self._names[number]
 
 
 class InferenceDevice(ModelDevice):
@@ -148,16 +80,17 @@ class InferenceDevice(ModelDevice):
         self.copies = NewCopies(device, counters, self._allocate)
         self._passing_frames = streaming.pool.frame_count
 
-    def image(
+    def home(
         self, group: StreamedGroup, sections: Sequence[Section], kept: Collection[int]
-    ) -> tuple[DeviceCopy, list[list[torch.Tensor]]]:
-        """Return a group's image, and the parts of each of its weights as views of it.
+    ) -> tuple[GroupHome, list[list[torch.Tensor]]]:
+        """Return a group's home here, and the parts of each of its weights as views of it.
 
         Args:
-            group: the content of the image.
             sections: of its runs.
-            kept: pages that stay in host memory.
+            kept: pages that stay in host memory, unless the image stays here.
         """
+        if not group.weights or group.image_bytes > self._image_bytes:
+            return RowsHome(weight.name for weight in group.weights), [[] for _ in group.weights]
         parts = [part for weight in group.weights for part in weight.recipe.parts]
         storage, offsets = self.reserve(part.nbytes for part in parts)
         spans = {
@@ -166,11 +99,11 @@ class InferenceDevice(ModelDevice):
         }
         views = iter([view_of(storage.memory, offset, part) for offset, part in zip(offsets, parts, strict=True)])
         located = [[next(views) for _ in weight.recipe.parts] for weight in group.weights]
-        name = group.weights[0].name.rpartition(".")[0] if group.weights else ""
-        image = self.add_image(group.index, name, storage, spans, kept)
+        name = group.weights[0].name.rpartition(".")[0]
+        image = self.add_image(group.index, name, storage, spans, () if group.index in self._resident_set else kept)
         self._passing_frames -= sum(copy.stays for copy in image.copies)
         self._uploads.max_in_flight = max(COPIES_IN_FLIGHT, self._passing_frames // 2)
-        return image, located
+        return DeviceHome(self, image), located
 
     def experts(self, host_bytes: int, min_bytes: int) -> DeviceExperts[Key]:
         """Return memory for experts: `host_bytes` in host memory, and here at least this much, and what images leave."""
@@ -181,10 +114,6 @@ class InferenceDevice(ModelDevice):
         tier.shrink_others = made.shrink
         return made
 
-    def has_room_for(self, group: StreamedGroup) -> bool:
-        """Return True if all of it fits the device's budget. A group that is read by rows or parts may be larger."""
-        return group.image_bytes <= self._image_bytes
-
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory for a copy; if that is short, idle images are dropped for it."""
         return self.tier.evicting(lambda: self.device.empty(nbytes), nbytes, "rows of a weight")
@@ -192,9 +121,6 @@ class InferenceDevice(ModelDevice):
     def close(self) -> None:
         self.copies.finish()
         super().close()
-
-    def stays(self, group: int) -> bool:
-        return group in self._resident_set
 
 
 @dataclass
@@ -247,24 +173,22 @@ class GroupMaking:
         return replace(weight, parameter=self._adopted[id(weight.parameter)])
 
     def _make(self, group: StreamedGroup, sections: Sequence[Section]) -> GroupWeights:
-        pager, fault_handler = self.streaming.pager, self.fault_handler
-        pages = [page.index for section in sections for page in section.pages]
-        kept = pages[: max(len(pages) - self.fitting.placement.streamed, 0)] if self._stays_in_host(group.index) else []
-        image: DeviceCopy | None = None
-        if self.on_device is None:
-            located = locate(group.runs, sections, group.weights)
-        elif group.index in self._apart or not group.weights or not self.on_device.has_room_for(group):
-            located = [[] for _ in group.weights]
-        else:
-            image, located = self.on_device.image(group, sections, kept)
-        weights = self._adopt(group, located)
+        home, located = self._home(group, sections)
+        return GroupWeights(group.index, self._adopt(group, located), home, self.fault_handler)
+
+    def _home(
+        self, group: StreamedGroup, sections: Sequence[Section]
+    ) -> tuple[GroupHome, Sequence[list[torch.Tensor]]]:
+        """Return a group's home, and the parts of each of its weights there."""
         if group.index in self._apart:
-            return OnDemandGroup(group.index, weights, pager, fault_handler, self._with_it(group.index), self.experts)
-        if image is not None and self.on_device is not None:
-            return DeviceGroup(group.index, weights, image, self.on_device.tier, pager, fault_handler)
+            expert = OnDemandHome(self.experts, self._numbered(group.index), self._with_it(group.index))
+            return expert, [[] for _ in group.weights]
+        pages = [page for section in sections for page in section.pages]
+        kept = max(len(pages) - self.fitting.placement.streamed, 0) if group.index in self._used else 0
         if self.on_device is not None:
-            return LargerThanDevice(group.index, weights, (), (), pager, fault_handler)
-        return GroupWeights(group.index, weights, pages, kept, pager, fault_handler)
+            return self.on_device.home(group, sections, [page.index for page in pages[:kept]])
+        home = HostHome(self.streaming.pager, group.index, pages, kept)
+        return home, locate(group.runs, sections, group.weights)
 
     def _adopt(self, group: StreamedGroup, located: Sequence[list[torch.Tensor]]) -> list[PagedWeight]:
         weights = []
@@ -277,11 +201,12 @@ class GroupMaking:
             weights.append(paged)
         return weights
 
-    def _stays_in_host(self, group: int) -> bool:
-        """Return True if pages of the group may stay in host memory: it is used as a whole, and not resident on a device."""
-        return group in self._used and (self.on_device is None or not self.on_device.stays(group))
-
     def _with_it(self, index: int) -> list[tuple[Key, Recipe]]:
         """Return the weights of the other groups of an expert."""
-        others = [(group, self._plan.groups[group].weights) for group in self._apart[index] if group != index]
-        return [item for group, some in others for item in numbered(group, [weight.recipe for weight in some])]
+        return [item for group in self._apart[index] if group != index for item in self._numbered(group)]
+
+    def _numbered(self, group: int) -> list[tuple[Key, Recipe]]:
+        """Return the recipe of each weight of a group, with its key in the experts' cache."""
+        return [
+            (("group", group, number), weight.recipe) for number, weight in enumerate(self._plan.groups[group].weights)
+        ]

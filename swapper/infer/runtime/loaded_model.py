@@ -27,7 +27,7 @@ from swapper.infer.mapping.matching import BufferPlace, Recipe
 from swapper.infer.operators.experts import Experts
 from swapper.infer.operators.weight_rows import PartialProduct, RowLookup, RowPrefetcher
 from swapper.infer.planning.infer_placement import Fit
-from swapper.infer.runtime.infer_groups import DeviceGroup, GroupMaking, InferenceDevice
+from swapper.infer.runtime.infer_groups import GroupMaking, InferenceDevice
 from swapper.infer.runtime.infer_hooks import InferenceHooks, PassPredictor, allow_changes, is_cyclic, refuse_changes
 from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import (
@@ -43,6 +43,7 @@ from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
+from swapper.modules.home import DeviceHome
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_signals
@@ -158,7 +159,7 @@ class LoadedModel(FaultHandler):
         """Bytes that a pass over all weights reads from the files, after the first, which reads everything."""
         pages = {page.index: page for sections in self._streaming.sections for s in sections for page in s.pages}
         used = {index for access in self._cycle for index in access.pages}
-        wanted = {index for group in self._groups for index in group.streamed_pages}
+        wanted = {index for group in self._groups for index in group.home.streamed_pages}
         streamed = sum(pages[index].nbytes for index in wanted if index in used)
         return streamed + self._cut_bytes
 
@@ -363,13 +364,13 @@ class LoadedModel(FaultHandler):
 
     def _expect_images(self, order: Iterable[int]) -> None:
         if self._on_device is not None:
-            found = [self._groups[index] for index in order]
-            self._on_device.tier.expect([group.image for group in found if isinstance(group, DeviceGroup)])
+            found = [self._groups[index].home for index in order]
+            self._on_device.tier.expect([home.image for home in found if isinstance(home, DeviceHome)])
 
     def _stay(self) -> list[int]:
         """Return the pages of weights that stay materialized: users may hold them, or outputs that are views of them."""
         settled = [group for group in self._groups if group.settled]
-        return [index for group in settled for access in group.kept_accesses for index in access.pages]
+        return [index for group in settled for access in group.home.kept_accesses for index in access.pages]
 
     def _close_streaming(self, stay: Collection[int] = ()) -> None:
         if self._on_device is not None:
@@ -393,7 +394,7 @@ class LoadedModel(FaultHandler):
         expected = self._passes.note(name, order)
         if expected is None:
             return
-        cycle = [access for index in expected for access in self._groups[index].accesses]
+        cycle = [access for index in expected for access in self._groups[index].home.accesses]
         if not is_cyclic(cycle, self._cycle):
             self._cycle = cycle
             self._streaming.pager.expect(cycle)

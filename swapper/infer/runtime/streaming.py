@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from swapper.device.device import Device
+from swapper.device.model_device import page_access
 from swapper.formats.read_plan import FileRange
 from swapper.formats.sources import Source
 from swapper.formats.stored import StoredTensor
@@ -16,7 +17,6 @@ from swapper.infer.planning.infer_placement import Placement
 from swapper.infer.planning.streaming_plan import StreamingPlan
 from swapper.infer.runtime.model_files import WeightFiles
 from swapper.io.engines import Transfer, wait_for_all
-from swapper.modules.model_device import page_access
 from swapper.modules.resources import Resources
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.planning.schedule import Access, Schedule

@@ -1,8 +1,8 @@
 """Makes a group's parameters available while it is leased, for inference. They are never changed.
 
-Most are views of the window that their range of the file is read into. Those that are used in another dtype than the
-file's are computed from such a view at each lease, and freed after it. Pages that stay in memory are leased for good at
-their first use; a group that stays as a whole is materialized from then on and costs nothing more.
+Most are views of their home's memory. Those that are used in another dtype than the file's are computed from such a view
+at each lease, and freed after it. A group that stays as a whole is materialized from its first use on and costs nothing
+more.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from swapper.checkpoint.quantization import CHUNK_ELEMENTS
-from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, StateError
 from swapper.formats.stored import Empty
 from swapper.infer.mapping.matching import Recipe
 from swapper.io.alignment import TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.modules.cold import materialize, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
+from swapper.modules.home import GroupHome
 from swapper.modules.leased_group import LeasedGroup
-from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
-from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
 from swapper.runtime.sizes import format_bytes
 
@@ -90,7 +88,7 @@ class PagedWeight:
     """One streamed parameter.
 
     Attributes:
-        parts: views of the file's bytes, not touched before their use; empty if they are read on demand.
+        parts: views of the file's bytes, not touched before their use; empty if it has others' memory at each use.
         recipe: computes the parameter's data from `parts`.
         device: of its use.
         empty: memory for the result of `recipe`.
@@ -104,16 +102,15 @@ class PagedWeight:
     empty: Empty = torch.empty
 
     @property
-    def is_made(self) -> bool:
-        return self.recipe.make is not None
+    def stands_in(self) -> bool:
+        """Whether the cold parameter has a stand-in for its data: a tensor of its shape with the memory of one element."""
+        return self.recipe.make is not None or not self.parts
 
     def data(self) -> torch.Tensor:
         """Return the data of the cold parameter: the view of its location, or a stand-in."""
-        return self.parts[0] if self.parts and not self.is_made else self.stand_in()
-
-    def stand_in(self) -> torch.Tensor:
-        """Return a tensor of the parameter's shape with the memory of one element."""
-        return torch.zeros((), dtype=self.recipe.dtype, device=self.device).expand(self.parameter.shape)
+        if self.stands_in:
+            return torch.zeros((), dtype=self.recipe.dtype, device=self.device).expand(self.parameter.shape)
+        return self.parts[0]
 
 
 class GroupWeights(LeasedGroup):
@@ -122,74 +119,21 @@ class GroupWeights(LeasedGroup):
     Args:
         index: the group's.
         weights: its streamed parameters; none if all are resident.
-        pages: indices of all its pages, in the order of the file.
-        kept: the first of them, which stay after their first read.
-        pager: reads the pages.
+        home: brings what they are read from.
         fault_handler: called on access to a cold parameter.
-        image: see LeasedGroup.
     """
 
     def __init__(
-        self,
-        index: int,
-        weights: Sequence[PagedWeight],
-        pages: Sequence[int],
-        kept: Sequence[int],
-        pager: Pager,
-        fault_handler: FaultHandler,
-        image: DeviceCopy | None = None,
+        self, index: int, weights: Sequence[PagedWeight], home: GroupHome, fault_handler: FaultHandler
     ) -> None:
-        super().__init__(index, [(weight.name, weight.parameter) for weight in weights], image)
-        self.paged = bool(weights)
+        named = [(weight.name, weight.parameter) for weight in weights]
+        super().__init__(index, named, (part for weight in weights for part in weight.parts), home, bool(weights))
         self.weights: Sequence[PagedWeight] = weights
-        self._pager = pager
-        key = ("param", index)
-        self._all_pages = Access(key, tuple(pages))
-        self.streamed = Access(key, tuple(pages[len(kept) :]))
-        self.kept = Access(None, tuple(kept))  # the pages that stay after the first use
-        self.access = self._all_pages  # of the first use; then the streamed pages
-        self._was_used = False
         self._addresses: list[int] = []  # of the leased parameters' data
+        home.call_before_eviction(self._before_eviction)
         for parameter in self.parameters:
             guard(parameter, fault_handler)
             set_cold(parameter)
-
-    @property
-    def storages(self) -> set[int]:
-        return {part.untyped_storage()._cdata for weight in self.weights for part in weight.parts}
-
-    @property
-    def streamed_pages(self) -> Sequence[int]:
-        """The pages that each pass reads, after the first."""
-        return self.streamed.pages
-
-    @property
-    def accesses(self) -> list[Access]:
-        """The accesses of a pass from now on, in order."""
-        return [self.access] if self.access.pages else []
-
-    @property
-    def settled(self) -> bool:
-        return not self.paged or (self._was_used and not self.streamed.pages and not self._makes)
-
-    @property
-    def kept_accesses(self) -> list[Access]:
-        return [self.kept] if self._was_used and self.kept.pages else []
-
-    @property
-    def pages(self) -> Sequence[int]:
-        return self._all_pages.pages
-
-    def stream_all(self) -> int:
-        """Stream all pages from now on. Return how many resident ones that frees: none while in use, or if written to."""
-        if self._leases or not self._was_used or not self.kept.pages or self._pager.written_at(self.kept):
-            return 0
-        if self.settled:
-            self._dematerialize()
-        kept, self.kept = self.kept, Access(None, ())
-        self.access = self.streamed = self._all_pages
-        self._pager.release(kept)
-        return len(kept.pages)
 
     def release(self) -> None:
         super().release()
@@ -198,15 +142,13 @@ class GroupWeights(LeasedGroup):
 
     def unmanage(self, parameter: nn.Parameter) -> None:
         """Make `parameter` an ordinary one for good, if it is this group's. Its bytes are read with the others' all the same."""
-        if any(own is parameter for own in self.parameters):
+        number = next((number for number, own in enumerate(self.parameters) if own is parameter), None)
+        if number is not None:
             unguard(parameter)
+            self.home.unmanage(number)
             self.weights = [weight for weight in self.weights if weight.parameter is not parameter]
             self.names = [weight.name for weight in self.weights]
             self.parameters = [weight.parameter for weight in self.weights]
-
-    def _note_memory(self) -> None:
-        """Note where the leased parameters have their data."""
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
     def _unmanage_moved(self) -> None:
         """Stop managing parameters that were given other data while they were leased."""
@@ -220,23 +162,6 @@ class GroupWeights(LeasedGroup):
         super().abandon(keep_cold)
         self.weights, self.parameters, self.paged = (), [], False  # who still has this group keeps no memory
 
-    @property
-    def _makes(self) -> bool:
-        return any(weight.is_made for weight in self.weights)
-
-    def _fault_in(self) -> bool:
-        if self.settled:
-            return False
-        if self.access.pages:  # else all stay, and the schedule knows nothing of it
-            self._pager.acquire(self.access)
-        return True
-
-    def _give_back(self, changed: bool) -> None:
-        if not self.settled:
-            self._dematerialize()
-            if self.access.pages:
-                self._pager.release(self.access)
-
     def refuse_change(self, name: str | None = None) -> None:
         """Discard writes to weights that are not leased, except to those that stay materialized.
 
@@ -246,11 +171,11 @@ class GroupWeights(LeasedGroup):
         Raises:
             StateError: something was written; names the parameter.
         """
-        written = [] if self._leases or self.settled else self._pager.written_at(self._all_pages)
+        written = [] if self._leases or self.settled else self.home.written()
         if name is None and not written:
             return
         name = name or self._owner(*written[0])
-        self._forget_change()
+        self.home.discard_changes()
         raise StateError(
             f"parameter {name} was changed in a forward, or past its guard while it was away: {FOR_INFERENCE}. The change is undone"
         )
@@ -262,12 +187,6 @@ class GroupWeights(LeasedGroup):
         found = (name for name, part in parts if 0 <= address - part.data_ptr() < max(part.nbytes, 1))
         return next(found, self.weights[0].name if self.weights else "of other memory now")
 
-    def _forget_change(self) -> None:
-        if self.kept_accesses:
-            self._pager.release(self.kept)
-        self._was_used, self.access = False, self._all_pages
-        self._pager.forget_written(self.pages)
-
     def _changed(self) -> list[str]:
         return [] if self.settled else super()._changed()
 
@@ -276,28 +195,34 @@ class GroupWeights(LeasedGroup):
 
     def _materialize(self) -> None:
         super()._materialize()
-        for weight in self.weights:
-            if weight.parameter.requires_grad:
+        values, is_made = self.home.values, False
+        for number, weight in enumerate(self.weights):
+            if not values and weight.parameter.requires_grad:
                 raise StateError(
                     f"parameter {weight.name} requires a gradient, but {FOR_INFERENCE}: to train it, build the model in memory "
                     "and use swapper.SwapManager"
                 )
-            if weight.is_made:
+            if weight.stands_in:
+                is_made = True
                 with torch.inference_mode(False), torch.no_grad():
-                    weight.parameter.data = weight.recipe.from_parts(weight.parts, weight.empty)
-        self._note_memory()
-        if not self._was_used:  # resident pages keep this lease for good; the next one is of the streamed pages
-            self._was_used = True
-            self.access = self.streamed
+                    made = values[number] if values else weight.recipe.from_parts(weight.parts, weight.empty)
+                    weight.parameter.data = made
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.stays_materialized = self.home.stays and not is_made
 
     def _dematerialize(self) -> None:
         self._unmanage_moved()
         for weight in self.weights:
-            if weight.is_made:
+            if weight.stands_in:
                 with torch.inference_mode(False):
                     materialize(weight.parameter)
                     weight.parameter.data = weight.data()
             set_cold(weight.parameter)
+
+    def _before_eviction(self) -> None:
+        if self.stays_materialized:
+            self.stays_materialized = False
+            self._dematerialize()
 
 
 def make_room(wanted: GroupWeights, groups: Sequence[GroupWeights], frame_count: int, page_bytes: int) -> None:
@@ -314,15 +239,15 @@ def make_room(wanted: GroupWeights, groups: Sequence[GroupWeights], frame_count:
     Raises:
         BudgetError: no resident weights are left; says how much more memory is needed.
     """
-    needed = len(wanted.pages)
+    needed = len(wanted.home.pages)
     freed = 0
-    for group in sorted(groups, key=lambda group: len(group.kept.pages), reverse=True):
+    for group in sorted(groups, key=lambda group: len(group.home.streamed_pages) - len(group.home.pages)):
         if freed >= needed:
             return
-        freed += group.stream_all()
+        freed += 0 if group.is_leased else group.home.stream_all()
     if freed:
         return
-    in_use = sum(len(group.pages) for group in groups if group.is_leased)
+    in_use = sum(len(group.home.pages) for group in groups if group.is_leased)
     missing_bytes = round_up(max(needed + in_use - frame_count, 1) * page_bytes, ARENA_ALIGNMENT_BYTES)
     raise BudgetError(
         f"parameter {wanted.weights[0].name} is used as a whole, {format_bytes(needed * page_bytes)} of memory, while "

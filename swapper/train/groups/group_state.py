@@ -1,4 +1,7 @@
-"""The states of a group within a step and the moves between them. Any other move is a bug and raises at once."""
+"""The states of a group within a step and the moves between them. Any other move is a bug and raises at once.
+
+While it is leased a group is CURRENT: it is updated before its first lease or after its last one.
+"""
 
 from __future__ import annotations
 

@@ -7,27 +7,23 @@ writes to its own weights, or inside `manager.gather`) are copied back before th
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from swapper.device.tier import DeviceCopy
 from swapper.errors import DeviceError, InvariantError, StateError, UnsupportedError
 from swapper.modules.cold import ASSIGNED_BESIDE_ALIAS, SAME_FORM, materialize, set_cold, unguard
 from swapper.modules.groups import Group
 from swapper.modules.guarded import FaultHandler, guard
-from swapper.modules.leased_group import LeasedGroup, count_uses, storage_of
+from swapper.modules.home import GroupHome, Update
+from swapper.modules.leased_group import LeasedGroup, count_uses
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
-from swapper.paging.planning.schedule import Access
-from swapper.paging.section import Page, Section
-from swapper.paging.store.page_files import checksum_of
+from swapper.paging.section import Section
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
-from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import SectionSource, compare, fill
 
 
@@ -44,6 +40,7 @@ class GroupParameters(LeasedGroup):
 
     Args:
         places: for each parameter, its section and slot.
+        home: of the group, in which `tensors` are the parameters' data.
         expire: called with a reason before changed parameters may be written: expires the tensors that show them.
 
     Attributes:
@@ -54,40 +51,23 @@ class GroupParameters(LeasedGroup):
         self,
         group: Group,
         places: Sequence[tuple[Section, Slot]],
+        home: GroupHome,
+        tensors: Sequence[torch.Tensor],
         pager: Pager,
         fault_handler: FaultHandler,
         expire: Callable[[str], None],
     ) -> None:
-        super().__init__(group.index, group.parameters)
+        super().__init__(group.index, group.parameters, tensors, home, home.is_paged)
         self.group = group
         self.places = places
         self._pager = pager
         self._fault_handler = fault_handler
         self._expire = expire
         self._sections = list(dict.fromkeys(section for section, _ in places))
-        pages = [page.index for section in self._sections for page in section.pages]
-        self.access = Access(("param", group.index), tuple(pages))
-        self._read_access = Access(None, tuple(pages))
-        self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
-        self.paged = bool(pages)
         self.state = CURRENT
-        self.catch_up: Callable[[Access | None], None] | None = None  # see `defer_update`
         self.open_shards: Hidable | None = None  # of a sharded model
-        self.pins: list[Access] = []  # leases outside of the order of a step
-        self._external: list[dict[Page, int]] = []  # of each pin to write: checksums of the external pages
-        self._addresses: list[int] = []
-        self._at_places: list[torch.Tensor] = []  # the parameters' storages, also while `parameter.data` is another's
+        self._at_places = list(tensors)  # the parameters' storages, also while `parameter.data` is another's
         self._uses: list[int] = []  # of each, by nobody but the run
-        self.own_storages: frozenset[int | None] = frozenset()  # their identities
-
-    @property
-    def storages(self) -> set[int]:
-        with without_torch_functions():
-            return {int(p.untyped_storage()._cdata) for p in self.parameters} if self.paged else set()
-
-    @property
-    def kept_accesses(self) -> Sequence[Access]:
-        return self.pins
 
     def adopt(self, content: SectionSource | None) -> None:
         """Move the parameters to their slots and release their previous data. Paged ones are cold afterwards.
@@ -96,19 +76,15 @@ class GroupParameters(LeasedGroup):
         """
         if content is not None:
             self._fill(content)
-        self._at_places = list(self._tensors_at_places())
         for parameter, tensor in zip(self.parameters, self._at_places, strict=True):
             if parameter.is_meta:
                 real = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, real)  # keeps the object
             else:
                 parameter.data = tensor
-            self._addresses.append(parameter.data_ptr())
             guard(parameter, self._fault_handler)
         self.note_uses()
-        self.own_storages = frozenset(storage_of(tensor) for tensor in self._at_places if tensor.numel())
-        if self.paged:
-            self._dematerialize()
+        self._dematerialize()
 
     def note_uses(self) -> None:
         """Note that all that refers to the parameters' memory now may see a step that is open."""
@@ -120,9 +96,6 @@ class GroupParameters(LeasedGroup):
             if tensor.numel() and count_uses(tensor) > uses:
                 yield name
 
-    def _tensors_at_places(self) -> Iterable[torch.Tensor]:
-        return (section.own_tensor(slot) for section, slot in self.places)
-
     def _fill(self, content: SectionSource) -> None:
         for section in self._sections:
             if section.plan.external is not None and content.is_external(section.plan):
@@ -131,14 +104,13 @@ class GroupParameters(LeasedGroup):
                 fill(section, self._pager, content)
 
     def move(self, new: GroupState) -> None:
-        """Change the state. Raises InvariantError: that is no legal move."""
-        if (self.state, new) not in LEGAL_MOVES:
-            raise InvariantError(
-                f"group {self.index} ({self.names[0]} and others): {self.state.name} -> {new.name} is not a legal move"
-            )
+        """Change the state. Raises InvariantError: that is no legal move, or not while the group is leased."""
+        if (self.state, new) not in LEGAL_MOVES or (self.is_leased and new is not CURRENT):
+            where = f"group {self.index} ({self.names[0]} and others, leased {self._leases} times)"
+            raise InvariantError(f"{where}: {self.state.name} -> {new.name} is not a legal move")
         self.state = new
 
-    def defer_update(self, state: GroupState, catch_up: Callable[[Access | None], None]) -> None:
+    def defer_update(self, state: GroupState, catch_up: Update) -> None:
         """Hide the parameters: the group is in the middle of a step.
 
         Args:
@@ -148,6 +120,7 @@ class GroupParameters(LeasedGroup):
         if self.state is not state:
             self.move(state)
         self.catch_up = catch_up
+        self.home.wait_for_update(True)
         if self.open_shards is not None:
             self.open_shards.hide()
         if not self.paged:
@@ -166,26 +139,26 @@ class GroupParameters(LeasedGroup):
     def forget_update(self) -> None:
         """Leave the step: the group is of the last one that was taken."""
         self.catch_up = None
+        self.home.wait_for_update(False)
         if self.state is not CURRENT:
             self.move(CURRENT)
 
     def expected_before(self) -> list[int]:
         """Return the groups that the rest of this step is expected to lease before this one."""
-        keys = self._pager.expected_before(self.access.key)
-        return [group for kind, group, *_ in keys if kind == "param"]
+        return self.home.expected_before()
 
     def check_graph_of_backward(self) -> None:
         """Check that a backward with `create_graph=True` may use the group: its graph will read it without a hook.
 
-        On the CPU such reads are answered from the file (csrc/memory/fault.h).
+        Raises:
+            UnsupportedError: the memory is given up, where nobody answers such reads.
         """
-
-    def _fault_in(self) -> bool:
-        if self.catch_up is not None:
-            self.catch_up(self.access if self.paged else None)
-        elif self.paged:
-            self._pager.acquire(self.access)
-        return True
+        if not self.home.answers_reads and not self.home.pins:
+            raise UnsupportedError(
+                f"a backward with create_graph=True uses {self.group.name or 'the model'}, and the backward of that would "
+                f"find its parameters away from {self.parameters[0].device}: run forward and backwards inside "
+                "`with manager.gather(model):`"
+            )
 
     def _note_change(self, names: list[str]) -> None:
         self._fault_handler.note_change(self, names)
@@ -193,17 +166,12 @@ class GroupParameters(LeasedGroup):
     def _give_back(self, changed: bool) -> None:
         if not self.paged:
             return
-        may_write = False
         try:
             if changed:
                 self._expire("a forward or backward that changed the parameter")
-                self._pager.acquire(self._write_access)  # waits for a write in flight
-                may_write = True
-        finally:  # also if that was interrupted or failed: the pages are changed
+        finally:
             self._dematerialize()
-            self._pager.release(self.access, self._write_access.writes if changed and not may_write else ())
-            if may_write:
-                self._pager.release(self._write_access, self._write_access.writes)
+            self.home.give_back(changed)
 
     def _changed(self) -> list[str]:
         assigned = self.take_in_assigned()
@@ -211,80 +179,49 @@ class GroupParameters(LeasedGroup):
         return list(dict.fromkeys([*assigned, *changed, *self.written()]))
 
     def written(self) -> list[str]:
-        """Return the names of the parameters written without torch's version counter, and without a lease to write."""
-        if not self.paged:
-            return []
-        return [page.section.owner_at(at) for page, at in self._pager.written_at(self._read_access)]
+        """Return the names of the parameters written without torch's version counter, and without a lease to write.
+
+        On a device such writes cannot be seen.
+        """
+        return [page.section.owner_at(at) for page, at in self.home.written()]
 
     # --- pins: leases outside of the order of a step ------------------------------------------------------------------
 
     @property
-    def pages_to_pin(self) -> Sequence[int]:
-        """Pages that are in frames as long as the group is pinned."""
-        return self._read_access.pages if self.paged else ()
-
-    @property
     def frame_bytes(self) -> int:
         """The bytes of the frames of its pages."""
-        return len(self.pages_to_pin) * self._pager.frame_bytes
+        return len(self.home.pages) * self._pager.frame_bytes
 
     def pin(self, write: bool) -> None:
         """Bring the parameters in, until `unpin`."""
-        access = self._write_access if write else self._read_access
-        self._acquire_pin(access)
-        self.pins.append(access)
+        self.home.pin(write)
+        self.home.pins.append(write)
         try:
             self._materialize()
-            if write:
-                self._external.append(self._external_pages())
         except BaseException:
-            self._drop_pin(access, frozenset())
+            self._unpin(write, changed=False)
             raise
 
     def unpin(self, write: bool) -> None:
-        access = self._write_access if write else self._read_access
-        before = self._external.pop() if write else {}
-        same: set[int] = set()
         try:
             if write:
                 self.take_in_assigned()
                 self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
-                self._copy_back()
-                now = self._external_pages()
-                same = {page.index for page, checksum in before.items() if now.get(page) == checksum}
         finally:
-            self._drop_pin(access, access.writes - same)
+            self._unpin(write, changed=write)
 
-    def _external_pages(self) -> dict[Page, int]:
-        """Return the checksums of the external pages: unchanged ones need no space in the swap files."""
-        found = {}
-        for section in self._sections if self.paged else ():
-            for page in section.pages:
-                checksum = checksum_of(page, section.memory.data_ptr() + page.offset)
-                if checksum is not None:
-                    found[page] = checksum
-        return found
-
-    def _acquire_pin(self, access: Access) -> None:
-        if self.paged:
-            self._pager.take_in_written()  # earlier writes are not this pin's
-            self._pager.acquire(access)
-
-    def write_back(self) -> None:
-        """Copy updates to the parameters' locations in host memory; here they are made there."""
-
-    def _copy_back(self) -> None:
-        """Copy changes to the parameters' locations in host memory; here they are made there."""
-
-    def _drop_pin(self, access: Access, changed: Collection[int]) -> None:
-        self.pins.remove(access)
-        if self.paged:
-            self._dematerialize()
-            self._pager.release(access, changed)
+    def _unpin(self, write: bool, changed: bool) -> None:
+        self.home.pins.remove(write)
+        self._dematerialize()
+        self.home.unpin(write, changed)
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _materialize(self) -> None:
+        if self.state is not CURRENT:
+            raise InvariantError(
+                f"group {self.index} ({self.names[0]} and others) is used while it is {self.state.name}"
+            )
         if self.paged:
             super()._materialize()
         self.take_in_assigned()
@@ -294,7 +231,7 @@ class GroupParameters(LeasedGroup):
     @property
     def may_be_assigned(self) -> bool:
         """True if `parameter.data = x` is torch's own now: the parameters are not cold."""
-        return not self.paged or self._leases > 0 or bool(self.pins)
+        return not self.paged or self.is_leased or bool(self.home.pins)
 
     def assigned(self) -> list[int]:
         """Return the numbers of the parameters whose memory is not the run's: `parameter.data = x`, `parameter.set_(x)`."""
@@ -302,7 +239,7 @@ class GroupParameters(LeasedGroup):
             return [
                 number
                 for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True))
-                if at.numel() and not self._is_at_place(number, parameter)
+                if at.numel() and parameter.data_ptr() != at.data_ptr()
             ]
 
     def take_in_assigned(self) -> list[str]:
@@ -340,138 +277,27 @@ class GroupParameters(LeasedGroup):
                 f"{list(at.shape)}, found {parameter.dtype} {list(parameter.shape)} on {parameter.device}. {SAME_FORM}"
             )
 
-    def _is_at_place(self, number: int, parameter: nn.Parameter) -> bool:
-        return parameter.data_ptr() == self._addresses[number]
+    def abandon(self, keep_cold: bool = True) -> None:
+        """Make parameters whose content is in host memory usable there; the others stay cold if `keep_cold`."""
+        moves = keep_cold and self.paged and all(section.resident for section in self._sections)  # from a device
+        try:
+            if moves:
+                self.home.sync_to_host()
+        except DeviceError:
+            moves = False  # which has them
+        super().abandon(keep_cold and not moves)
+        if moves:
+            for parameter, (section, slot) in zip(self.parameters, self.places, strict=True):
+                parameter.data = section.tensor(slot)
 
     def detach(self) -> None:
         """Leave the parameters without data and not cold, until they are adopted again: the memory is released next."""
         self._leases = 0
-        self.pins.clear()
-        self._external.clear()
         self._at_places.clear()
         for parameter in self.parameters:
             unguard(parameter)
             parameter.data = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
 
     def _dematerialize(self) -> None:
-        if not self._leases and not self.pins:
+        if self.paged and not self.is_leased and not self.home.pins:
             super()._dematerialize()
-
-
-class DeviceGroupParameters(GroupParameters):
-    """Leases a group's image on an accelerator; its pages are leased only while they are copied."""
-
-    image: DeviceCopy
-
-    def __init__(
-        self,
-        group: Group,
-        places: Sequence[tuple[Section, Slot]],
-        pager: Pager,
-        fault_handler: FaultHandler,
-        expire: Callable[[str], None],
-        on_device: TrainingDevice,
-    ) -> None:
-        super().__init__(group, places, pager, fault_handler, expire)
-        self._on_device = on_device
-        self.image, self._views = on_device.image(group, places)
-        self._is_in_memory = not self.paged
-        self.paged = True  # its image may be dropped between uses, even if its content stays in host memory
-        self._read_access = Access(None, ())  # a pin is of the image; these two only tell reading from writing
-        self._write_access = Access(None, (), writes=frozenset({-1}))
-
-    @property
-    def storages(self) -> set[int]:
-        return {self.image.storage.identity}
-
-    def _tensors_at_places(self) -> list[torch.Tensor]:
-        return self._views
-
-    def check_graph_of_backward(self) -> None:
-        """Check that the group is pinned: reads of a dropped image are not answered.
-
-        Raises:
-            UnsupportedError: it is not.
-        """
-        if not self.pins:
-            raise UnsupportedError(
-                f"a backward with create_graph=True uses {self.group.name or 'the model'}, and the backward of that would "
-                f"find its parameters away from {self._on_device.device}: run forward and backwards inside "
-                "`with manager.gather(model):`"
-            )
-
-    def expected_before(self) -> list[int]:
-        """Return no groups: copies are made ahead of the schedule, so it does not tell which ones were skipped."""
-        return []
-
-    def defer_update(self, state: GroupState, catch_up: Callable[[Access | None], None]) -> None:
-        super().defer_update(state, catch_up)
-        self.image.waits = True
-
-    def clear_deferred(self) -> None:
-        super().clear_deferred()
-        self.image.waits = False
-
-    def _fault_in(self) -> bool:
-        if self.catch_up is not None:
-            self.catch_up(None)
-        self._on_device.lease(self.image)
-        return True
-
-    def _give_back(self, changed: bool) -> None:
-        try:
-            if changed:
-                self._expire("a forward or backward that changed the parameter")
-                self._copy_back()
-        finally:
-            self._dematerialize()
-            self._on_device.tier.release(self.image)
-
-    def written(self) -> list[str]:
-        """Return no names: writes without torch's version counter cannot be seen on a device."""
-        return []
-
-    def _acquire_pin(self, access: Access) -> None:
-        self._on_device.tier.lease(self.image)
-
-    def _external_pages(self) -> dict[Page, int]:
-        """Return none: they are not in memory, and `copy_back` compares them."""
-        return {}
-
-    def write_back(self) -> None:
-        self._on_device.write_back(self.image)
-
-    def _copy_back(self) -> None:
-        try:
-            self._on_device.copy_back(self.image)
-        except BaseException:
-            self.image.sent = 0  # it has what the host does not: it is copied again for its next use
-            raise
-
-    def _drop_pin(self, access: Access, changed: Collection[int]) -> None:
-        self.pins.remove(access)
-        self._dematerialize()
-        self._on_device.tier.release(self.image)
-
-    def forget_leases(self) -> None:
-        super().forget_leases()
-        self._on_device.tier.forget(self.image, len(self.pins))
-
-    def abandon(self, keep_cold: bool = True) -> None:
-        """Make parameters whose content is in host memory usable there; the others stay cold if `keep_cold`."""
-        is_usable = keep_cold and self._is_in_memory and self._is_written_back()
-        super().abandon(keep_cold and not is_usable)
-        if is_usable:
-            for parameter, (section, slot) in zip(self.parameters, self.places, strict=True):
-                parameter.data = section.tensor(slot)
-        self._on_device.tier.drop(self.image)
-
-    def _is_written_back(self) -> bool:
-        """Copy updates back. Return False if the device failed, which has them."""
-        with contextlib.suppress(DeviceError):
-            self.write_back()
-        return not self.image.is_dirty
-
-    def _is_at_place(self, number: int, parameter: nn.Parameter) -> bool:
-        is_of_image = storage_of(parameter) == self.image.storage.identity
-        return is_of_image and parameter.storage_offset() == self._views[number].storage_offset()

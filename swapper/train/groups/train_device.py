@@ -42,11 +42,12 @@ from swapper.device.copies import CopyTimes, Downloads, PageCopy
 from swapper.device.device import Device
 from swapper.device.device_placement import PAGES_ON_THEIR_WAY, DeviceBudget, DevicePlacement
 from swapper.device.device_storage import DeviceStorage, Span
+from swapper.device.model_device import ModelDevice
 from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
 from swapper.modules.groups import Group
-from swapper.modules.model_device import ModelDevice
+from swapper.modules.home import DeviceHome
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
@@ -120,15 +121,15 @@ class TrainingDevice(ModelDevice):
         self._used: list[DeviceCopy] = []  # in this step, in order
         _open.add(self)
 
-    def image(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[DeviceCopy, list[torch.Tensor]]:
-        """Return the image of a group whose parameters are at `places`, and a view of it for each."""
+    def home(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[DeviceHome, list[torch.Tensor]]:
+        """Return the home here of a group whose parameters are at `places`, and a view of its image for each."""
         storage, views, spans = self.lay_out(places)
         image = self.add_image(group.index, group.name, storage, spans)
         self._images.append(image)
         image.before_eviction = partial(self._before_eviction, image)
         self._at.update({place: (storage, view) for place, view in zip(places, views, strict=True)})
         self._copy_of.update((id(parameter), image) for _, parameter in group.parameters)
-        return image, views
+        return DeviceHome(self, image), views
 
     def lay_out(
         self, places: Sequence[tuple[Section, Slot]]
@@ -165,7 +166,7 @@ class TrainingDevice(ModelDevice):
             )
 
     def lease(self, image: DeviceCopy) -> None:
-        self.tier.lease(image)
+        super().lease(image)
         if len(self._used) < USES_REMEMBERED * len(self._images):
             self._used.append(image)
 

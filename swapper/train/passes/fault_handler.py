@@ -156,7 +156,7 @@ class ParameterFaultHandler(FaultHandler):
             return None
         self._update_before()
         for group in self._groups:
-            group.write_back()
+            group.home.sync_to_host()
         return self.shown.show(self._names[id(parameter)])
 
     def check_assignable(self, parameter: nn.Parameter) -> None:

@@ -64,7 +64,7 @@ class Gathering:
         self._open += 1
         try:
             with self._turns.turn(), outside_transforms(), defer_signals:
-                self._check_room({index for group in groups for index in group.pages_to_pin})
+                self._check_room({index for group in groups for index in group.home.pages})
                 for group in groups:
                     _pin(group, write, self._masters)
                     pinned.append(group)
@@ -92,8 +92,7 @@ class Gathering:
     def close(self) -> None:
         """End all contexts: the manager closes inside of them."""
         for group in self._groups:
-            for access in list(group.pins):
-                write = bool(access.writes)
+            for write in list(group.home.pins):
                 group.unpin(write)
                 if write:
                     self._masters.after_change([group])

@@ -114,7 +114,7 @@ class PassLifecycle:
         self._drop_leases(self._kept_accesses())
 
     def _kept_accesses(self) -> list[Access]:
-        return [access for group in self._groups for access in group.kept_accesses]
+        return [access for group in self._groups for access in group.home.kept_accesses]
 
     def accumulate(self, loss_fn: Callable[[Any], torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor]:
         """See SwapManager.accumulate_batches. Failed backwards leave no gradients."""

@@ -223,7 +223,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         except BudgetError as error:
             raise self._no_room_to_touch(call, group) from error
         call.groups.append(group.index)
-        if not torch.is_grad_enabled() and self._on_device is None:
+        if not torch.is_grad_enabled() and group.home.answers_reads:
             call.brought.append(group.index)
         self._updates.uses.brought(call, group.index)
 
@@ -407,7 +407,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         groups = self._leased_by(call)
         if call.backward_task is not None and call in self._backward:
             for group in groups:
-                group.wait_on_current_stream()  # which may differ from the first output's
+                group.home.wait_on_current_stream()  # which may differ from the first output's
             return
         self._check_usable()
         task = backward_task()

@@ -19,15 +19,17 @@ from swapper import _C
 from swapper.errors import StateError
 from swapper.modules.cold import follow
 from swapper.modules.groups import Group, changes_itself
+from swapper.modules.home import GroupHome, HostHome
 from swapper.modules.own_hook import outside_transforms
 from swapper.paging.pager import Pager
+from swapper.paging.planning.layout import Slot
 from swapper.paging.residency import DIRTY, WRITING
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.counters import Counters
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.grads import Gradients, is_gradient_aliased
 from swapper.train.gradients.victim_cache import find_regions
-from swapper.train.groups.parameter_group import DeviceGroupParameters, GroupParameters
+from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.averaging import averaging_refused
@@ -194,9 +196,14 @@ class OffloadedModel:
         locations = [self._places[name, "param"] for name, _ in group.parameters]
         places = [(location.section, location.slot) for location in locations]
         expire = partial(self.fault_handler.shown.expire, group=group.index)
-        if self._on_device is None:
-            return GroupParameters(group, places, self._pager, self.fault_handler, expire)
-        return DeviceGroupParameters(group, places, self._pager, self.fault_handler, expire, self._on_device)
+        home, tensors = (
+            self._host_home(group, places) if self._on_device is None else self._on_device.home(group, places)
+        )
+        return GroupParameters(group, places, home, tensors, self._pager, self.fault_handler, expire)
+
+    def _host_home(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[GroupHome, list[torch.Tensor]]:
+        pages = [page for section in dict.fromkeys(section for section, _ in places) for page in section.pages]
+        return HostHome(self._pager, group.index, pages), [section.own_tensor(slot) for section, slot in places]
 
     def start(self) -> None:
         """Construct the gradients, and install the hooks."""

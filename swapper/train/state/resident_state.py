@@ -14,7 +14,7 @@ import torch
 
 from swapper.device.copies import PageCopy
 from swapper.device.device_storage import DeviceStorage
-from swapper.modules.model_device import page_copies
+from swapper.device.model_device import page_copies
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page

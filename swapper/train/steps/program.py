@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 
-from swapper.modules.model_device import page_access
+from swapper.device.model_device import page_access
 from swapper.paging.dry_run import Task
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section

@@ -37,7 +37,7 @@ class Masters:
         """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
         found = list(groups)
         for group in found:
-            group.write_back()
+            group.home.sync_to_host()
         for trainable in self._among(found):
             if self._changes[trainable.group] == 0:
                 coded = [places for places in trainable.places if places.has_coded_master]

@@ -15,7 +15,7 @@ from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import DeviceStorage, Span, merge_spans, place_in_storage, spans_of_page
 from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
-from swapper.errors import DeviceError
+from swapper.errors import DeviceError, InvariantError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
@@ -77,6 +77,14 @@ class ModelDevice:
         image = DeviceCopy(name, storage, copies, group in self._resident_set)
         self.tier.add(image)
         return image
+
+    def lease(self, image: DeviceCopy) -> None:
+        """Have an image there for kernels of a pass. Raises as `DeviceTier.lease`."""
+        self.tier.lease(image)
+
+    def copy_back(self, image: DeviceCopy) -> None:
+        """Copy changes of an image to host memory."""
+        raise InvariantError(f"{image.name} is only read")
 
     def move(self, model: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Move the model's buffers to the device, and `parameters`, which are in no image."""
