@@ -219,7 +219,8 @@ class SimulatedRun:
         for _ in range(steps):
             self.sweep.rates[:] = [self._random.choice([0.1, 0.3]) for _ in range(MEMBERS)]
             batches = [torch.randn(WIDTH) for _ in range(self._random.choice([1, 1, 2]))]
-            uses = [index for index in range(GROUPS) if self._random.random() < 0.9] or [0]
+            uses = [(index, False) for index in range(GROUPS) if self._random.random() < 0.9]
+            uses.insert(0, (self._random.randrange(GROUPS), self._random.random() < 0.5))  # one more, perhaps detached
             if not self._again(lambda batches=batches, uses=uses: self._passes(batches, uses)):
                 return False
             members = self._random.sample(range(MEMBERS), MEMBERS)
@@ -250,7 +251,7 @@ class SimulatedRun:
         assert torch.equal(group.parameter, self.plain[group.index]), f"p{group.index} is of another step"
         return group.parameter
 
-    def _passes(self, batches: list[torch.Tensor], uses: list[int]) -> None:
+    def _passes(self, batches: list[torch.Tensor], uses: list[tuple[int, bool]]) -> None:
         self.executor.pass_begins()
         for parameter in (*self.plain, *(group.parameter for group in self.groups)):
             parameter.grad = None
@@ -259,18 +260,21 @@ class SimulatedRun:
                 self._pass(batch, uses)
         self._pass(batches[-1], uses)
 
-    def _pass(self, batch: torch.Tensor, uses: list[int]) -> None:
+    def _pass(self, batch: torch.Tensor, uses: list[tuple[int, bool]]) -> None:
         self.executor.pass_begins()
         self.check_usable()
         value = plain = batch.clone().requires_grad_()
         self._calls = []
-        for index in uses:
-            group, call = self.groups[index], SimpleNamespace(module=index, groups=[index], use=-1)
+        for number, (index, is_detached) in enumerate(uses):
+            group, call = self.groups[index], SimpleNamespace(module=number, groups=[index], use=-1)
             self.executor.forward_reaches([index])
             self._use(group)
             self.executor.uses.called(call, True)
-            value = _Layer.apply(value, group.parameter, lambda group=group, call=call: self._reach(group, call))
-            plain = _Layer.apply(plain, self.plain[index], lambda index=index: self.plain[index])
+            ours, theirs = group.parameter, self.plain[index]
+            if is_detached:
+                ours, theirs = ours.detach(), theirs.detach()
+            value = _Layer.apply(value, ours, lambda group=group, call=call: self._reach(group, call))
+            plain = _Layer.apply(plain, theirs, lambda index=index: self.plain[index])
             self._calls.append(call)
         plain.sum().backward()
         value.sum().backward()
