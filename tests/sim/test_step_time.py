@@ -38,7 +38,7 @@ CODED_AND_CLIPPED: dict[str, Any] = {**CODED, "clips": True, "bytes_an_element":
         (4, CODED_AND_CLIPPED, 1.02),
         (1, CODED_AND_CLIPPED, 1.06),
         (4, {**LITTLE_MEMORY, **BACKWARD}, 1.05),
-        (4, {"optimizer_state": "device"}, 1.0),
+        (4, {"optimizer_state": "device"}, 1.001),
     ],
     ids=lambda value: "-".join(map(str, value.values())) or "step" if isinstance(value, dict) else None,
 )
