@@ -239,7 +239,7 @@ def train(
     if manager is not None:
         updates = manager.current.run.model.updates
         if updates.follows_backward and not case.get("waits"):  # all groups are updated by now
-            assert updates.updated_early.keys() == updates._trainables.keys()
+            assert set(updates.updated_early) == set(updates._trainables)
     optimizer.step()
     optimizer.zero_grad(set_to_none=not case.get("zeroed"))
     if scheduler is not None:

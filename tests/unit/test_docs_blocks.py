@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def test_the_blocks_of_a_page_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     namespace: dict[str, Any] = {"__name__": "__main__"}
     left_out = []
     try:
@@ -75,6 +77,8 @@ def test_the_blocks_of_a_page_run(
         gc.collect()
         os.environ.clear()
         os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     printed = capsys.readouterr().out
     for text in PRINTED.findall(page.read_text()):
         assert text in printed
