@@ -22,6 +22,7 @@ from e2e.models import Net
 from e2e.optimizers import OPTIMIZERS
 from e2e.processes import LONG_S, environment
 from e2e.twins import adamw, assert_same
+from swapper.train.groups.group_state import GroupState
 
 STATE = ["nvme", "device"]
 
@@ -85,14 +86,23 @@ def test_state_that_stays_on_the_device_takes_the_bytes_of_its_code(tmp_path: Pa
 NOT_HELD = r"'exp_avg' of blocks\.1\.up\.weight has \d+ values that the codec 'moment8' cannot hold"
 
 
+@pytest.mark.parametrize(
+    "places",
+    [{"optimizer_state": "nvme"}, {"optimizer_state": "host", "params": "host", "commit_every": 1}],
+    ids=["nvme", "host"],
+)
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
-def test_values_that_a_codec_cannot_hold_fail_the_step_and_it_is_undone(tmp_path: Path, update: str) -> None:
-    """They come to light when the slice has come down: in the step, or, deferred, before its parameters are used."""
-    run = Run(tmp_path / "run", "8bit", **UPDATED_THERE, optimizer_state="nvme", update=update, host_memory="64MiB")
+def test_values_that_a_codec_cannot_hold_fail_the_step_and_it_is_undone(
+    tmp_path: Path, update: str, places: dict[str, Any]
+) -> None:
+    """They come to light when they were counted: in the step, or, deferred, before the parameters are used."""
+    run = Run(tmp_path / "run", "8bit", **UPDATED_THERE, **places, update=update, host_memory="64MiB")
     run.train(2)
     before = run.content()
     run.manager.current.run.committer.finish()
     fail_in(run, torch.inf)
+    states = {group.state for group in run.manager.current.run.model.groups}
+    assert states <= {GroupState.CURRENT, GroupState.DUE}, "an update that failed is undone"
     if update == "deferred":  # as any update that fails then, it stays to be done
         for use in (run.content, run.close):
             with pytest.raises(swapper.StateError, match=NOT_HELD):

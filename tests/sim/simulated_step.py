@@ -1,6 +1,6 @@
 """A training loop around the real executor of updates: groups, sweep and owner are in memory, and fail when they are told to.
 
-The loop runs beside plain torch. Every parameter is compared, bit for bit, when a forward or a backward uses it and after
+The same loop runs in plain torch. Every parameter is compared, bit for bit, when a forward or a backward uses it and after
 each step. A fault is raised at one call of the sweep or the owner; what a session does after an error is done here.
 """
 

@@ -1,4 +1,4 @@
-"""The executor of updates beside plain torch: random loops, in each policy, with a fault at each call in turn."""
+"""The executor of updates compared with plain torch: random loops, in each policy, with a fault at each call in turn."""
 
 from __future__ import annotations
 

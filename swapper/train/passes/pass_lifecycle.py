@@ -188,7 +188,7 @@ class PassLifecycle:
         """Drop all leases but `kept`, after waiting for copies that use them. What a sweep has updated is changed."""
         with contextlib.suppress(DeviceError):
             try:
-                self._sweep.settle()
+                self._sweep.drain()
             finally:
                 self._sweep.give_back()  # its last slice may be of a group that is done, which nobody undoes
         if self._on_device is not None:

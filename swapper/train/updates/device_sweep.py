@@ -206,13 +206,16 @@ class DeviceSweep(Sweep):
             StateError: a codec cannot hold some of them.
         """
         self._ahead.invalidate()
+        self.drain()
+        self._check()
+
+    def drain(self) -> None:
         self._send_rest(*self._results)
         try:
             while self._in_flight.total():
                 self.on_device.downloads.wait_for_oldest()
         finally:
             self._release_arrived()
-        self._check()
 
     def _wait_for(self, group: int) -> None:
         """Wait until the results of a group are in host memory. Raises as `settle`, for this group."""

@@ -191,6 +191,9 @@ class Sweep:
     def settle(self) -> None:
         """Wait until all updates have reached host memory; here they always have."""
 
+    def drain(self) -> None:
+        """Wait until no copy of an update is in flight, whatever came of it. Raises DeviceError: the device failed."""
+
     def show(self, group: int) -> None:
         """Have what is queued from now on see a group's new parameters; here everything does."""
 
