@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from infer.host_device import ORDERS
+from infer.host_device import ORDERS, HostDevice
 from torch import nn
 
 import swapper
-from e2e.device_twins import MIB, MakeTwins, accumulate, on_device, step_again
+from e2e.device_twins import MIB, MakeTwins, accumulate, on_device, short_of_memory, step_again
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins
 from swapper.train.updates.state_ahead import StateAhead
@@ -131,4 +131,20 @@ def test_a_step_that_fails_leaves_none_behind(
     step_again(pair, batch)
     pair.train(train_step, steps=2)
     assert any(used)
+    pair.finish(paged=False)
+
+
+def test_it_drops_nothing_that_stays_if_the_device_is_short_of_memory(on_device: MakeTwins, used: list[bool]) -> None:
+    device = HostDevice()
+    pair = on_device(update="step", device=device, **STAYING)
+    batch = tokens()
+    loss = loss_of(pair.swapped, batch)
+    images = pair.manager.current.run.on_device._images
+    assert all(image.is_filled for image in images)
+    with short_of_memory(device, device.module.used_bytes):
+        loss.backward()
+    assert all(image.is_filled for image in images)
+    step_again(pair, batch)
+    assert used and not any(used)
+    pair.train(train_step, steps=2)
     pair.finish(paged=False)

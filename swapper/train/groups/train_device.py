@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 from swapper.device.copies import CopyTimes, Downloads, PageCopy
-from swapper.device.device import Device
+from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_placement import PAGES_ON_THEIR_WAY, DeviceBudget, DevicePlacement
 from swapper.device.device_storage import DeviceStorage, Span
 from swapper.device.model_device import ModelDevice
@@ -227,7 +227,18 @@ class TrainingDevice(ModelDevice):
         Raises:
             BudgetError: there is too little for `purpose`; `remedy` helps.
         """
-        storage = self.tier.evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, purpose, remedy)
+        return self.tier.evicting(lambda: self._allocate(nbytes), nbytes, purpose, remedy)
+
+    def spare_storage(self, nbytes: int) -> DeviceStorage | None:
+        """Return memory on the device; None if that is short: nothing is dropped for it."""
+        try:
+            return self._allocate(nbytes)
+        except OUT_OF_MEMORY:
+            return None
+
+    def _allocate(self, nbytes: int) -> DeviceStorage:
+        """Return memory that copies may fill at once, without waiting for kernels. Raises OUT_OF_MEMORY."""
+        storage = DeviceStorage(self.device, nbytes)
         storage.free()
         storage.allocate()
         return storage

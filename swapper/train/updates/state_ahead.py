@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from swapper.device.device_storage import DeviceStorage
-from swapper.errors import BudgetError
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.slices import Slice
 from swapper.train.layout.trainable import Trainable
@@ -87,13 +86,15 @@ class StateAhead:
         needed = [state_slice_bytes(trainable, part) for part in parts]
         if sum(needed) > self._left_bytes:
             return False
-        try:
-            storages = [self._on_device.new_storage(nbytes, "state that goes up early") for nbytes in needed]
-        except BudgetError:  # something else has taken the memory
-            self._left_bytes = 0
-            return False
+        slots = {}
+        for number, nbytes in enumerate(needed):
+            storage = self._on_device.spare_storage(nbytes)
+            if storage is None:  # something else has taken the memory
+                self._left_bytes = 0
+                return False
+            slots[trainable.group, number] = UpdateSlot(storage)
         self._left_bytes -= sum(needed)
-        self._slots |= {(trainable.group, number): UpdateSlot(storage) for number, storage in enumerate(storages)}
+        self._slots |= slots
         return True
 
     def take(self, group: int, number: int) -> UpdateSlot | None:
