@@ -29,6 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 import swapper
+from e2e.early import sealed
 from e2e.twins import named_budget
 from swapper.train.sharded import buffer_memory
 
@@ -239,7 +240,7 @@ def train(
     if manager is not None:
         updates = manager.current.run.model.updates
         if updates.follows_backward and not case.get("waits"):  # all groups are updated by now
-            assert set(updates.updated_early) == set(updates._trainables)
+            assert sealed(manager.current.run.model.groups) == set(updates._trainables)
     optimizer.step()
     optimizer.zero_grad(set_to_none=not case.get("zeroed"))
     if scheduler is not None:

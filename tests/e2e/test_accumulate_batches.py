@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import swapper
 from e2e.architectures import MODELS, Size
+from e2e.early import updated_early
 from e2e.models import WIDTH, Biased, Block, Dropping, Net, Shuffled, Staged, tokens
 from e2e.twins import Twins, adamw, leased_pages
 
@@ -390,18 +391,13 @@ def test_a_failed_forward_leaves_gradients_and_a_failed_backward_clears_them(twi
 # --- updates in backward ------------------------------------------------------------------------------------------------
 
 
-def updated_groups(pair: Twins) -> int:
-    """How many groups the open step has updated."""
-    return len(pair.manager.current.run.model.updates.updated_early)
-
-
 def test_groups_are_updated_in_backward_once_all_micro_batches_are_through(twins: MakeTwins) -> None:
     pair = twins(Net(depth=8), update="backward")
 
     def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
         losses = accumulated(pair, model, [tokens() for _ in range(5)], **together(pair, model, at_once=2))
         if model is pair.swapped:
-            assert updated_groups(pair) >= 8, "the blocks, by the last call's backward and by none before it"
+            assert len(updated_early(pair)) >= 8, "the blocks, by the last call's backward and by none before it"
             with pytest.raises(swapper.StateError, match=r"call optimizer\.step\(\) first"):
                 pair.manager.accumulate_batches(partial(loss_of, model), [tokens(), tokens()])
         optimizer.step()
@@ -418,7 +414,7 @@ def test_backwards_within_accumulate_update_nothing(twins: MakeTwins) -> None:
     def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
         with pair.manager.accumulate():
             losses = accumulated(pair, model, [tokens(), tokens()])
-        assert updated_groups(pair) == 0
+        assert len(updated_early(pair)) == 0
         losses += accumulated(pair, model, [tokens(), tokens()])
         optimizer.step()
         optimizer.zero_grad()
@@ -434,7 +430,7 @@ def test_a_backward_that_fails_after_updates_is_undone(twins: MakeTwins) -> None
     bad, updated = tokens(), []
 
     def fail(gradient: torch.Tensor) -> torch.Tensor:
-        updated.append(updated_groups(pair))
+        updated.append(len(updated_early(pair)))
         raise RuntimeError("from the backward of a micro-batch")
 
     def loss(batch: torch.Tensor) -> torch.Tensor:

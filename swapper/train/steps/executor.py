@@ -154,11 +154,6 @@ class UpdateExecutor:
         """True if the next step has updated groups already."""
         return self._policy.in_backward and (self.is_open or self._failure is not None)
 
-    @property
-    def updated_early(self) -> Collection[int]:
-        """The groups that a backward has updated, whose step is not taken yet."""
-        return self._open.keys() if self._policy.in_backward else ()
-
     def has_open(self, member: int) -> bool:
         """Return True if this optimizer's last step is not finished."""
         return self.is_open and member in self._members
