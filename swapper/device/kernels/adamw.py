@@ -105,10 +105,7 @@ def update_(
 
 
 def reference_(part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
-    """Define the result of `update_`, in plain torch.
-
-    Args: as of `update_`.
-    """
+    """Define the result of `update_`, whose arguments it has, in plain torch."""
     if skip is not None and skip.item() != 0:
         return
     beta1, beta2 = step.betas
