@@ -62,18 +62,15 @@ class BackwardProgress:
         self.task = task
         self._uses.graph_stays = keeps_graph()
         self.is_last = not is_accumulating and not self._uses.graph_stays
-        for group, tasks in list(self._arrivals.items()):  # some may arrive before any module is called
-            self._arrivals[group] = {key: came_in for key, came_in in tasks.items() if came_in == task}
+        arrivals, self._arrivals = self._arrivals, {}
+        for group, tasks in arrivals.items():  # some may arrive before any module is called
+            if now := {key: came_in for key, came_in in tasks.items() if came_in == task}:
+                self._arrivals[group] = now
 
     def end(self) -> None:
-        """Note that the outermost backward is over."""
+        """Note that the outermost backward is over, or has failed."""
         self.task = None
         self.is_last = False
-
-    def forget(self) -> None:
-        """Note that no backward runs, and that gradients so far are of a step that is over."""
-        self.end()
-        self._arrivals.clear()
 
     def group_of(self, parameter: torch.Tensor) -> int:
         return self._group_of[id(parameter)]
@@ -92,7 +89,7 @@ class BackwardProgress:
         is_part = task == self.task or self.together is not None
         if not self.is_last or not is_part or dispatch_modes():
             return  # selective checkpointing has modes of its own, in which nothing else may be computed
-        for group in [group for group, tasks in self._arrivals.items() if tasks]:
+        for group in list(self._arrivals):
             if group not in done and self._is_complete(group, task):
                 yield group
 

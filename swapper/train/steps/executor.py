@@ -298,7 +298,7 @@ class UpdateExecutor:
         self._guards.clear(self._open.values())
         self._open, self._late = {}, {}
         self._failure = None
-        self._progress.forget()
+        self._progress.end()
         self._leave_ready()
 
     # --- notifications by passes --------------------------------------------------------------------------------------
