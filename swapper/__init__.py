@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from swapper import checkpoint
     from swapper.durability.ticket import SnapshotTicket
     from swapper.infer.mapping.adoption import without_weights
-    from swapper.infer.planning.load_plan import ExpertUse, LoadPlan, LoadPrediction, plan_load
+    from swapper.infer.planning.load_plan import LoadPlan, plan_load
+    from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction
     from swapper.infer.runtime.load_model import load, shared_memory
     from swapper.infer.runtime.loaded_model import LoadedModel, loaded
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
@@ -83,7 +84,8 @@ __all__ = [
 _BY_MODULE = {
     "swapper.durability.ticket": "SnapshotTicket",
     "swapper.infer.mapping.adoption": "without_weights",
-    "swapper.infer.planning.load_plan": "ExpertUse LoadPlan LoadPrediction plan_load",
+    "swapper.infer.planning.load_plan": "LoadPlan plan_load",
+    "swapper.infer.planning.planned_load": "ExpertUse LoadPrediction",
     "swapper.infer.runtime.load_model": "load shared_memory",
     "swapper.infer.runtime.loaded_model": "LoadedModel loaded",
     "swapper.io": "AioHandle GdsFile GdsHandle Operation gds_deregister_buffer gds_register_buffer",

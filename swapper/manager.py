@@ -35,7 +35,6 @@ from swapper.runtime.process import is_off
 from swapper.runtime.stats import LimitWatch, StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back, unwrapped, wrapped_as
-from swapper.train.planning.fastest import choose_fastest
 from swapper.train.planning.plan import Plan
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.overview import overview
@@ -308,6 +307,8 @@ class SwapManager:
             raise ConfigError(f"{', '.join(sorted(unknown))}: not an option of manager.offload")
         codecs = [options["state_codec"]] if "state_codec" in options else state_codecs
         updates = [options["update"]] if "update" in options else updates
+        from swapper.forecast.step import choose_fastest
+
         plan = choose_fastest(plan_for, options, codecs, updates, tokens, example, (drive_read, drive_write))
         log.info("fastest: %s", plan.found.why)
         return plan

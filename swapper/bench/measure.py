@@ -26,7 +26,6 @@ import torch
 
 from swapper import _C
 from swapper.io.alignment import SECTOR_BYTES, round_up
-from swapper.modules.operations import has_spare_processor
 
 KINDS = ("read", "write", "both")
 OPERATIONS_AHEAD = 4
@@ -60,9 +59,10 @@ class Speed:
 
     @property
     def slowing_byte_s(self) -> float:
-        """By how many seconds each byte makes computing longer that goes on meanwhile: all threads wait for the one that the
-        engine's has displaced."""
-        return 0.0 if has_spare_processor() else (self.cpu_s_per_gb or 0.0) / 1e9
+        """By how many seconds each byte makes computing longer that goes on meanwhile, if torch's threads need all processors: all
+        of them wait for the one that the engine's has displaced."""
+        has_spare_processor = torch.get_num_threads() < len(os.sched_getaffinity(0))
+        return 0.0 if has_spare_processor else (self.cpu_s_per_gb or 0.0) / 1e9
 
 
 @contextlib.contextmanager

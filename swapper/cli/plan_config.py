@@ -6,8 +6,9 @@ import contextlib
 import gc
 import json
 import math
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +17,25 @@ import torch
 import typer
 from rich.table import Table
 
-from swapper.cli.command import make_console, reported
-from swapper.cli.planning.forecast import OPTIMIZERS, Forecast, Forecaster, Machine, Setting
-from swapper.cli.planning.model_source import KINDS, make_model
-from swapper.cli.planning.picture import check_picture, draw
-from swapper.cli.planning.search import (
+from swapper.cli.command import check_output, make_console, reported
+from swapper.errors import ConfigError
+from swapper.forecast.accelerator import DeviceRates
+from swapper.forecast.machine import (
+    AUTO_SHARE,
+    KNOWN,
+    OPTIMIZERS,
+    REACHED_FLOPS,
+    REACHED_LINK,
+    REACHED_MEMORY,
+    Forecast,
+    Forecaster,
+    KnownDevice,
+    Machine,
+    Setting,
+)
+from swapper.forecast.model_source import KINDS, make_model
+from swapper.forecast.picture import check_picture, draw
+from swapper.forecast.search import (
     SettingCosts,
     Upgrade,
     as_dicts,
@@ -29,8 +44,8 @@ from swapper.cli.planning.search import (
     largest_model,
     smallest_budget,
 )
-from swapper.cli.planning.units import joined, parse_drives, parse_seconds
-from swapper.errors import ConfigError
+from swapper.forecast.virtual_drive import DriveRates
+from swapper.io.tuning import Tuning, find_tuning, tuning_path
 from swapper.options import UPDATES
 from swapper.runtime.sizes import format_bytes, parse_bytes, parse_bytes_a_second
 from swapper.train.layout.state_codecs import PRESETS
@@ -67,11 +82,17 @@ def plan(
         float | None, typer.Option(help="Parameters a second that a node's optimizers update: 1e9. Default: measured.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Memory of each rank's accelerator for swapper: 24GiB. Default: no accelerator.")
+        str | None,
+        typer.Option(
+            help=f"Of each rank: {', '.join(KNOWN)}, as its data sheet says; or its memory for swapper, 24GiB. Default: none."
+        ),
     ] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Of it for swapper: 24GiB. Default: half of it.")] = None,
     link: Annotated[
         str | None, typer.Option(help="Bytes a second to the accelerator, each way: 25GB/s. It goes with --device.")
     ] = None,
+    update_on: Annotated[str, typer.Option(help="Where an accelerator's updates run: device, cpu.")] = "device",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Activations are checkpointed.")] = False,
     optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
     codec: Annotated[str, typer.Option(help=f"Of the optimizer's state: {', '.join(PRESETS)}.")] = "exact",
     dtype: Annotated[
@@ -101,8 +122,14 @@ def plan(
     with reported(console):
         if device is None and link is not None:
             raise ConfigError("--link is to an accelerator: give --device, its memory, as 24GiB")
-        if device is not None and flops is None:
-            raise ConfigError("--device is not this processor: give --flops, its operations a second, as --flops 1e14")
+        known = None if device is None else KNOWN.get(device.upper().replace(" ", ""))
+        if device_memory is not None and known is None:
+            raise ConfigError(f"--device-memory goes with a --device that is known: {', '.join(KNOWN)}")
+        if device is not None and known is None and flops is None:
+            raise ConfigError(
+                f"--device {device} is not known: give one of {', '.join(KNOWN)}, or its memory, as 24GiB, with --flops, its "
+                "operations a second, as --flops 1e14"
+            )
         if ranks == 1 and network is not None:
             raise ConfigError("--network is between ranks: give --ranks")
         drives = parse_drives(nvme)
@@ -110,15 +137,17 @@ def plan(
             host_bytes=parse_bytes(host, "--host"),
             drive=joined(drives),
             drives=len(drives),
-            flops=flops,
+            flops=flops if flops is not None or known is None else known.flops * REACHED_FLOPS,
             updates=updates,
-            device_bytes=None if device is None else parse_bytes(device, "--device"),
-            link=math.inf if link is None else parse_bytes_a_second(link, "--link"),
+            device_bytes=_device_bytes(device, device_memory, known),
+            device=_device_rates(link, known),
             network=math.inf if network is None else parse_bytes_a_second(network, "--network"),
             ranks=ranks,
             nodes=nodes,
         )
-        setting = Setting(optimizer, codec, update, gradients=gradients, passes=accumulate)
+        setting = Setting(
+            optimizer, codec, update, gradients=gradients, passes=accumulate, update_on=update_on, recompute=recompute
+        )  # fmt: skip
         _check(machine, setting, dtype, tokens)
         wishes = Wishes(
             None if at_most is None else parse_seconds(at_most, "--at-most"),
@@ -126,6 +155,7 @@ def plan(
         )
         if picture is not None:
             check_picture(picture)
+            check_output("--picture", picture)
         with console.status("planning"), _without_collections():
             forecaster = Forecaster(make_model(config, getattr(torch, dtype)), tokens)
             found = forecaster.forecast(machine, setting)
@@ -162,6 +192,7 @@ def _check(machine: Machine, setting: Setting, dtype: str, tokens: int) -> None:
         "--codec": (setting.codec, PRESETS),
         "--update": (setting.update, UPDATES),
         "--gradients": (setting.gradients, PLACES),
+        "--update-on": (setting.update_on, ("device", "cpu")),
     }
     for option, (given, choices) in known.items():
         if given not in choices:
@@ -223,8 +254,9 @@ def assumptions(machine: Machine) -> list[str]:
         if math.isinf(machine.network):
             said.append("the network takes no time (give --network)")
     if machine.device_bytes is not None:
-        said.append("updates run on the CPU")
-        if math.isinf(machine.link):
+        if machine.flops in {known.flops * REACHED_FLOPS for known in KNOWN.values()}:
+            said.append("the accelerator's rates are shares of its data sheet's that one model reached on an H200")
+        if math.isinf(machine.device.link):
             said.append("copies to the accelerator take no time (give --link)")
     return said
 
@@ -298,3 +330,84 @@ def _print_tables(upgrades: list[Upgrade], rows: list[SettingCosts]) -> None:
             settings.add_row(row.codec, row.update, row.on_nvme, str(row.passes), *costs)
         console.print(settings)
         console.print("memory: of a node, with the inputs of matrices that autograd keeps on a CPU")
+
+
+# --- units ---
+
+
+def _device_bytes(device: str | None, memory: str | None, known: KnownDevice | None) -> int | None:
+    if device is None:
+        return None
+    if known is None:
+        return parse_bytes(device, "--device")
+    return int(known.nbytes) // AUTO_SHARE if memory is None else parse_bytes(memory, "--device-memory")
+
+
+def _device_rates(link: str | None, known: KnownDevice | None) -> DeviceRates:
+    rate = math.inf if known is None else known.link * REACHED_LINK
+    rate = rate if link is None else parse_bytes_a_second(link, "--link")
+    return DeviceRates(rate, rate, math.inf if known is None else known.memory * REACHED_MEMORY)
+
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*")
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+def parse_seconds(value: str, option: str) -> float:
+    """Return seconds: "60s", "5min". Raises ConfigError if it is no time."""
+    found = _DURATION.fullmatch(value)
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"{option} {value} is not a time: give a number and s, min or h, as 60s")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def parse_drives(drives: Sequence[str]) -> list[DriveRates]:
+    """Return the rates of each drive.
+
+    Args:
+        drives: for each "READ,WRITE", as "7GB/s,5GB/s", or a directory on a drive that `swapper tune` measured.
+
+    Raises:
+        ConfigError: a rate is none or could be bits, or a drive does not exist, or was not measured.
+    """
+    return [_drive(text) for text in drives]
+
+
+def _drive(text: str) -> DriveRates:
+    if "," in text:
+        parts = text.split(",")
+        if len(parts) != 2:
+            raise ConfigError(f"--nvme {text}: give two rates, read and write, as 7GB/s,5GB/s; repeat --nvme for more")
+        read, write = (parse_bytes_a_second(part, "--nvme") for part in parts)
+        return DriveRates(read, write, read + write)
+    if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B(/s)?", text, re.IGNORECASE) and not Path(text).exists():
+        raise ConfigError(f"--nvme {text} is one rate: give two, read and write, as {text},{text}")
+    tuning = _measured(Path(text))
+    rates = tuning.read_bytes_per_s, tuning.write_bytes_per_s
+    return DriveRates(*rates, sum(rates))
+
+
+def _measured(directory: Path) -> Tuning:
+    if not directory.is_dir():
+        raise ConfigError(
+            f"--nvme {directory}: there is no such directory. Give a directory on the drive, or its rates, read and write, "
+            "as 7GB/s,5GB/s"
+        )
+    tuning = find_tuning(directory)
+    if tuning is None:
+        raise ConfigError(
+            f"--nvme {directory}: {tuning_path()} has no measurement of this drive (those of other drives do not count): run "
+            f"`swapper tune {directory}`, or give its rates, read and write, as 7GB/s,5GB/s"
+        )
+    return tuning
+
+
+def joined(drives: Sequence[DriveRates]) -> DriveRates:
+    """Return the rates of several drives that each have a share of the bytes by their speed."""
+    weights = [min(drive.read, drive.write) for drive in drives]
+    shares = [weight / sum(weights) for weight in weights]
+    read, write, both = (
+        min(getattr(drive, name) / share for drive, share in zip(drives, shares, strict=True))
+        for name in ("read", "write", "both")
+    )
+    return DriveRates(read, write, both)

@@ -1,7 +1,6 @@
 """The dry run: the real pager, on a store that moves nothing, predicts what a step moves before anything is written.
 
-With a virtual drive (paging/virtual_drive.py) it also predicts how long a step takes: then transfers take time, and so does the
-computing between them.
+With a drive whose transfers take time (forecast/virtual_drive.py) it also predicts how long a step takes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
 from swapper.paging.section import NoWindow, Page, Section
-from swapper.paging.virtual_drive import VirtualCounters, VirtualDrive, VirtualTransfer, VirtualWindow
+from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.stats import StepClock, StepStats
 
@@ -53,19 +52,83 @@ class Task:
     parts: Sequence[int] = ()
 
 
+class DryTransfer:
+    """A transfer of a dry run. See `swapper.io.engines.Transfer`."""
+
+    __slots__ = ("_drive", "after", "done", "left", "nbytes")
+    error = None
+    crc32 = 0
+    submitted_s = completed_s = 0.0
+
+    def __init__(self, drive: InstantDrive, nbytes: int, after: Transfer | None = None, done: bool = False) -> None:
+        self._drive = drive
+        self.nbytes = nbytes
+        self.left = float(nbytes)
+        self.done = done or nbytes == 0
+        self.after = after
+
+    def exception(self) -> None: ...
+
+    def wait(self) -> None:
+        self._drive.wait(self)
+
+
+class InstantDrive:
+    """A drive that takes no time. One that takes time is forecast/virtual_drive.py's.
+
+    Attributes:
+        now_s: the time, in seconds.
+        finished: how many transfers have finished.
+    """
+
+    def __init__(self) -> None:
+        self._at_once = DryTransfer(self, 0)
+        self.now_s = 0.0
+        self.finished = 0
+
+    def read(self, nbytes: int, after: Transfer | None) -> DryTransfer:
+        self.finished += 1
+        return self._at_once
+
+    def write(self, nbytes: int) -> DryTransfer:
+        self.finished += 1
+        return self._at_once
+
+    def wait(self, transfer: DryTransfer) -> None:
+        """Let time pass until `transfer` is done."""
+
+    def compute(self, seconds: float) -> None:
+        """Let this time pass while the drive works."""
+
+    def lease(self) -> None:
+        """Note that an access is leased."""
+
+    def window(self) -> NoWindow:
+        """Return a window for a section, which shows nothing."""
+        return NoWindow()
+
+    def counters(self) -> Counters:
+        """Return counters whose waits take the time of this drive."""
+        return Counters()
+
+    def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
+        """Return the least seconds for these bytes."""
+        return 0.0
+
+
 class CountingStore:
     """A store that moves nothing, and counts bytes by family of section. Transfers take the time of `drive`."""
 
-    def __init__(self, drive: VirtualDrive) -> None:
+    def __init__(self, drive: InstantDrive) -> None:
         self.read_bytes: Counter[str] = Counter()
         self.written_bytes: Counter[str] = Counter()
         self._drive = drive
 
-    def read(self, page: Page, address: int, after: Transfer | None = None) -> VirtualTransfer:
+    def read(self, page: Page, address: int, after: Transfer | None = None) -> DryTransfer:
         self.read_bytes[page.section.plan.family] += page.nbytes
         return self._drive.read(page.nbytes, after)
 
-    def write(self, page: Page, address: int) -> VirtualTransfer:
+    def write(self, page: Page, address: int) -> DryTransfer:
         self.written_bytes[page.section.plan.family] += page.nbytes
         return self._drive.write(page.nbytes)
 
@@ -131,17 +194,17 @@ class DryRunParts:
         ahead: that are read or in use at once.
     """
 
-    def __init__(self, drive: VirtualDrive, sizes: Sequence[int], ahead: int) -> None:
+    def __init__(self, drive: InstantDrive, sizes: Sequence[int], ahead: int) -> None:
         self._drive = drive
         self._sizes = itertools.cycle(sizes)
-        self._reading: deque[VirtualTransfer] = deque()
+        self._reading: deque[DryTransfer] = deque()
         self._ahead = ahead
 
     def read_ahead(self) -> None:
         while len(self._reading) < self._ahead:
             self._reading.append(self._drive.read(next(self._sizes), None))
 
-    def next(self) -> VirtualTransfer:
+    def next(self) -> DryTransfer:
         """Return the read of the next part, which is in use until another one is asked for."""
         self.read_ahead()
         return self._reading.popleft()
@@ -174,12 +237,12 @@ class DryRun:
         lazy: bool,
         max_deferred_writes: int,
         slot_groups: Mapping[int, int],
-        drive: VirtualDrive | None = None,
+        drive: InstantDrive | None = None,
         seconds: Callable[[Task], float] = lambda task: 0.0,
         is_committed: bool = False,
         parts_ahead: int = 1,
     ) -> None:
-        self._drive = drive or VirtualDrive()
+        self._drive = drive or InstantDrive()
         self.store = CountingStore(self._drive)
         self._frame_count = frame_count
         self._tasks = tasks
@@ -189,17 +252,15 @@ class DryRun:
         pages = [page for section in sections for page in section.pages]
         self._transient = [page.index for page in pages if page.section.transient]
         for section in sections:
-            section.attach(
-                torch.empty(0, dtype=torch.uint8, device="cpu"), NoWindow() if drive is None else VirtualWindow(drive)
-            )
+            section.attach(torch.empty(0, dtype=torch.uint8, device="cpu"), self._drive.window())
         for page in pages:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)
         cycle = [access for task in tasks for access in task.accesses]
-        self._counters = VirtualCounters(self._drive)
+        self._counters = self._drive.counters()
         self.clock = StepClock(self._counters, lambda: self._drive.now_s)
         if drive is not None:
-            self.clock.start(drive.rates.seconds_for)
+            self.clock.start(drive.seconds_for)
         self._pager = Pager(
             pages, pool, self.store, Schedule(cycle), self._counters,
             window_pages=window_pages, lazy=lazy, max_deferred_writes=max_deferred_writes,

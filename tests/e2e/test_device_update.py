@@ -23,7 +23,7 @@ from e2e.device_twins import (
 from e2e.models import Net, loss_of, tokens, train_step
 from swapper.device.device_storage import DeviceStorage
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.planning.update_times import faster_place
+from swapper.train.planning.update_place import faster_place
 from swapper.train.updates import device_sweep
 from swapper.train.updates.device_sweep import DeviceSweep
 from swapper.train.updates.state_ahead import UpdateSlot

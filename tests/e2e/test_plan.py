@@ -15,9 +15,9 @@ import swapper
 from e2e.keywords import for_manager, for_offload
 from e2e.models import Net, layers, layers_step, train_step
 from e2e.twins import Twins, adamw
-from swapper.paging.virtual_drive import DriveRates
+from swapper.forecast.compute import ComputeTimes
+from swapper.forecast.virtual_drive import DriveRates
 from swapper.train.layout.train_placement import without_gradients
-from swapper.train.planning.compute_times import ComputeTimes
 
 MakeTwins = Callable[..., Twins]
 

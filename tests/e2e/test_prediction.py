@@ -14,18 +14,7 @@ from typing import Any
 import pytest
 import torch
 from infer.host_device import HostDevice
-from torch import nn
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import swapper
-from e2e.models import LAYER_WIDTH, layers, layers_step
-from e2e.twins import adamw
-from swapper.bench.gpt import Gpt, GptConfig
-from swapper.bench.plain import make_optimizers
 from swapper.infer.planning.lease_costs import measure_lease_costs
-from swapper.modules.groups import partition
-from swapper.modules.guarded import guarded_parameters
 from swapper.modules.operations import (
     SCRATCH_BYTES,
     ColdCaches,
@@ -37,10 +26,21 @@ from swapper.modules.operations import (
     record,
 )
 from swapper.modules.paging_costs import measure_paging_costs
-from swapper.paging.dry_run import Task
-from swapper.paging.virtual_drive import PagingCosts
-from swapper.train.planning.compute_times import ComputeTimes
 from swapper.train.planning.update_times import Trial, fixed_seconds
+from torch import nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import swapper
+from e2e.models import LAYER_WIDTH, layers, layers_step
+from e2e.twins import adamw
+from swapper.bench.gpt import Gpt, GptConfig
+from swapper.bench.plain import make_optimizers
+from swapper.forecast.compute import ComputeTimes
+from swapper.forecast.virtual_drive import PagingCosts
+from swapper.modules.groups import partition
+from swapper.modules.guarded import guarded_parameters
+from swapper.paging.dry_run import Task
 
 RATES: dict[str, Any] = {"drive_read": "1GB", "drive_write": "1GB"}
 CONFIG = GptConfig(vocabulary=128, context=16, layers=3, width=64)

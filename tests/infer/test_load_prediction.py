@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file
+from swapper.infer.planning.lease_costs import measure_resident_lease
 
 import swapper
 from infer.small import BUDGET, TOKENS, make, on_meta, total_bytes
 from infer.test_experts import EXPERTS, Model
 from swapper.checkpoint.exporting import export
 from swapper.infer.planning import load_plan
-from swapper.infer.planning.lease_costs import measure_resident_lease
 
 RATE = 10**6  # bytes a second: slow enough that computing does not count
 

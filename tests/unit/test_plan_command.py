@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.cli import app
-from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting
-from swapper.cli.planning.model_source import layers_of, make_model, with_layers
-from swapper.cli.planning.search import (
+from swapper.errors import BudgetError
+from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting
+from swapper.forecast.model_source import layers_of, make_model, with_layers
+from swapper.forecast.search import (
     CODECS,
     MEMORY_SHARES,
     PASSES,
@@ -35,10 +36,9 @@ from swapper.cli.planning.search import (
     smallest_budget,
     undominated,
 )
-from swapper.errors import BudgetError
+from swapper.forecast.virtual_drive import DriveRates
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.manager import SwapManager
-from swapper.paging.virtual_drive import DriveRates
 from swapper.train.layout.train_placement import PREFERENCES
 
 SMALL = GptConfig(vocabulary=512, context=32, layers=4, width=256)

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swapper.errors import InvariantError
-from swapper.paging.capped_drive import open_drive
-from swapper.paging.dry_run import DryRun, Task
+from swapper.forecast.virtual_drive import DriveRates, PagingCosts, VirtualDrive, open_drive
+from swapper.paging.dry_run import DryRun, InstantDrive, Task
 from swapper.paging.planning.layout import TensorSpec, plan_group
 from swapper.paging.planning.schedule import Access
-from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
 from swapper.runtime.stats import PhaseStats, StepStats
 from swapper.train.layout.inventory import make_sections
 
@@ -48,7 +47,7 @@ def test_a_read_behind_a_write_does_not_hold_up_others() -> None:
 
 
 def test_a_drive_without_rates_takes_no_time() -> None:
-    drive = VirtualDrive()
+    drive = InstantDrive()
     assert drive.read(1 << 30, None).done and drive.write(1 << 30).done and drive.now_s == 0.0
 
 
@@ -99,7 +98,7 @@ def test_accesses_and_pages_lengthen_the_computing_and_the_engine_s_work_only_wh
 
 def test_infinite_rates_are_refused() -> None:
     """No time would pass while bytes move: a simulation would not end."""
-    with pytest.raises(InvariantError, match="one without rates"):
+    with pytest.raises(InvariantError, match="a virtual drive needs rates"):
         VirtualDrive(DriveRates())
 
 

@@ -6,20 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from swapper.capabilities import Feature, check
 from swapper.device.device_placement import DevicePlacement
 from swapper.durability.committer import steps_between_commits
-from swapper.errors import ConfigError
 from swapper.formats.torch_zip.container import ContainerLayout
 from swapper.io.tuning import Tuning
-from swapper.paging.capped_drive import open_drive
 from swapper.paging.planning.budget import Budget
 from swapper.paging.store.swap_files import TURNS
-from swapper.paging.virtual_drive import DriveRates, VirtualDrive
-from swapper.runtime.sizes import parse_bytes_a_second
 from swapper.runtime.stats import StepStats
 from swapper.train.layout.averaging import check_averaging
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables
@@ -30,7 +25,6 @@ from swapper.train.layout.train_placement import (
     state_bytes,
     without_gradients,
 )
-from swapper.train.planning.compute_times import ComputeTimes, calibrate
 from swapper.train.planning.plan_text import describe
 from swapper.train.planning.planned_step import PlannedStep, sections_of
 from swapper.train.planning.request import Request
@@ -64,9 +58,9 @@ class Plan(PlannedStep):
     ) -> StepStats:
         """Predict how long a step takes, by phase, and what it waits for: by the dry run, on a drive that is simulated.
 
-        The computing is measured here and now, in some seconds (train/planning/compute_times.py): each operation of the model, on
-        tensors without its weights, and the update as the sweep does it. Once the plan is carried out, `manager.stats()` shows
-        this with what was achieved.
+        One step's computing is measured here and now, with the model's own code and without its weights (forecast/compute.py):
+        that takes the memory of its activations, and the time of some steps. With an accelerator the step's copies and kernels
+        are put on clocks (forecast/accelerator.py). Once the plan is carried out, `manager.stats()` shows this with what came.
 
         Args:
             tokens: of a step, of all samples together.
@@ -78,80 +72,11 @@ class Plan(PlannedStep):
         Raises:
             ConfigError: the drive's speed is not known, or a value is not positive.
             StateError: the model is offloaded already.
-            UnsupportedError: the model is on an accelerator or sharded.
         """
-        if type(tokens) is not int or tokens < 1:
-            raise ConfigError(
-                f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together"
-            )
-        drive = self.drive_rates(drive_read, drive_write)
-        return self.predict_on(drive, self.with_gradients(self.measure_compute(tokens, example)))
+        from swapper.forecast.step import predict
 
-    def predict_on(self, drive: DriveRates, compute: ComputeTimes) -> StepStats:
-        """Predict a step, as `predict`, on a drive with these rates and with this computing."""
-        step = self.simulate(drive, compute)
-        self.found.step = replace(step, savings=self._savings(drive, compute, step.wall_s))
-        self.found.compute = compute
+        self.found.step, self.found.activation_bytes = predict(self, tokens, example, (drive_read, drive_write))
         return self.found.step
-
-    def measure_compute(self, tokens: int, example: Sequence[Any] | Mapping[str, Any] | None = None) -> ComputeTimes:
-        """Measure what a step computes on this processor: an input of `simulate`. Args and Raises: see `predict`."""
-        check({*self.request.features, Feature.PREDICT})
-        request = self.request
-        return calibrate(
-            request.model.module, self.inventory, request.optimizers, self.budget.page_bytes, tokens, example,
-            request.manager.check_reads,
-        )  # fmt: skip
-
-    def with_gradients(self, compute: ComputeTimes) -> ComputeTimes:
-        """Return what is computed with this placement: copies of gradients, or memory for autograd's own."""
-        copied = self._placed_grad_plans
-        placed = {id(plan) for plan in copied}
-        return compute.with_gradients(copied, [plan for plan in self.grad_plans if id(plan) not in placed])
-
-    def _savings(self, drive: DriveRates, compute: ComputeTimes, step_s: float) -> dict[str, float]:
-        """Return the seconds of a step that a better machine would save, by what is better: by simulation."""
-        budget = replace(self.budget, frame_count=2 * self.budget.frame_count)
-        better = {
-            "a drive twice as fast": self.simulate(drive.faster(2), compute),
-            "a processor twice as fast": self.simulate(drive, compute.faster(2)),
-            "twice the pool": replace(self, budget=budget).simulate(drive, compute),
-        }
-        return {what: step_s - step.wall_s for what, step in better.items()}
-
-    def drive_rates(self, drive_read: int | str | None = None, drive_write: int | str | None = None) -> DriveRates:
-        """Return the rates of the drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
-        if self.tuning is not None and drive_read is None and drive_write is None:
-            return DriveRates.measured(self.tuning)
-        rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
-        slowing_byte_s = 0.0 if self.tuning is None else self.tuning.slowing_byte_s
-        return DriveRates(*rates, sum(rates), slowing_byte_s=slowing_byte_s)
-
-    def _drive_rate(self, name: str, given: int | str | None) -> float:
-        if given is not None:
-            rate: float = parse_bytes_a_second(given, f"drive_{name}")
-        elif self.tuning is not None:
-            rate = getattr(self.tuning, f"{name}_bytes_per_s")
-        else:
-            raise ConfigError(
-                f"the drive's speed is not known: run `swapper tune DIR`, or give predict(..., drive_{name}='7GB'), "
-                "its bytes a second"
-            )
-        return rate
-
-    def simulate(self, drive: DriveRates | VirtualDrive, compute: ComputeTimes, passes: int = 1) -> StepStats:
-        """Return how a step goes. See `predict`.
-
-        Args:
-            drive: its rates, or a virtual drive of the caller's.
-            compute: the seconds of one forward and backward, and of updates.
-            passes: forwards and backwards in a step, whose gradients accumulate.
-
-        Raises:
-            BudgetError: the pool has too few frames for the step.
-        """
-        virtual = drive if isinstance(drive, VirtualDrive) else open_drive(drive, compute.paging)
-        return self._dry_run(virtual, compute.of, passes).time()
 
     def __str__(self) -> str:
         return describe(self)

@@ -14,12 +14,11 @@ from swapper.device.device_placement import DevicePlacement
 from swapper.formats.torch_zip.container import ContainerLayout
 from swapper.io.drives import assign_to_drives
 from swapper.io.tuning import Tuning
-from swapper.paging.dry_run import DryRun, Task
+from swapper.paging.dry_run import DryRun, InstantDrive, Task
 from swapper.paging.planning.budget import Budget, read_ahead_pages
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section, pieces_of
-from swapper.paging.virtual_drive import VirtualDrive
 from swapper.runtime.free_memory import HOLES_SHARE, kept_free_bytes
 from swapper.runtime.stats import StepStats
 from swapper.train.gradients.victim_cache import find_regions
@@ -31,7 +30,6 @@ from swapper.train.layout.train_placement import (
     without_gradients,
 )
 from swapper.train.layout.trainable import Trainable
-from swapper.train.planning.compute_times import ComputeTimes
 from swapper.train.planning.request import Request
 from swapper.train.steps.policies import POLICIES
 from swapper.train.steps.program import StepProgram
@@ -59,10 +57,16 @@ class Traffic:
 
 @dataclass
 class Prediction:
-    """What is known of a plan's step beforehand: its times, its computing, and why the plan was chosen."""
+    """What is known of a plan's step beforehand: its times, and why the plan was chosen.
+
+    Attributes:
+        step: None: not predicted.
+        activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
+        why: in words; empty if the user chose.
+    """
 
     step: StepStats | None = None
-    compute: ComputeTimes | None = None
+    activation_bytes: int | None = None
     why: str = ""
 
 
@@ -90,7 +94,7 @@ class PlannedStep:
 
     def make_grad_sections(self, first_page: int) -> list[Section]:
         """Return the sections of gradients, without memory; paged ones follow each other in a scratch file."""
-        plans = self._placed_grad_plans
+        plans = self.placed_grad_plans
         offsets = [0, *itertools.accumulate(self._scratch_bytes_of(plan) for plan in plans)][:-1]
         return make_sections(
             plans,
@@ -120,7 +124,7 @@ class PlannedStep:
         return without_gradients(self.inventory, kept).grad_plans
 
     @property
-    def _placed_grad_plans(self) -> list[SectionPlan]:
+    def placed_grad_plans(self) -> list[SectionPlan]:
         """Those of them that have sections. Others stay autograd's own (train/gradients/autograd_grads.py)."""
         if self.request.device is not None or self.places["grad"] == "nvme":
             return self.grad_plans
@@ -195,24 +199,40 @@ class PlannedStep:
 
     def traffic_of(self, passes: int) -> Traffic:
         """Return the bytes of a step of several forwards and backwards, whose gradients accumulate."""
-        return Traffic(*self._dry_run(passes=passes).traffic())
+        return Traffic(*self.dry_run(passes=passes).traffic())
 
-    def _dry_run(
-        self, drive: VirtualDrive | None = None, seconds: Callable[[Task], float] = lambda task: 0.0, passes: int = 1
+    def dry_run(
+        self, drive: InstantDrive | None = None, seconds: Callable[[Task], float] = lambda task: 0.0, passes: int = 1
     ) -> DryRun:
+        """Return a dry run of a step.
+
+        Args:
+            drive: moves its pages. Default: one that takes no time.
+            seconds: returns how long a task computes. Default: no time.
+            passes: forwards and backwards, whose gradients accumulate. Default: 1.
+
+        Raises:
+            BudgetError: the pool has too few frames for the step.
+        """
         sections = self.make_sections()
         grad_sections = self.make_grad_sections(sum(len(section.pages) for section in sections))
         found = find_regions(sections, grad_sections) if self.request.device is None else {}
         rooms = {page: room.section.plan.group for page, room in found.items()}
         sections += grad_sections
-        if passes not in self._known_tasks:  # of a large model they take longer than their simulation
-            trainables = find_trainables(self.inventory, find_places(sections))
-            self._known_tasks[passes] = self._tasks(sections, trainables, passes)
         return DryRun(
-            sections, self.budget.frame_count, self._known_tasks[passes], self.window_pages, self.lazy,
+            sections, self.budget.frame_count, self.tasks_of(passes), self.window_pages, self.lazy,
             self.max_deferred_writes, rooms, drive, seconds,
             self.commit_every == 1,
         )  # fmt: skip
+
+    def tasks_of(self, passes: int = 1) -> list[Task]:
+        """Return the tasks of a step of this many forwards and backwards, in the order of the run."""
+        if passes not in self._known_tasks:  # of a large model they take longer than their simulation
+            sections = self.make_sections()
+            sections += self.make_grad_sections(sum(len(section.pages) for section in sections))
+            trainables = find_trainables(self.inventory, find_places(sections))
+            self._known_tasks[passes] = self._tasks(sections, trainables, passes)
+        return self._known_tasks[passes]
 
     @cached_property
     def _known_tasks(self) -> dict[int, list[Task]]:
@@ -238,15 +258,15 @@ class PlannedStep:
     def memory(self) -> dict[str, int]:
         """The peak of host memory by part, in bytes, beyond the imported libraries.
 
-        Activations are what `predict` has recorded: the model's results, temporary tensors, gradients on their way, and what an
+        Activations are what `predict` has measured: the model's results, temporary tensors, gradients on their way, and what an
         operation takes while it runs. Gradients that stay autograd's own come on top of these: they hardly fit where activations
         have been freed. The allocator's part is what swapper lets the heap keep free: holes, of which checks allow one part in
         HOLES_SHARE of what is in use (runtime/free_memory.py), where gradients that were copied are freed.
         """
-        budget, compute = self.budget, self.found.compute
+        budget = self.budget
         gradients = sum(plan.nbytes for plan in self.grad_plans if is_resident(plan, self.places))
-        activations = (compute.activation_bytes or 0) if compute is not None else 0
-        are_own = activations > 0 and not self._placed_grad_plans
+        activations = self.found.activation_bytes or 0
+        are_own = activations > 0 and not self.placed_grad_plans
         kept_bytes = 0 if are_own else max(kept_free_bytes(self.request.manager.host_bytes), activations // HOLES_SHARE)
         parts = {
             "what stays": budget.resident_bytes - gradients,

@@ -23,7 +23,7 @@ from swapper.train.layout.inventory import Inventory, take_inventory
 from swapper.train.layout.state_codecs import MASTER, StateCodecs
 from swapper.train.optimizer.optimizer_set import OptimizerSet, members_of_given
 from swapper.train.passes.given_model import GivenModel
-from swapper.train.planning.update_times import faster_place
+from swapper.train.planning.update_place import faster_place
 from swapper.train.sharded.sharded_model import ShardedModel
 from swapper.train.sharded.shards import is_sharded
 from swapper.train.state.conditions import check_update
@@ -221,7 +221,7 @@ def _check_codecs_there(options: OffloadOptions, accelerator: Accelerator, devic
     said = options.state_codecs.said
     if uses_kernel(device):
         kernel("codecs")
-    elif device.type != "cpu":
+    elif device.type not in ("cpu", "meta"):  # on the latter nothing is computed
         raise UnsupportedError(
             f"{said}: state is decoded on {' and '.join(ACCELERATORS)}, not on {device.type}: say "
             "swapper.Accelerator(update_on='cpu')"

@@ -3,7 +3,7 @@
 [Note: what is assumed] Host memory, drives and the rate of updates are a node's, shared by its ranks alike; flops, device, link and
 network are a rank's. Several ranks have the shards of `fully_shard` with a mixed-precision policy: a part of the rows of each
 parameter, in fp32, without other masters. Parameters are gathered in 16 bits for each forward and backward, and gradients reduced,
-while others compute; without `network` that takes no time. With a device, updates run on the CPU. Activations are outside.
+while others compute; without `network` that takes no time. Activations are outside.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.cli.planning.model_source import shard_of, with_larger_layers
 from swapper.device.device import Device
 from swapper.errors import BudgetError, ConfigError
+from swapper.forecast.accelerator import DeviceRates
+from swapper.forecast.compute import ComputeTimes, count_products
+from swapper.forecast.model_source import shard_of, with_larger_layers
+from swapper.forecast.step import simulate
+from swapper.forecast.update_trial import measure_updates
+from swapper.forecast.virtual_drive import DriveRates
 from swapper.io.drives import Drives
 from swapper.options import Accelerator
-from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.stats import StepStats
 from swapper.train.layout.inventory import Inventory
 from swapper.train.layout.train_placement import StepKind, frames_needed, is_resident
-from swapper.train.planning.compute_times import ComputeTimes, find_compute
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.state.conditions import check_update
@@ -73,9 +76,10 @@ class Machine:
         host_bytes: host memory for swapper, of a node.
         drive: rates of a node's drives together.
         flops: floating-point operations a second of a rank, in products of matrices; None: measured on this processor.
-        updates: parameters a second that a node updates; None: measured.
+        updates: parameters a second that a node's processors update; None: measured.
         device_bytes: an accelerator's memory for swapper, of a rank; None: no accelerator.
-        link, network: bytes a second of a rank each way: to its accelerator, to other ranks.
+        device: rates of its memory and its link.
+        network: bytes a second of a rank each way to other ranks.
         ranks: of all nodes.
     """
 
@@ -85,7 +89,7 @@ class Machine:
     flops: float | None = None
     updates: float | None = None
     device_bytes: int | None = None
-    link: float = math.inf
+    device: DeviceRates = field(default_factory=DeviceRates)
     network: float = math.inf
     ranks: int = 1
     nodes: int = 1
@@ -103,7 +107,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Setting:
-    """Options of `offload`, the optimizer, and the passes of a step."""
+    """Options of `offload`, the optimizer, and the passes of a step.
+
+    Attributes:
+        update_on: where an accelerator's updates run.
+        recompute: activations are checkpointed, so that a backward repeats its forward.
+    """
 
     optimizer: str = "adamw"
     codec: str = "exact"
@@ -112,6 +121,8 @@ class Setting:
     optimizer_state: str = "auto"
     gradients: str = "auto"
     passes: int = 1
+    update_on: str = "device"
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +191,7 @@ class Forecaster:
             options = {
                 "device": device,
                 "device_memory": machine.device_bytes,
-                "accelerator": Accelerator(update_on="cpu"),
+                "accelerator": Accelerator(update_on=setting.update_on),
             }
         chosen = OffloadOptions(
             params=setting.params, optimizer_state=setting.optimizer_state, gradients=setting.gradients,
@@ -192,7 +203,7 @@ class Forecaster:
             backend="auto", check_reads=True, operates=True, stall_s=None,
         )  # fmt: skip
         request = Request.of(model, self._optimizers[model, setting.optimizer], chosen, manager)
-        key = model, setting.optimizer, setting.codec, machine.device_bytes is None
+        key = model, setting.optimizer, setting.codec, machine.device_bytes is None, setting.update_on
         if key not in self._inventories:
             self._inventories[key] = request.inventory(may_be_meta=True)
         inventory = self._inventories[key]
@@ -218,7 +229,7 @@ class Forecaster:
             pages: simulate a plan of more pages than this with coarser ones, about this number.
         """
         exact, plan, compute = self.prepare(machine, setting, pages)
-        step = plan.simulate(machine.rank_drive, compute, setting.passes)
+        step = simulate(plan, machine.rank_drive, compute, setting.passes, machine.device)
         read_bytes, written_bytes = step.read_bytes, step.written_bytes
         if plan is exact and pages == EXACT_PAGES:
             traffic = exact.traffic_of(setting.passes)
@@ -257,21 +268,30 @@ class Forecaster:
         tokens = max(self.tokens // setting.passes, 1)  # the shards have 1/ranks of the work for all tokens
         key = (machine.ranks, machine.flops, machine.updates, setting.optimizer, tokens)
         if key not in self._measured:
-            model = self.of_rank(machine.ranks)
-            updates = None if machine.updates is None else machine.of_node / machine.updates
-            member = exact.request.optimizers.members[-1]
-            found = find_compute(model, exact.inventory, member, tokens, machine.flops, updates)
-            if updates is None:
-                found = replace(found, update_s=found.update_s * machine.of_node)
+            model, of_node = self.of_rank(machine.ranks), machine.of_node
+            found = count_products(model, exact.inventory, tokens, machine.flops)
+            if machine.updates is None:
+                by_group, piece_s = measure_updates(exact.inventory, exact.request.optimizers, exact.budget.page_bytes)
+                mean_s = sum(by_group.values()) / max(len(by_group), 1)
+                found = replace(found, update_s=mean_s * of_node, piece_s=piece_s * of_node)
+            else:
+                found = replace(found, update_s=of_node / machine.updates)
             if setting.optimizer == "muon":
                 found = replace(found, update_s=found.update_s + _orthogonalizing_s(model, machine))
             self._measured[key] = found
         found = self._measured[key].regrouped(exact.inventory.groups, plan.inventory.groups)
-        forward, backward = _moving_seconds(plan, machine)
+        if setting.recompute:
+            found = replace(
+                found, backward_s={group: of + found.forward_s[group] for group, of in found.backward_s.items()}
+            )
+        numel = {group.index: sum(p.numel() for _, p in group.parameters) for group in plan.inventory.groups}
+        element_s = (machine.ranks - 1) * GATHERED_BYTES / machine.network  # of the shard
         return replace(
             found,
-            forward_s={group: max(seconds, forward[group]) for group, seconds in found.forward_s.items()},
-            backward_s={group: max(seconds, backward[group]) for group, seconds in found.backward_s.items()},
+            forward_s={group: max(seconds, numel[group] * element_s) for group, seconds in found.forward_s.items()},
+            backward_s={
+                group: max(seconds, 2 * numel[group] * element_s) for group, seconds in found.backward_s.items()
+            },
         )
 
 
@@ -314,14 +334,32 @@ def _orthogonalizing_s(model: nn.Module, machine: Machine) -> float:
     return operations / count / machine.flops
 
 
-def _moving_seconds(plan: Plan, machine: Machine) -> tuple[dict[int, float], dict[int, float]]:
-    """Return, by group, the seconds of its parameters and gradients on the link and the network, in forward and backward."""
-    forward, backward = {}, {}
-    others = (machine.ranks - 1) * GATHERED_BYTES / machine.network  # for an element of the shard
-    for group in plan.inventory.groups:
-        numel = sum(parameter.numel() for _, parameter in group.parameters)
-        nbytes = 0 if machine.device_bytes is None else sum(parameter.nbytes for _, parameter in group.parameters)
-        link_s = nbytes / machine.link  # each way: parameters to the device, gradients from it
-        forward[group.index] = max(link_s, numel * others)
-        backward[group.index] = max(link_s, 2 * numel * others)
-    return forward, backward
+@dataclass(frozen=True)
+class KnownDevice:
+    """An accelerator as its data sheet says: bytes, and a second dense operations in bf16, bytes of its memory and of its link."""
+
+    nbytes: float
+    flops: float
+    memory: float
+    link: float
+
+
+PCIE_4, PCIE_5, C2C = 32e9, 64e9, 450e9
+"""Of x16, and of NVLink between the chips of one board: bytes a second of one direction."""
+KNOWN = {
+    "A100": KnownDevice(80e9, 312e12, 2.0e12, PCIE_4),
+    "H100": KnownDevice(80e9, 989e12, 3.35e12, PCIE_5),
+    "H200": KnownDevice(141e9, 989e12, 4.8e12, PCIE_5),
+    "GH200": KnownDevice(96e9, 989e12, 4.0e12, C2C),
+    "B200": KnownDevice(180e9, 2250e12, 8.0e12, PCIE_5),
+    "L4": KnownDevice(24e9, 121e12, 0.3e12, PCIE_4),
+    "L40S": KnownDevice(48e9, 362e12, 0.864e12, PCIE_4),
+    "RTX4090": KnownDevice(24e9, 165e12, 1.008e12, PCIE_4),
+    "RTX5090": KnownDevice(32e9, 210e12, 1.792e12, PCIE_5),
+    "MI300X": KnownDevice(192e9, 1307e12, 5.3e12, PCIE_5),
+}
+REACHED_FLOPS, REACHED_LINK, REACHED_MEMORY = 0.44, 0.78, 0.75
+"""Parts of these that a Llama of 1.24 G parameters reached on an H200: forwards and backwards with their recomputing, copies both
+ways at once, and AdamW. See docs/decisions/a-step-on-a-device.md."""
+AUTO_SHARE = 2
+"""Swapper takes one part in this many of a device's memory by itself, and leaves the rest to activations."""

@@ -15,9 +15,12 @@ from dataclasses import dataclass, replace
 from swapper.errors import InvariantError
 from swapper.io.engines import Transfer
 from swapper.io.tuning import Tuning
+from swapper.paging.dry_run import DryTransfer, InstantDrive
 from swapper.paging.section import NoWindow
 from swapper.runtime.counters import Counters
 
+SLICE_S = 0.1
+"""Linux: DFL_THROTL_SLICE, HZ / 10."""
 MIN_S = 1e-9
 """Less than this is not computed now, but with what follows."""
 
@@ -28,7 +31,7 @@ class DriveRates:
 
     `busy` is what reads and writes reach together while the processors compute: the engine and the kernel need them too. By
     `slowing_byte_s`, in seconds, each byte that moves meanwhile makes the computing longer. `cap` is what a control group allows in
-    each direction. See `swapper.paging.capped_drive`.
+    each direction. See CappedDrive.
     """
 
     read: float = math.inf
@@ -88,7 +91,7 @@ class DriveRates:
 
 @dataclass(frozen=True, slots=True)
 class PagingCosts:
-    """Seconds that paging takes of the processors. See `swapper.modules.paging_costs`, which measures them.
+    """Seconds that paging takes of the processors. Of a machine: forecast/trials.py measures them.
 
     Attributes:
         access_s: of an access, whatever its pages.
@@ -97,6 +100,7 @@ class PagingCosts:
         transfer_s: of the engine's thread for a transfer, whatever its size.
         checked_byte_s: of the engine's checksum of a byte that moves: its thread submits nothing meanwhile.
         takes_turns: the computing needs each processor, and waits for the engine's thread.
+        use_s: of a use of a module whose weights stay.
     """
 
     access_s: float = 0.0
@@ -105,36 +109,16 @@ class PagingCosts:
     transfer_s: float = 0.0
     checked_byte_s: float = 0.0
     takes_turns: bool = True
+    use_s: float = 0.0
 
     def faster(self, times: float) -> PagingCosts:
         """Return the costs with processors that are `times` as fast."""
-        names = ("access_s", "page_s", "mapped_byte_s", "transfer_s", "checked_byte_s")
+        names = ("use_s", "access_s", "page_s", "mapped_byte_s", "transfer_s", "checked_byte_s")
         return replace(self, **{name: getattr(self, name) / times for name in names})
 
 
-class VirtualTransfer:
-    """A transfer of a virtual drive. See `swapper.io.engines.Transfer`."""
-
-    __slots__ = ("_drive", "after", "done", "left", "nbytes")
-    error = None
-    crc32 = 0
-    submitted_s = completed_s = 0.0
-
-    def __init__(self, drive: VirtualDrive, nbytes: int, after: Transfer | None) -> None:
-        self._drive = drive
-        self.nbytes = nbytes
-        self.left = float(nbytes)
-        self.done = nbytes == 0
-        self.after = after
-
-    def exception(self) -> None: ...
-
-    def wait(self) -> None:
-        self._drive.wait(self)
-
-
-class VirtualDrive:
-    """See the module. The default is a drive that takes no time.
+class VirtualDrive(InstantDrive):
+    """A drive on a clock. See the module.
 
     Args:
         rates: of the drive.
@@ -142,36 +126,28 @@ class VirtualDrive:
 
     Attributes:
         rates: bytes a second.
-        now_s: the time, in seconds.
-        finished: how many transfers have finished.
     """
 
-    def __init__(self, rates: DriveRates | None = None, costs: PagingCosts | None = None) -> None:
-        self.rates = rates or DriveRates()
+    def __init__(self, rates: DriveRates, costs: PagingCosts | None = None) -> None:
+        super().__init__()
+        if math.inf in (rates.read, rates.write):
+            raise InvariantError("a virtual drive needs rates")
+        self.rates = rates
         self._costs = costs or PagingCosts()
-        self._rates = self.rates.with_checksums(self._costs.checked_byte_s)
-        self._takes_time = rates is not None
-        if self._takes_time and math.inf in (self.rates.read, self.rates.write):
-            raise InvariantError("a virtual drive that takes no time is one without rates")
-        self._at_once = VirtualTransfer(self, 0, None)
-        self._reads: list[VirtualTransfer] = []
-        self._writes: list[VirtualTransfer] = []
-        self.now_s = 0.0
-        self.finished = 0
+        self._rates = rates.with_checksums(self._costs.checked_byte_s)
+        self._reads: list[DryTransfer] = []
+        self._writes: list[DryTransfer] = []
         self._added_s = 0.0  # to the computing, by pages and transfers
         self._is_computing = False
 
-    def read(self, nbytes: int, after: Transfer | None) -> VirtualTransfer:
+    def read(self, nbytes: int, after: Transfer | None) -> DryTransfer:
         return self._submit(self._reads, nbytes, after)
 
-    def write(self, nbytes: int) -> VirtualTransfer:
+    def write(self, nbytes: int) -> DryTransfer:
         return self._submit(self._writes, nbytes, None)
 
-    def _submit(self, queue: list[VirtualTransfer], nbytes: int, after: Transfer | None) -> VirtualTransfer:
-        if not self._takes_time:
-            self.finished += 1
-            return self._at_once
-        transfer = VirtualTransfer(self, nbytes, after)
+    def _submit(self, queue: list[DryTransfer], nbytes: int, after: Transfer | None) -> DryTransfer:
+        transfer = DryTransfer(self, nbytes, after)
         queue.append(transfer)
         return transfer
 
@@ -186,6 +162,15 @@ class VirtualDrive:
             self.now_s = end_s
         self._is_computing = False
 
+    def window(self) -> NoWindow:
+        return _Window(self)
+
+    def counters(self) -> Counters:
+        return _Counters(self)
+
+    def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
+        return self.rates.seconds_for(read_bytes, written_bytes)
+
     def lease(self) -> None:
         """Note that an access is leased: the next computing takes longer."""
         self._added_s += self._costs.access_s
@@ -194,13 +179,13 @@ class VirtualDrive:
         """Note that a page of this size is shown in its window: the next computing takes longer."""
         self._added_s += self._costs.page_s + nbytes * self._costs.mapped_byte_s
 
-    def wait(self, transfer: VirtualTransfer) -> None:
+    def wait(self, transfer: DryTransfer) -> None:
         """Let time pass until `transfer` is done."""
         while not transfer.done:
             if not self._advance(math.inf):
                 raise InvariantError("a transfer is waited for that can never begin")
 
-    def _moving(self) -> list[tuple[list[VirtualTransfer], VirtualTransfer, float]]:
+    def _moving(self) -> list[tuple[list[DryTransfer], DryTransfer, float]]:
         """Return the transfers that are under way: the queue, the transfer, and its rate."""
         read = next((one for one in self._reads if one.after is None or one.after.done), None)
         write = self._writes[0] if self._writes else None
@@ -229,7 +214,7 @@ class VirtualDrive:
                 queue.remove(one)
         return True
 
-    def _until_change(self, transfer: VirtualTransfer, rate: float, writes: bool) -> float:
+    def _until_change(self, transfer: DryTransfer, rate: float, writes: bool) -> float:
         """Return the seconds until this rate ends."""
         return transfer.left / rate
 
@@ -237,7 +222,7 @@ class VirtualDrive:
         """Note that bytes have moved."""
 
 
-class VirtualWindow(NoWindow):
+class _Window(NoWindow):
     """A window that takes time and shows nothing."""
 
     def __init__(self, drive: VirtualDrive) -> None:
@@ -248,7 +233,7 @@ class VirtualWindow(NoWindow):
         return False
 
 
-class VirtualCounters(Counters):
+class _Counters(Counters):
     """Counters whose waits take the time of a virtual drive."""
 
     def __init__(self, drive: VirtualDrive) -> None:
@@ -260,3 +245,64 @@ class VirtualCounters(Counters):
         began_s, name = self._drive.now_s, f"{kind}_wait_s"
         yield
         setattr(self, name, getattr(self, name) + self._drive.now_s - began_s)
+
+
+@dataclass
+class _Lane:
+    """One direction.
+
+    Attributes:
+        begin_s: of the slices that `passed` counts.
+        passed: bytes since then.
+        last_s: when it was last in use.
+    """
+
+    begin_s: float = -math.inf
+    passed: float = 0.0
+    last_s: float = -math.inf
+
+
+class CappedDrive(VirtualDrive):
+    """A drive under the cap of a control group: `docker run --device-read-bps`, IOReadBandwidthMax, tools/capped.
+
+    Linux lets bytes pass in slices of time (block/blk-throttle.c). A slice's bytes pass at the drive's own speed, then nothing does
+    until the next slice. So a drive that rested first does SLICE_S of the cap at once, which short steps feel. What a slice has
+    left over can be used in the one after it; a rest of more than a slice begins a new one. The cap is `rates.cap`.
+    """
+
+    def __init__(self, rates: DriveRates, costs: PagingCosts | None = None) -> None:
+        super().__init__(rates, costs)
+        self._lanes = _Lane(), _Lane()
+
+    def _allowed(self, writes: bool) -> tuple[float, float]:
+        """Return the bytes that may pass in the present slice, and its end in seconds from now."""
+        lane, cap = self._lanes[writes], self.rates.cap
+        has_rested = not lane.passed or self.now_s > math.ceil(lane.last_s / SLICE_S + 1) * SLICE_S
+        if has_rested:
+            lane.begin_s, lane.passed = self.now_s, 0.0
+        over = int((self.now_s - lane.begin_s) / SLICE_S + 1e-9)
+        if over >= 2:  # one stays, for what it has left over
+            lane.begin_s += (over - 1) * SLICE_S
+            lane.passed = max(lane.passed - (over - 1) * SLICE_S * cap, 0.0)
+            over = 1
+        return cap * SLICE_S * (over + 1) - lane.passed, lane.begin_s + SLICE_S * (over + 1) - self.now_s
+
+    def _moving(self) -> list[tuple[list[DryTransfer], DryTransfer, float]]:
+        return [(queue, one, rate * self._is_open(queue is self._writes)) for queue, one, rate in super()._moving()]
+
+    def _is_open(self, writes: bool) -> bool:
+        return self._allowed(writes)[0] > 1e-3
+
+    def _until_change(self, transfer: DryTransfer, rate: float, writes: bool) -> float:
+        allowed, end_s = self._allowed(writes)
+        return min(transfer.left, allowed) / rate if rate else end_s
+
+    def _passed(self, nbytes: float, writes: bool) -> None:
+        lane = self._lanes[writes]
+        lane.passed += nbytes
+        lane.last_s = self.now_s
+
+
+def open_drive(rates: DriveRates, costs: PagingCosts | None = None) -> VirtualDrive:
+    """Return a virtual drive with these rates."""
+    return VirtualDrive(rates, costs) if math.isinf(rates.cap) else CappedDrive(rates, costs)

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting, memory_of
-from swapper.cli.planning.model_source import layers_of, with_layers
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
-from swapper.paging.virtual_drive import DriveRates
+from swapper.forecast.compute import ComputeTimes
+from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting, memory_of
+from swapper.forecast.model_source import layers_of, with_layers
+from swapper.forecast.virtual_drive import DriveRates
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.train_placement import PREFERENCES, is_resident
-from swapper.train.planning.compute_times import ComputeTimes
 from swapper.train.planning.plan import Plan
 
 GIB = 1 << 30
@@ -82,7 +82,8 @@ def _better(machine: Machine) -> Iterator[tuple[str, Machine]]:
     yield "drives twice as fast" if count > 1 else "a drive twice as fast", replace(machine, drive=faster)
     yield "one more drive", replace(machine, drive=more, drives=count + 1)
     if machine.device_bytes is not None:
-        yield "a link twice as fast", replace(machine, link=2 * machine.link)
+        link = {name: 2 * getattr(machine.device, name) for name in ("link", "link_both")}
+        yield "a link twice as fast", replace(machine, device=replace(machine.device, **link))
         yield "twice the device memory", replace(machine, device_bytes=2 * machine.device_bytes)
     if machine.ranks > 1:
         yield "a network twice as fast", replace(machine, network=2 * machine.network)

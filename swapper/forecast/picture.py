@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from swapper.cli.command import check_output
-from swapper.cli.planning.forecast import Forecast, Machine, Setting
-from swapper.cli.planning.search import FAMILIES
 from swapper.errors import ConfigError
+from swapper.forecast.compute import ComputeTimes
+from swapper.forecast.machine import Forecast, Machine, Setting
+from swapper.forecast.search import FAMILIES
+from swapper.forecast.step import simulate
+from swapper.forecast.virtual_drive import DriveRates, VirtualDrive
 from swapper.paging.dry_run import Task
-from swapper.paging.virtual_drive import DriveRates, VirtualDrive
-from swapper.train.planning.compute_times import ComputeTimes
 
 SUFFIXES = (".svg", ".png", ".html")
 COLORS = {"forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b", "read": "#72b7b2", "write": "#e45756"}
@@ -84,10 +84,9 @@ class NotedTimes(ComputeTimes):
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError unless a picture can be drawn and put there."""
+    """Raise ConfigError unless a picture can be drawn with this name."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--picture {path}: end its name with one of {', '.join(SUFFIXES)}")
-    check_output("--picture", path)
     _figure_class()
 
 
@@ -144,7 +143,7 @@ def timeline(machine: Machine, setting: Setting, forecast: Forecast) -> list[tup
     """
     drive = RecordingDrive(machine.rank_drive)
     times = {of.name: getattr(forecast.compute, of.name) for of in fields(forecast.compute)}
-    step = forecast.plan.simulate(drive, NotedTimes(**times, drive=drive), setting.passes)
+    step = simulate(forecast.plan, drive, NotedTimes(**times, drive=drive), setting.passes)
     began_s = drive.now_s - step.wall_s
     return [(kind, max(begin - began_s, 0.0), end - began_s) for kind, begin, end in drive.spans if end > began_s]
 

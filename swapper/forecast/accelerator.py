@@ -1,0 +1,260 @@
+"""Predicts a step on an accelerator: the step program's tasks, in order, on clocks of kernels, link, drive and processors.
+
+[Note: a step on clocks] Nothing waits but for what it needs, as streams order it (docs/decisions/a-step-on-a-device.md). Kernels,
+copies up and copies down each follow one another in the order in which the program queues them. A slice of an update is copied up
+into one of the RING's slots, or early into memory that the plan has left for that; its kernels wait for the gradient, and for all
+gradients if they are clipped; and what was copied up early comes down last. Kernels of updates slow those of passes by their time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, replace
+
+from swapper.device.device import Device
+from swapper.device.device_placement import RING
+from swapper.forecast.compute import ComputeTimes
+from swapper.forecast.virtual_drive import DriveRates
+from swapper.paging.dry_run import Task
+from swapper.runtime.stats import PHASES, PhaseStats, StepStats
+from swapper.train.layout.train_placement import is_resident, state_bytes
+from swapper.train.planning.planned_step import PlannedStep
+from swapper.train.planning.update_place import copy_seconds, min_seconds
+
+STEPS = 4
+"""The last one counts: what is copied in one may be for the next."""
+UPDATE_TOUCHES = 2
+"""Times that a kernel of an update touches a byte of state: it is read and written."""
+COPIED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What an accelerator and its link reach, in bytes a second.
+
+    Attributes:
+        link: of a direction that copies alone.
+        link_both: of each direction while both copy.
+        memory: of its memory, read or written.
+    """
+
+    link: float = math.inf
+    link_both: float = math.inf
+    memory: float = math.inf
+
+    @classmethod
+    def measured(cls, device: Device) -> DeviceRates:
+        """Measure the link both ways at once, and a copy within the device's memory."""
+        source = device.empty(min(COPIED_BYTES, max(device.free_bytes() // 8, 1 << 20)))
+        target = device.empty(source.numel())
+
+        def copy() -> None:
+            target.copy_(source)
+            device.wait_for(device.record(device.current_stream()))
+
+        copy()
+        both = 1 / copy_seconds(device)
+        return cls(both, both, 2 * source.numel() / min_seconds(copy))
+
+
+@dataclass
+class _Queue:
+    """What does one thing after the other."""
+
+    free_s: float = 0.0
+    busy_s: float = 0.0
+
+    def take(self, seconds: float, not_before_s: float = 0.0) -> float:
+        """Return when this is over, if it begins as soon as it can."""
+        self.free_s = max(self.free_s, not_before_s) + seconds
+        self.busy_s += seconds
+        return self.free_s
+
+
+@dataclass
+class _Group:
+    """A group of parameters on the clocks.
+
+    Attributes:
+        stays: its parameters are on the device from step to step.
+        up_bytes: that an update copies up for an element, and down.
+        gradient_goes_down: it is copied to host memory.
+        state_on_drive: an update reads and writes it there.
+        ready_s: when its parameters can be used.
+        gradient_s: when its gradient is there.
+        early_s, early_bytes: when state that went up early is there, and how much has not been updated.
+        early_free_s: when its memory is free again.
+    """
+
+    nbytes: int
+    numel: int
+    stays: bool
+    up_bytes: float
+    gradient_goes_down: bool
+    state_on_drive: bool
+    ready_s: float = 0.0
+    gradient_s: float = 0.0
+    early_s: float = 0.0
+    early_bytes: float = 0.0
+    early_free_s: float = 0.0
+
+
+class _Step:
+    """The clocks. [Note: a step on clocks]"""
+
+    def __init__(
+        self, plan: PlannedStep, rates: DeviceRates, compute: ComputeTimes, drive: DriveRates, clipped: bool
+    ) -> None:
+        self._plan, self._rates, self._compute, self._drive, self._clipped = plan, rates, compute, drive, clipped
+        self.kernels, self.up, self.down, self.processors = _Queue(), _Queue(), _Queue(), _Queue()
+        self.reads, self.writes = _Queue(), _Queue()
+        self.update_s = 0.0
+        self._there = plan.request.updates_there
+        self._groups = _groups_of(plan)
+        self._ring: deque[float] = deque([0.0] * RING, maxlen=RING)
+        streamed = [group.nbytes for group in self._groups.values() if not group.stays]
+        kept = sum(group.nbytes for group in self._groups.values() if group.stays)
+        assert plan.on_device is not None
+        count = int((plan.on_device.image_bytes - kept) // max(streamed)) if streamed else 1
+        self._uses: deque[float] = deque([0.0] * max(count - 1, 1), maxlen=max(count - 1, 1))
+        self._late: list[tuple[_Group, float, float]] = []  # results that come down last: bytes, and since when
+
+    def _copy(self, lane: _Queue, nbytes: float, not_before_s: float) -> float:
+        other = self.down if lane is self.up else self.up
+        begin_s = max(lane.free_s, not_before_s)
+        rate = self._rates.link_both if other.free_s > begin_s else self._rates.link
+        return lane.take(nbytes / rate, not_before_s)
+
+    def use(self, task: Task, is_first_of_last: bool) -> None:
+        """Queue the kernels of a group's forward or backward."""
+        group = self._groups[task.group]
+        ready_s = group.ready_s
+        if not group.stays:  # into memory that the use before the last few has left
+            ready_s = self._copy(self.up, group.nbytes, max(ready_s, self._uses[0]))
+        if is_first_of_last:
+            self._fetch_early(self.kernels.free_s)
+        end_s = self.kernels.take(self._compute.of(task), ready_s)
+        if not group.stays:
+            self._uses.append(end_s)
+        if task.phase == "backward":
+            group.gradient_s = end_s
+            if group.gradient_goes_down:
+                group.gradient_s = self._copy(self.down, group.nbytes, end_s)
+
+    def _fetch_early(self, now_s: float) -> None:
+        """Copy state up before its gradients are there, of as many groups as the plan has memory for, first ones first."""
+        assert self._plan.on_device is not None
+        left = float(self._plan.on_device.ahead_bytes)
+        order = sorted(self._groups) if self._plan.request.options.update != "backward" else [min(self._groups)]
+        for group in (self._groups[index] for index in order):
+            nbytes = min(group.up_bytes * group.numel, left)
+            if not group.state_on_drive and group.up_bytes and nbytes > 0:
+                group.early_bytes = nbytes
+                group.early_s = self._copy(self.up, nbytes, max(now_s, group.early_free_s))
+                left -= nbytes
+
+    def update(self, task: Task) -> None:
+        """Queue the update of a slice."""
+        group = self._groups[task.group]
+        gradient_s = max(of.gradient_s for of in self._groups.values()) if self._clipped else group.gradient_s
+        nbytes = task.updated * group.up_bytes
+        since_s = 0.0
+        if group.state_on_drive:
+            since_s = self.reads.take(nbytes / self._drive.read)
+        if not self._there:
+            end_s = self.processors.take(self._compute.of(task), max(gradient_s, since_s))
+            self.update_s += self._compute.of(task)
+            done_s = end_s
+            if group.stays:
+                group.ready_s = self._copy(self.up, task.updated * group.nbytes / group.numel, end_s)
+            else:
+                group.ready_s = end_s
+        else:
+            is_early = group.early_bytes >= nbytes > 0
+            copied_s = group.early_s
+            if is_early:
+                group.early_bytes -= nbytes
+            elif nbytes:
+                copied_s = self._copy(self.up, nbytes, max(self._ring[0], since_s))
+            seconds = UPDATE_TOUCHES * (nbytes or task.updated * 12) / self._rates.memory
+            self.update_s += seconds
+            done_s = max(copied_s, gradient_s) + seconds
+            self.kernels.free_s += seconds
+            group.ready_s = done_s
+            if not group.stays:
+                nbytes += task.updated * group.nbytes / group.numel
+            if nbytes and is_early:
+                self._late.append((group, nbytes, done_s))
+            elif nbytes:
+                done_s = self._copy(self.down, nbytes, done_s)
+                self._ring.append(done_s)
+                if not group.stays:
+                    group.ready_s = done_s
+        if group.state_on_drive:
+            self.writes.take(nbytes / self._drive.write, done_s)
+
+    def end_updates(self) -> None:
+        """Bring down what was copied up early."""
+        for group, nbytes, since_s in self._late:
+            group.early_free_s = self._copy(self.down, nbytes, since_s)
+        self._late.clear()
+
+
+def _groups_of(plan: PlannedStep) -> dict[int, _Group]:
+    placed, device = plan.on_device, plan.request.device
+    assert placed is not None and device is not None
+    updated = state_bytes(plan.inventory)
+    on_drive = {of.group for of in plan.state_plans if not is_resident(of, plan.places)}
+    found = {}
+    for group in plan.inventory.groups:
+        numel = sum(parameter.numel() for _, parameter in group.parameters)
+        stays = group.index in placed.resident_set
+        state = 0 if group.index in placed.state else updated.get(group.index, 0)
+        found[group.index] = _Group(
+            nbytes=sum(parameter.nbytes for _, parameter in group.parameters),
+            numel=max(numel, 1),
+            stays=stays,
+            up_bytes=state / max(numel, 1),
+            gradient_goes_down=group.index in updated and group.index not in placed.gradients,
+            state_on_drive=group.index in on_drive and group.index not in placed.state,
+        )
+    return found
+
+
+def simulate(
+    plan: PlannedStep,
+    rates: DeviceRates,
+    compute: ComputeTimes,
+    drive: DriveRates,
+    passes: int = 1,
+    clipped: bool = False,
+) -> StepStats:
+    """Return how a step goes on the plan's accelerator. [Note: a step on clocks]
+
+    Args:
+        rates: of the accelerator.
+        compute: seconds of its kernels for one forward and backward, and of updates on the CPU.
+        drive: rates of the drive, which state on NVMe needs.
+        passes: forwards and backwards in a step, whose gradients accumulate.
+        clipped: gradients are clipped by the norm of all: no update begins before the last of them is there.
+    """
+    tasks, clocks = plan.tasks_of(passes), _Step(plan, rates, compute, drive, clipped)
+    uses = [number for number, task in enumerate(tasks) if task.phase == "backward" and not task.updated]
+    last = sum(task.phase == "forward" and not task.updated for task in tasks) // passes  # uses in a backward
+    first_of_last = uses[-last]
+    for _ in range(STEPS):
+        phases = dict.fromkeys(PHASES, 0.0)
+        before = clocks.up.busy_s, clocks.down.busy_s, clocks.update_s
+        for number, task in enumerate(tasks):
+            since_s = clocks.kernels.free_s
+            if task.updated:
+                clocks.update(task)
+            else:
+                clocks.use(task, number == first_of_last)
+            phases[task.phase] += clocks.kernels.free_s - since_s
+        clocks.end_updates()
+    up_s, down_s, update_s = clocks.up.busy_s - before[0], clocks.down.busy_s - before[1], clocks.update_s - before[2]
+    stats = {name: PhaseStats(wall_s=seconds) for name, seconds in phases.items()}
+    stats["step"] = replace(stats["step"], update_s=update_s)
+    return StepStats(0, stats, upload_s=up_s, download_s=down_s)

@@ -1,0 +1,191 @@
+"""Says how long a model and its optimizer compute if they wait for nothing: measured in one step, or counted from its matrices."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.errors import StateError
+from swapper.forecast.measured_pass import measure_pass
+from swapper.forecast.paging_trial import measure_paging
+from swapper.forecast.update_trial import measure_updates
+from swapper.forecast.virtual_drive import PagingCosts
+from swapper.modules.cold import is_cold
+from swapper.modules.groups import Group
+from swapper.modules.guarded import is_guarded
+from swapper.paging.dry_run import Task
+from swapper.paging.planning.layout import SectionPlan
+from swapper.train.layout.inventory import Inventory
+from swapper.train.planning.planned_step import PlannedStep
+
+log = logging.getLogger("swapper")
+
+COPIED_BYTES = 32 << 20
+"""Of a trial copy: more than most caches."""
+PRODUCT_ROWS = 4096
+"""Rows of the products of matrices whose rate is measured, at most."""
+
+
+@dataclass(frozen=True)
+class ComputeTimes:
+    """Seconds of computing.
+
+    Attributes:
+        forward_s, backward_s: by group of parameters.
+        update_s: of the optimizer, for one element.
+        group_update_s: the same by group, where it is known.
+        piece_s: of a piece of a parameter in a slice of the optimizer's, in addition.
+        copied_byte_s: of a byte of a gradient that swapper copies to its slot.
+        paging: what windows and checksums add.
+        activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
+    """
+
+    forward_s: Mapping[int, float]
+    backward_s: Mapping[int, float]
+    update_s: float
+    group_update_s: Mapping[int, float] = field(default_factory=dict)
+    piece_s: float = 0.0
+    copied_byte_s: float = 0.0
+    paging: PagingCosts = field(default_factory=PagingCosts)
+    activation_bytes: int | None = None
+
+    def of(self, task: Task) -> float:
+        """Return the seconds of one task of a step."""
+        if task.updated:
+            return task.updated * self.group_update_s.get(task.group, self.update_s) + task.pieces * self.piece_s
+        return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
+
+    def faster(self, times: float) -> ComputeTimes:
+        """Return the seconds on a processor that is `times` as fast."""
+        forward, backward, update = (
+            {group: seconds / times for group, seconds in of.items()}
+            for of in (self.forward_s, self.backward_s, self.group_update_s)
+        )
+        return replace(
+            self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
+            piece_s=self.piece_s / times, copied_byte_s=self.copied_byte_s / times, paging=self.paging.faster(times),
+        )  # fmt: skip
+
+    def regrouped(self, groups: Sequence[Group], larger: Sequence[Group]) -> ComputeTimes:
+        """Return the seconds by `larger` groups, of which each has the parameters of one or more of `groups`."""
+        if groups is larger:
+            return self
+        of = {id(parameter): group.index for group in larger for _, parameter in group.parameters}
+        forward, backward = (dict.fromkeys((group.index for group in larger), 0.0) for _ in range(2))
+        for group in groups:
+            index = of[id(group.parameters[0][1])]
+            forward[index] += self.forward_s[group.index]
+            backward[index] += self.backward_s[group.index]
+        return replace(self, forward_s=forward, backward_s=backward)
+
+    def with_copied(self, gradients: Sequence[SectionPlan]) -> ComputeTimes:
+        """Return the seconds with those in which backward copies these gradients to sections."""
+        backward = dict(self.backward_s)
+        for plan in gradients:
+            backward[plan.group] += plan.nbytes * self.copied_byte_s
+        return replace(self, backward_s=backward)
+
+
+def measure_step(
+    plan: PlannedStep, tokens: int, example: Sequence[Any] | Mapping[str, Any] | None = None
+) -> ComputeTimes:
+    """Measure on this machine how long a step computes, wherever its content lies: one forward and backward, an update, pages.
+
+    A model that cannot run so counts by its products of matrices, with a warning.
+
+    Args:
+        plan: of a model that is not offloaded yet.
+        tokens, example: see `Plan.predict`.
+
+    Raises:
+        StateError: the model is offloaded.
+    """
+    model, inventory = plan.request.model.module, plan.inventory
+    if any(is_cold(parameter) or is_guarded(parameter) for parameter in model.parameters()):
+        raise StateError("the model is offloaded already: predict its step before manager.offload")
+    given: Any = (torch.zeros(1, tokens, dtype=torch.long, device="meta"),) if example is None else example
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
+    group_update_s, piece_s = measure_updates(inventory, plan.request.optimizers, plan.budget.page_bytes)
+    try:
+        measured = measure_pass(model, inventory.units, args, kwargs, bool(inventory.forms))
+    except Exception as error:  # of the user's model: what it needs is not known
+        warn_of_products(error)
+        found = count_products(model, inventory, tokens)
+    else:
+        forward, backward = (
+            {group.index: measured.seconds.get((phase, group.index), 0.0) for group in inventory.groups}
+            for phase in ("forward", "backward")
+        )
+        found = ComputeTimes(forward, backward, 0.0, activation_bytes=measured.peak_bytes)
+    paging = measure_paging(plan.request.manager.check_reads)
+    return replace(
+        found, group_update_s=group_update_s, piece_s=piece_s, copied_byte_s=_copying_seconds(),
+        paging=replace(paging, access_s=paging.access_s - paging.use_s),  # updates, without hooks
+    )  # fmt: skip
+
+
+def warn_of_products(error: Exception) -> None:
+    """Say that a model could not run, and what counts then."""
+    log.warning(
+        "the model did not run with the example (%s: %s): a prediction counts products of matrices only. Give "
+        "predict(..., example=(tensors,)), the arguments of a forward",
+        type(error).__name__, str(error).strip().split("\n")[0][:200],
+    )  # fmt: skip
+
+
+def _copying_seconds() -> float:
+    """Return how long it takes to copy a byte of a gradient."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device="cpu")
+    target = torch.zeros_like(source)
+    times_s = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        target.copy_(source)
+        times_s.append(time.perf_counter() - began_s)
+    return min(times_s) / COPIED_BYTES
+
+
+def count_products(
+    model: nn.Module, inventory: Inventory, tokens: int, flops: float | None = None, update_s: float = 0.0
+) -> ComputeTimes:
+    """Return how long the products of matrices take, of the model's weights with `tokens` rows, one in forward, two in backward.
+
+    What else a model computes (attention, norms, the loss) is not in it, and embedding tables count as no work.
+
+    Args:
+        tokens: rows that pass through each matrix in a step, of all samples together.
+        flops: floating-point operations a second. Default: measured on this processor, in a second or so.
+        update_s: seconds in which the optimizer updates one element.
+    """
+    forward: dict[int, float] = {group.index: 0.0 for group in inventory.groups}
+    backward = dict(forward)
+    group_of = {id(parameter): group.index for group in inventory.groups for _, parameter in group.parameters}
+    rates: dict[torch.dtype, float] = {}
+    for module in model.modules():
+        for parameter in () if isinstance(module, nn.Embedding) else module._parameters.values():
+            if parameter is not None and parameter.dim() >= 2:
+                if flops is None and parameter.dtype not in rates:
+                    rates[parameter.dtype] = measure_products(tokens, parameter.dtype)
+                seconds = 2 * tokens * parameter.numel() / (flops or rates[parameter.dtype])
+                forward[group_of[id(parameter)]] += seconds
+                backward[group_of[id(parameter)]] += (2 if parameter.requires_grad else 1) * seconds
+    return ComputeTimes(forward, backward, update_s)
+
+
+def measure_products(rows: int, dtype: torch.dtype, size: int = 2048) -> float:
+    """Return the floating-point operations a second of a product of `rows` vectors with a matrix of `size` x `size`."""
+    x = torch.zeros(min(rows, PRODUCT_ROWS), size, dtype=dtype, device="cpu")
+    weight = torch.zeros(size, size, dtype=dtype, device="cpu")
+    times_s = []
+    with torch.no_grad():
+        for _ in range(4):
+            began_s = time.perf_counter()
+            nn.functional.linear(x, weight)
+            times_s.append(time.perf_counter() - began_s)
+    return 2 * x.numel() * size / min(times_s[1:])

@@ -1,0 +1,257 @@
+"""Predicts the passes of a loaded model: the first one, over a prompt, which reads every weight, and later ones of one token.
+
+A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive, between computing that is measured here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.errors import ConfigError
+from swapper.forecast.compute import measure_products, warn_of_products
+from swapper.forecast.measured_pass import measure_pass
+from swapper.forecast.paging_trial import measure_paging
+from swapper.forecast.virtual_drive import DriveRates, PagingCosts, open_drive
+from swapper.infer.mapping.matching import Weight
+from swapper.infer.operators.experts import are_experts
+from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
+from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction, PlannedLoad
+from swapper.infer.runtime.streaming import paged_sections
+from swapper.infer.runtime.weights import MadeMemory
+from swapper.modules.groups import by_module
+from swapper.paging.dry_run import DryRun, InstantDrive, Task
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Section
+from swapper.runtime.stats import StepStats
+
+TRIAL_ELEMENTS = 1 << 22
+"""Of a quantized weight that is computed in a trial; of a larger one some rows are."""
+TRIALS = 5
+
+
+def predict_load(
+    plan: PlannedLoad,
+    drive: DriveRates,
+    tokens: int,
+    *,
+    batch: int = 1,
+    example: Sequence[Any] | None = None,
+    experts: ExpertUse | None = None,
+) -> LoadPrediction:
+    """Predict as `LoadPlan.predict`, on a drive with these rates.
+
+    Args:
+        plan: of the load.
+        drive: bytes a second.
+        tokens, batch, example, experts: see `LoadPlan.predict`.
+
+    Raises:
+        ConfigError: see `LoadPlan.predict`.
+    """
+    for name, value in (("tokens", tokens), ("batch", batch)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"predict({name}={value!r}): give a positive number")
+    streaming = plan.fitting.plan
+    if (streaming.experts or streaming.demanded) and experts is None:
+        raise ConfigError(
+            "this model's experts are read one by one, and how many is not known: give predict(..., "
+            "experts=swapper.ExpertUse(experts=2, hit_rate=0.5)), of a layer and token"
+        )
+    prompt = (_tokens(batch, tokens),) if example is None else tuple(example)
+    making = _making_seconds(plan)
+    (first_s, activation_bytes), (token_s, _) = (
+        _computing(plan, args, making, experts) for args in (prompt, (_tokens(batch, 1),))
+    )
+    passes = _Passes(plan, drive, measure_paging(has_checksums=False))
+    first = passes.of(first_s, None, _on_demand(plan, experts, batch * tokens))
+    token = passes.of(token_s, plan.fitting.placement.streamed, _on_demand(plan, experts, batch))
+    return LoadPrediction(first, token, activation_bytes)
+
+
+def _computing(
+    plan: PlannedLoad, args: Sequence[Any], making: dict[int, float], experts: ExpertUse | None
+) -> tuple[dict[int, float], int]:
+    """Return the seconds of a pass, by group, and the peak bytes of its results."""
+    dtypes = {id(weight.parameter): weight.recipe.dtype for weight in plan.matched.weights}
+    found = {group.index: making.get(group.index, 0.0) for group in plan.fitting.plan.groups}
+    try:
+        measured = measure_pass(plan.model, by_module(plan.model)[1], args, {}, False, dtypes)
+    except Exception as error:  # of the user's model; a mixture's experts depend on values
+        warn_of_products(error)
+        rows = next((leaf.numel() for leaf in args if isinstance(leaf, torch.Tensor)), 1)
+        for group, seconds in _products(plan, rows, experts):
+            found[group] += seconds
+        return found, 0
+    for (_, group), seconds in measured.seconds.items():
+        found[group] += seconds
+    return found, measured.peak_bytes or 0
+
+
+def _products(plan: PlannedLoad, rows: int, experts: ExpertUse | None) -> Iterator[tuple[int, float]]:
+    """Yield the seconds of the products of matrices with this many rows, with their groups."""
+    streaming = plan.fitting.plan
+    rates: dict[tuple[int, torch.dtype], float] = {}
+    layers = {id(of.parameter): len(of.recipes) for layer in streaming.experts for of in layer}
+    demanded = {group for groups in streaming.demanded for group in groups}
+    tables = {id(module.weight) for module in plan.model.modules() if isinstance(module, nn.Embedding)}
+    used = 0 if experts is None else experts.experts
+    for group in streaming.groups:
+        for weight in group.weights:
+            shape = weight.parameter.shape
+            if len(shape) < 2 or id(weight.parameter) in tables:
+                continue
+            count = layers.get(id(weight.parameter), _experts_a_layer(plan) if group.index in demanded else 0)
+            share = min(used * rows / count, rows) if count else rows
+            kind = max(round(share), 1), weight.recipe.dtype
+            if kind not in rates:
+                rates[kind] = measure_products(*kind)
+            seconds = 2 * kind[0] * shape[-2] * shape[-1] / rates[kind]
+            yield group.index, seconds * min(count, used * rows) if id(weight.parameter) in layers else seconds
+
+
+def _making_seconds(plan: PlannedLoad) -> dict[int, float]:
+    """Return what weights that are stored otherwise, or multiplied by parts, take in addition to their products, by group."""
+    cuts = {id(linear.weight.parameter): linear for linear in plan.fitting.plan.cuts}
+    known: dict[Any, float] = {}
+    found: dict[int, float] = {}
+    for group in plan.fitting.plan.groups:
+        for weight in group.weights:
+            linear = cuts.get(id(weight.parameter))
+            if linear is None and weight.recipe.make is None:
+                continue
+            parts = tuple((part.dtype, tuple(part.shape)) for part in weight.recipe.parts)
+            kind = parts, weight.recipe.dtype, linear is None
+            if kind not in known:
+                known[kind] = _made_seconds(weight) if linear is None else _parts_seconds(linear)
+            found[group.index] = found.get(group.index, 0.0) + known[kind]
+    return found
+
+
+def _experts_a_layer(plan: PlannedLoad) -> int:
+    """Return the experts of a layer that are modules of their own: as many in each layer."""
+    lists = sum(are_experts(name, module) for name, module in plan.model.named_modules())
+    return len(plan.fitting.plan.demanded) // max(lists, 1)
+
+
+def _on_demand(plan: PlannedLoad, experts: ExpertUse | None, tokens: int) -> float:
+    """Return the bytes of experts that a pass waits for."""
+    streaming = plan.fitting.plan
+    if experts is None:
+        return 0.0
+    layers = [(sum(of.stored_bytes for of in layer), len(layer[0].recipes)) for layer in streaming.experts]
+    if streaming.demanded:  # modules of their own
+        runs = [run for expert in streaming.demanded for group in expert for run in streaming.groups[group].runs]
+        layers.append((sum(run.nbytes for run in runs), _experts_a_layer(plan)))
+    used = [min(experts.experts * tokens, count) / count * nbytes for nbytes, count in layers]
+    return sum(used) * (1 - experts.hit_rate)
+
+
+class _Passes:
+    """Simulates passes of a loaded model.
+
+    Args:
+        paging: what pages take of the processors.
+    """
+
+    def __init__(self, plan: PlannedLoad, drive: DriveRates, paging: PagingCosts) -> None:
+        self._plan, self._drive, self._paging = plan, drive, paging
+
+    def of(self, computing: dict[int, float], streamed: int | None, demanded_bytes: float) -> StepStats:
+        """Predict a pass that reads `streamed` pages of each group at most; None: all, as the first one does.
+
+        Args:
+            computing: seconds by group.
+            demanded_bytes: of experts that it waits for.
+        """
+        plan, placement = self._plan.fitting.plan, self._plan.fitting.placement
+        sections = paged_sections(plan, placement.page_bytes)
+        cuts = {id(linear.weight.parameter): linear for linear in plan.cuts}
+        parts = {
+            group.index: [
+                nbytes for weight in group.weights if id(weight.parameter) in cuts
+                for nbytes in cuts[id(weight.parameter)].part_bytes
+            ]
+            for group in plan.groups
+        }  # fmt: skip
+        tasks, kept = [], 0
+        for group, of_group in enumerate(sections):
+            pages = [page.index for section in of_group for page in section.pages] if group in plan.used_groups else []
+            stays = 0 if streamed is None else max(len(pages) - streamed, 0)
+            kept += stays
+            accesses = [Access(("param", group), tuple(pages[stays:]))] if pages[stays:] else []
+            tasks.append(Task("forward", group, accesses, parts=parts[group]))
+        flat: list[Section] = [section for of_group in sections for section in of_group]
+        stay = {task.group for task in tasks if not task.accesses and sections[task.group]} & plan.used_groups
+        dry = DryRun(
+            flat, placement.frame_count - kept, tasks, None, True, 0, {}, open_drive(self._drive, self._paging),
+            lambda task: computing[task.group] + self._paging.use_s * (task.group in stay), parts_ahead=PARTS_IN_MEMORY,
+        )  # fmt: skip
+        if streamed is None:
+            dry.step()
+            step = dry.clock.stats()
+        else:
+            step = dry.time()
+        leased = {index for task in tasks for access in task.accesses for index in access.pages}
+        nbytes = sum(page.nbytes for section in flat for page in section.pages if page.index in leased)
+        nbytes += int(sum(map(sum, parts.values())) + demanded_bytes)
+        return _with_reads(step, nbytes, demanded_bytes / self._drive.allowed_read)
+
+
+def _with_reads(step: StepStats, nbytes: int, wait_s: float) -> StepStats:
+    """Return the pass with the bytes that it needs, not those read for the next one; and with a wait that no page has."""
+    forward = step.phases["forward"]
+    wall_s, read_wait_s = forward.wall_s + wait_s, forward.read_wait_s + wait_s
+    forward = replace(forward, wall_s=wall_s, read_wait_s=read_wait_s, read_bytes={"param": nbytes})
+    return replace(step, phases={**step.phases, "forward": forward})
+
+
+def _tokens(batch: int, tokens: int) -> torch.Tensor:
+    return torch.zeros(batch, tokens, dtype=torch.long, device="meta")
+
+
+def _made_seconds(weight: Weight) -> float:
+    """Return how long it takes to compute a weight from its parts."""
+    shape = weight.parameter.shape
+    rows = (
+        weight.recipe.rows(0, min(-(-TRIAL_ELEMENTS * shape[0] // weight.parameter.numel()), shape[0])) or weight.recipe
+    )
+    parts = [torch.zeros(part.shape, dtype=part.dtype, device="cpu") for part in rows.parts]
+    made = MadeMemory(weight.made_bytes)
+    with torch.no_grad():
+        numel = max(rows.from_parts(parts, made.empty).numel(), 1)
+        return _seconds(lambda: rows.from_parts(parts, made.empty)) / numel * weight.parameter.numel()
+
+
+def _parts_seconds(linear: RowPartitionedLinear) -> float:
+    """Return what it takes to multiply a vector by parts of a matrix that are in memory, over the product with all of it."""
+    outputs, inputs, dtype = linear.row_count, linear.columns, linear.weight.recipe.dtype
+    memory = torch.zeros(PARTS_IN_MEMORY * linear.slot_bytes, dtype=torch.uint8, device="cpu")
+    there = InstantDrive()  # its reads are over at once
+    made = MadeMemory(linear.made_bytes)
+    parts = RowPrefetcher(memory, lambda stored, offset, into: there.read(into.nbytes, None), empty=made.empty)
+    x = torch.zeros(1, inputs, dtype=dtype, device="cpu")
+    with torch.no_grad():
+        parts.multiply(linear, x)
+        whole = torch.zeros(outputs, inputs, dtype=dtype, device="cpu")
+        parts_s, whole_s = (
+            _seconds(act) for act in (lambda: parts.multiply(linear, x), lambda: nn.functional.linear(x, whole))
+        )
+    return max(parts_s - whole_s, 0.0)
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    """Return the median of the seconds of several calls, between which a cache is filled with other things."""
+    other, found = torch.zeros(TRIAL_ELEMENTS * 4, device="cpu"), []
+    for _ in range(TRIALS):
+        other.add_(1)
+        began_s = time.perf_counter()
+        act()
+        found.append(time.perf_counter() - began_s)
+    return median(found)

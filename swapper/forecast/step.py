@@ -1,0 +1,178 @@
+"""Predicts the step of a plan, and finds the fastest setting of a session within its budget.
+
+What is chosen is a plan that was predicted, so `offload` does what was compared. The computing is measured once: a placement and
+the time of an update do not change it, only a codec changes the update.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from swapper.errors import BudgetError, ConfigError, UnsupportedError
+from swapper.forecast import accelerator
+from swapper.forecast.accelerator import DeviceRates
+from swapper.forecast.compute import ComputeTimes, measure_step
+from swapper.forecast.virtual_drive import DriveRates, VirtualDrive, open_drive
+from swapper.io.tuning import Tuning
+from swapper.runtime.sizes import parse_bytes_a_second
+from swapper.runtime.stats import StepStats
+from swapper.train.planning.planned_step import PlannedStep
+
+PlanT = TypeVar("PlanT", bound=PlannedStep)
+Rates = tuple[int | str | None, int | str | None]
+"""Of reads and writes, as a user gives them."""
+PLACEMENTS = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"))
+PLACED = ("params", "optimizer_state")
+"""Places of these."""
+SAME = 0.01
+"""Settings whose steps differ by less than this part count as equally fast: the first in the order above is chosen."""
+
+
+def predict(
+    plan: PlannedStep, tokens: int, example: Sequence[Any] | Mapping[str, Any] | None, rates: Rates
+) -> tuple[StepStats, int | None]:
+    """Return the predicted step of a plan, and the peak bytes of what the model makes. See `Plan.predict`."""
+    drive = drive_of(plan, tokens, rates)
+    return predict_on(plan, drive, measure_step(plan, tokens, example))
+
+
+def predict_on(plan: PlannedStep, drive: DriveRates, compute: ComputeTimes) -> tuple[StepStats, int | None]:
+    """Predict as `predict`, on a drive with these rates and with this computing."""
+    step = simulate(plan, drive, compute)
+    budget = replace(plan.budget, frame_count=2 * plan.budget.frame_count)
+    better = {
+        "a drive twice as fast": simulate(plan, drive.faster(2), compute),
+        "a processor twice as fast": simulate(plan, drive, compute.faster(2)),
+        "twice the pool": simulate(replace(plan, budget=budget), drive, compute),
+    }
+    savings = {what: step.wall_s - other.wall_s for what, other in better.items()}
+    return replace(step, savings=savings), compute.activation_bytes
+
+
+def simulate(
+    plan: PlannedStep,
+    drive: DriveRates | VirtualDrive,
+    compute: ComputeTimes,
+    passes: int = 1,
+    device: DeviceRates | None = None,
+    clipped: bool = False,
+) -> StepStats:
+    """Return how a step of a plan goes.
+
+    Args:
+        drive: its rates, or a virtual drive of the caller's.
+        compute: the seconds of one forward and backward, and of updates.
+        passes: forwards and backwards in a step, whose gradients accumulate.
+        device: rates of the plan's accelerator. Default: measured.
+        clipped: gradients are clipped by the norm of all. It counts on an accelerator.
+
+    Raises:
+        BudgetError: the pool has too few frames for the step.
+    """
+    if plan.request.device is not None:
+        rates = drive.rates if isinstance(drive, VirtualDrive) else drive
+        device = device or DeviceRates.measured(plan.request.device.device)
+        return accelerator.simulate(plan, device, compute, rates, passes, clipped)
+    compute = compute.with_copied(plan.placed_grad_plans)
+    virtual = drive if isinstance(drive, VirtualDrive) else open_drive(drive, compute.paging)
+    return plan.dry_run(virtual, compute.of, passes).time()
+
+
+def drive_of(plan: PlannedStep, tokens: int, rates: Rates) -> DriveRates:
+    """Return the rates of a plan's drive, and check the tokens. Raises ConfigError: see `Plan.predict`."""
+    if type(tokens) is not int or tokens < 1:
+        raise ConfigError(f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together")
+    if plan.request.device is not None and set(plan.places.values()) == {"host"} and rates == (None, None):
+        return DriveRates()
+    return drive_rates(plan.tuning, rates)
+
+
+def drive_rates(tuning: Tuning | None, rates: Rates) -> DriveRates:
+    """Return the rates of a drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
+    if tuning is not None and rates == (None, None):
+        return DriveRates.measured(tuning)
+    found: list[float] = []
+    for name, given in zip(("read", "write"), rates, strict=True):
+        if given is not None:
+            found.append(float(parse_bytes_a_second(given, f"drive_{name}")))
+        elif tuning is not None:
+            found.append(float(getattr(tuning, f"{name}_bytes_per_s")))
+        else:
+            raise ConfigError(
+                f"the drive's speed is not known: run `swapper tune DIR`, or give predict(..., drive_{name}='7GB'), "
+                "its bytes a second"
+            )
+    read, write = found
+    return DriveRates(read, write, read + write, slowing_byte_s=0.0 if tuning is None else tuning.slowing_byte_s)
+
+
+def choose_fastest(
+    plan_for: Callable[..., PlanT],
+    given: Mapping[str, Any],
+    codecs: Sequence[Any],
+    updates: Sequence[str],
+    tokens: int,
+    example: Sequence[Any] | Mapping[str, Any] | None,
+    rates: Rates,
+) -> PlanT:
+    """Return the plan with the shortest predicted step, which says what else was tried.
+
+    Args:
+        plan_for: returns the plan with these options.
+        given: options that the user has chosen.
+        codecs, updates: codecs of the state, and times of the update, that the user allows.
+        tokens, example, rates: see `Plan.predict`.
+
+    Raises:
+        BudgetError: no combination fits; of the one that needs least.
+        ConfigError: a codec is unknown, or the drive's speed is not known.
+    """
+    for name, allowed in (("state_codecs", codecs), ("updates", updates)):
+        if isinstance(allowed, str) or not allowed:
+            raise ConfigError(f"{name}={allowed!r}: give a list, as state_codecs=['exact', '8bit'], updates=['step']")
+    refusals: list[BudgetError | UnsupportedError] = []
+    found: list[tuple[float, str, PlanT, DriveRates, ComputeTimes]] = []
+    computing: dict[str, ComputeTimes] = {}
+    for options in _combinations(given, codecs, updates):
+        try:
+            plan = plan_for(**options)
+        except (BudgetError, UnsupportedError) as error:
+            refusals.append(error)
+            continue
+        codec, drive = repr(options["state_codec"]), drive_of(plan, tokens, rates)
+        if codec not in computing:
+            computing[codec] = measure_step(plan, tokens, example)
+        compute = computing[codec]
+        found.append((simulate(plan, drive, compute).wall_s, _describe(plan), plan, drive, compute))
+    if not found:
+        raise refusals[-1]
+    min_s = min(seconds for seconds, *_ in found)
+    seconds, words, plan, drive, compute = next(one for one in found if one[0] <= min_s * (1 + SAME))
+    plan.found.step, plan.found.activation_bytes = predict_on(plan, drive, compute)
+    others = sorted((other_s, name) for other_s, name, *_ in found if name != words)
+    next_best = f"; next {others[0][1]}, {others[0][0]:.3f} s" if others else ""
+    slowest = f"; slowest {others[-1][1]}, {others[-1][0]:.3f} s" if len(others) > 1 else ""
+    refused = f"; {len(refusals)} do not fit or are refused" if refusals else ""
+    rank = "the fastest" if seconds == min_s else f"the simplest within {SAME:.0%} of the fastest"
+    plan.found.why = f"{words}, {seconds:.3f} s: {rank} of {len(found)}{next_best}{slowest}{refused}"
+    return plan
+
+
+def _combinations(given: Mapping[str, Any], codecs: Sequence[Any], updates: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield options: all of `given`, and of the others each combination, the first codec and update first."""
+    places = [
+        place
+        for place in PLACEMENTS
+        if all(given.get(name, "auto") in ("auto", one) for name, one in zip(PLACED, place, strict=True))
+    ] or [tuple(given.get(name, "auto") for name in PLACED)]
+    for codec, update, place in itertools.product(codecs, updates, places):
+        yield {**given, **dict(zip(PLACED, place, strict=True)), "update": update, "state_codec": codec}
+
+
+def _describe(plan: PlannedStep) -> str:
+    options, places = plan.request.options, plan.places
+    codec = "" if options.state_codec == "exact" else f", state in {options.state_codec}"
+    return f"parameters on {places['param']}, state on {places['state']}, update={options.update!r}{codec}"
