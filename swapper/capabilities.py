@@ -37,7 +37,6 @@ class Feature(Enum):
     ONE_STEP = "one_step"
     ACCUMULATE_BATCHES = "accumulate_batches"
     PARKED = "manager.parked"
-    PREDICT = "predict"
     KEEP = "snapshot(keep=)"
     REFERENCE = "snapshot(frozen='reference')"
 
@@ -104,10 +103,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_F.KERNEL, _F.SEVERAL, "have one optimizer, with param_groups, or leave update_with out"),
     Rule(_F.SHARDED, _F.SEVERAL, "have one optimizer, with param_groups"),
     *(Rule(one, _F.SHARDED, _SHARDED) for one in (_F.DEVICE, _F.ACCELERATOR, _F.MASTERS)),
-    *(
-        Rule(one, _F.SHARDED, _NOT_SHARDED)
-        for one in (_F.ACCUMULATE_BATCHES, _F.PARKED, _F.PREDICT, _F.KEEP, _F.REFERENCE)
-    ),
+    *(Rule(one, _F.SHARDED, _NOT_SHARDED) for one in (_F.ACCUMULATE_BATCHES, _F.PARKED, _F.KEEP, _F.REFERENCE)),
     Rule(_F.RANKS_ALONE, _F.SHARDED, "its ranks resume together: leave out ranks='alone'", error=ConfigError),
     Rule(
         _F.REPLICATED,
@@ -129,7 +125,6 @@ RULES: tuple[Rule, ...] = (
         "parameter.register_post_accumulate_grad_hook, which runs before the update",
     ),
     Rule(_F.ONE_STEP, _F.IN_BACKWARD, _IN_PASSING),
-    Rule(_F.PREDICT, _F.DEVICE, "its computing is not measured so far: print the plan for its bytes"),
     _needs(_F.PARAMS_ON_DEVICE, _F.DEVICE, _WITH_DEVICE),
     _needs(_F.UPDATE_ON_DEVICE, _F.DEVICE, _WITH_DEVICE),
     _needs(_F.STATE_ON_DEVICE, _F.UPDATE_ON_DEVICE, _UPDATE_THERE),

@@ -125,7 +125,7 @@ def plan(
         known = None if device is None else KNOWN.get(device.upper().replace(" ", ""))
         if device_memory is not None and known is None:
             raise ConfigError(f"--device-memory goes with a --device that is known: {', '.join(KNOWN)}")
-        if device is not None and known is None and flops is None:
+        if device is not None and known is None and (flops is None or not device[0].isdigit()):
             raise ConfigError(
                 f"--device {device} is not known: give one of {', '.join(KNOWN)}, or its memory, as 24GiB, with --flops, its "
                 "operations a second, as --flops 1e14"
@@ -141,6 +141,7 @@ def plan(
             updates=updates,
             device_bytes=_device_bytes(device, device_memory, known),
             device=_device_rates(link, known),
+            is_from_data_sheet=known is not None,
             network=math.inf if network is None else parse_bytes_a_second(network, "--network"),
             ranks=ranks,
             nodes=nodes,
@@ -254,7 +255,7 @@ def assumptions(machine: Machine) -> list[str]:
         if math.isinf(machine.network):
             said.append("the network takes no time (give --network)")
     if machine.device_bytes is not None:
-        if machine.flops in {known.flops * REACHED_FLOPS for known in KNOWN.values()}:
+        if machine.is_from_data_sheet:
             said.append("the accelerator's rates are shares of its data sheet's that one model reached on an H200")
         if math.isinf(machine.device.link):
             said.append("copies to the accelerator take no time (give --link)")

@@ -43,6 +43,10 @@ class DeviceRates:
     link_both: float = math.inf
     memory: float = math.inf
 
+    def with_faster_link(self, times: float) -> DeviceRates:
+        """Return the rates with a link that is `times` as fast."""
+        return replace(self, link=self.link * times, link_both=self.link_both * times)
+
     @classmethod
     def measured(cls, device: Device) -> DeviceRates:
         """Measure the link both ways at once, and a copy within the device's memory."""

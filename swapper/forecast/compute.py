@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from swapper.errors import StateError
 from swapper.forecast.measured_pass import measure_pass
 from swapper.forecast.paging_trial import measure_paging
+from swapper.forecast.sharded_pass import compute_dtypes, gathering_seconds
 from swapper.forecast.update_trial import measure_updates
 from swapper.forecast.virtual_drive import PagingCosts
 from swapper.modules.cold import is_cold
@@ -23,6 +24,7 @@ from swapper.paging.dry_run import Task
 from swapper.paging.planning.layout import SectionPlan
 from swapper.train.layout.inventory import Inventory
 from swapper.train.planning.planned_step import PlannedStep
+from swapper.train.sharded.sharded_model import ShardedModel
 
 log = logging.getLogger("swapper")
 
@@ -106,28 +108,44 @@ def measure_step(
     Raises:
         StateError: the model is offloaded.
     """
-    model, inventory = plan.request.model.module, plan.inventory
-    if any(is_cold(parameter) or is_guarded(parameter) for parameter in model.parameters()):
+    request, inventory = plan.request, plan.inventory
+    model = request.model.given
+    if any(is_cold(parameter) or is_guarded(parameter) for parameter in request.model.module.parameters()):
         raise StateError("the model is offloaded already: predict its step before manager.offload")
     given: Any = (torch.zeros(1, tokens, dtype=torch.long, device="meta"),) if example is None else example
     args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
-    group_update_s, piece_s = measure_updates(inventory, plan.request.optimizers, plan.budget.page_bytes)
+    device = None if request.device is None else request.device.device
+    dtypes = compute_dtypes(request.model.shards) if isinstance(request.model, ShardedModel) else None
     try:
-        measured = measure_pass(model, inventory.units, args, kwargs, bool(inventory.forms))
+        measured = measure_pass(model, inventory.units, args, kwargs, bool(inventory.forms), dtypes, device)
     except Exception as error:  # of the user's model: what it needs is not known
         warn_of_products(error)
-        found = count_products(model, inventory, tokens)
+        found = count_products(model, inventory, tokens, paged=request.model.paged)
     else:
         forward, backward = (
             {group.index: measured.seconds.get((phase, group.index), 0.0) for group in inventory.groups}
             for phase in ("forward", "backward")
         )
         found = ComputeTimes(forward, backward, 0.0, activation_bytes=measured.peak_bytes)
-    paging = measure_paging(plan.request.manager.check_reads)
+    if isinstance(request.model, ShardedModel):
+        found = _with_gathers(found, gathering_seconds(request.model.shards, inventory.groups))
+    if request.updates_there:
+        return found
+    group_update_s, piece_s = measure_updates(inventory, request.optimizers, plan.budget.page_bytes)
+    paging = measure_paging(request.manager.check_reads)
     return replace(
         found, group_update_s=group_update_s, piece_s=piece_s, copied_byte_s=_copying_seconds(),
         paging=replace(paging, access_s=paging.access_s - paging.use_s),  # updates, without hooks
     )  # fmt: skip
+
+
+def _with_gathers(compute: ComputeTimes, gathers: Mapping[int, float]) -> ComputeTimes:
+    """Return the seconds with a gather in forward, and in backward with another one and a sum over ranks, which takes as long."""
+    return replace(
+        compute,
+        forward_s={group: seconds + gathers[group] for group, seconds in compute.forward_s.items()},
+        backward_s={group: seconds + 2 * gathers[group] for group, seconds in compute.backward_s.items()},
+    )
 
 
 def warn_of_products(error: Exception) -> None:
@@ -152,7 +170,11 @@ def _copying_seconds() -> float:
 
 
 def count_products(
-    model: nn.Module, inventory: Inventory, tokens: int, flops: float | None = None, update_s: float = 0.0
+    model: nn.Module,
+    inventory: Inventory,
+    tokens: int,
+    flops: float | None = None,
+    paged: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
 ) -> ComputeTimes:
     """Return how long the products of matrices take, of the model's weights with `tokens` rows, one in forward, two in backward.
 
@@ -161,7 +183,7 @@ def count_products(
     Args:
         tokens: rows that pass through each matrix in a step, of all samples together.
         flops: floating-point operations a second. Default: measured on this processor, in a second or so.
-        update_s: seconds in which the optimizer updates one element.
+        paged: returns the parameter of the inventory that holds one of the model, which may be its shard.
     """
     forward: dict[int, float] = {group.index: 0.0 for group in inventory.groups}
     backward = dict(forward)
@@ -173,9 +195,10 @@ def count_products(
                 if flops is None and parameter.dtype not in rates:
                     rates[parameter.dtype] = measure_products(tokens, parameter.dtype)
                 seconds = 2 * tokens * parameter.numel() / (flops or rates[parameter.dtype])
-                forward[group_of[id(parameter)]] += seconds
-                backward[group_of[id(parameter)]] += (2 if parameter.requires_grad else 1) * seconds
-    return ComputeTimes(forward, backward, update_s)
+                group = group_of[id(paged(parameter))]
+                forward[group] += seconds
+                backward[group] += (2 if parameter.requires_grad else 1) * seconds
+    return ComputeTimes(forward, backward, 0.0)
 
 
 def measure_products(rows: int, dtype: torch.dtype, size: int = 2048) -> float:

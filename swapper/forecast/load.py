@@ -69,7 +69,7 @@ def predict_load(
     (first_s, activation_bytes), (token_s, _) = (
         _computing(plan, args, making, experts) for args in (prompt, (_tokens(batch, 1),))
     )
-    passes = _Passes(plan, drive, measure_paging(has_checksums=False))
+    passes = _PassForecast(plan, drive, measure_paging(has_checksums=False))
     first = passes.of(first_s, None, _on_demand(plan, experts, batch * tokens))
     token = passes.of(token_s, plan.fitting.placement.streamed, _on_demand(plan, experts, batch))
     return LoadPrediction(first, token, activation_bytes)
@@ -153,7 +153,7 @@ def _on_demand(plan: PlannedLoad, experts: ExpertUse | None, tokens: int) -> flo
     return sum(used) * (1 - experts.hit_rate)
 
 
-class _Passes:
+class _PassForecast:
     """Simulates passes of a loaded model.
 
     Args:

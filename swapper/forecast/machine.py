@@ -81,6 +81,7 @@ class Machine:
         device: rates of its memory and its link.
         network: bytes a second of a rank each way to other ranks.
         ranks: of all nodes.
+        is_from_data_sheet: rates of the accelerator are shares of its data sheet's.
     """
 
     host_bytes: int
@@ -93,6 +94,7 @@ class Machine:
     network: float = math.inf
     ranks: int = 1
     nodes: int = 1
+    is_from_data_sheet: bool = False
 
     @property
     def of_node(self) -> int:

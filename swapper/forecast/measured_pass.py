@@ -19,16 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.device.device import Device
+from swapper.forecast.sharded_pass import copy_unsharded
 from swapper.modules.groups import Unit
 from swapper.runtime.free_memory import Watch, peak_resident_bytes, return_free_memory
 from swapper.tensors.torch_private import pytree
+from swapper.train.sharded.shards import is_sharded
 
 log = logging.getLogger("swapper")
 
 SCRATCH_BYTES = 64 << 20
 """Memory of the weights, of each dtype; more if one of them is larger. More than most caches."""
 MAX_PASSES, ENOUGH_S = 5, 1.0
-"""A pass that is short is measured again, at most so often, until all have taken so many seconds: their medians count."""
+"""A short pass is measured this many times at most, until all have taken this many seconds. Medians count."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,21 @@ class MeasuredPass:
 
 
 class _Clock:
-    """Divides time among phases and groups. Operations outside of units count for the group before."""
+    """Divides time among phases and groups. Operations outside of units count for the group before.
 
-    def __init__(self) -> None:
+    Args:
+        device: what was queued there is over before another group's time begins.
+    """
+
+    def __init__(self, device: Device | None) -> None:
+        self._device = device
         self.seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._now = "forward", 0
         self._since_s = time.perf_counter()
 
     def enter(self, phase: str | None = None, group: int | None = None) -> None:
+        if self._device is not None:
+            self._device.synchronize()
         now_s = time.perf_counter()
         self.seconds[self._now] += now_s - self._since_s
         self._since_s = now_s
@@ -66,6 +76,7 @@ def measure_pass(
     kwargs: Mapping[str, Any],
     train: bool,
     dtypes: Mapping[int, torch.dtype] | None = None,
+    device: Device | None = None,
 ) -> MeasuredPass:
     """Run `model(*args, **kwargs)` on a copy, and with `train` the backward of its loss. [Note: measured passes]
 
@@ -77,14 +88,16 @@ def measure_pass(
         units: modules by name, whose time counts for their first group.
         args, kwargs: tensors may be on the meta device: then they are zeros.
         dtypes: of parameters by id, if they are to have others than now.
+        device: on which it runs. Default: the CPU.
 
     Raises:
         Exception: what the model raises.
     """
     watch = Watch()  # memory comes and goes as in a run
-    clock = _Clock()
+    clock = _Clock(device)
+    where = torch.device("cpu") if device is None else device.device
     try:
-        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(train), torch.device("cpu"):
+        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(train), where:
             clone = _with_scratch(model, dtypes or {})
             _time_units(clone, {unit.name: unit.groups[0] for unit in units if unit.groups}, clock)
             given = pytree.tree_map_only(torch.Tensor, _real, (tuple(args), dict(kwargs)))
@@ -123,7 +136,9 @@ def _run(clone: nn.Module, given: tuple[Any, Any], train: bool, clock: _Clock) -
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach()
+    """Return a tensor on the present default device, of zeros if it has no values."""
+    there = torch.get_default_device()
+    made = torch.zeros_like(tensor, device=there) if tensor.is_meta else tensor.detach().to(there)
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -142,7 +157,7 @@ def _with_scratch(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Mod
         begins[dtype] = begin + parameter.numel()
         part = scratch[dtype][begin : begin + parameter.numel()].view(parameter.shape)
         memo[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
-    return copy.deepcopy(model, memo)
+    return copy_unsharded(model, memo) if is_sharded(model) else copy.deepcopy(model, memo)
 
 
 def _time_units(model: nn.Module, group_of: Mapping[str, int], clock: _Clock) -> None:

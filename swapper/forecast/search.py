@@ -82,8 +82,7 @@ def _better(machine: Machine) -> Iterator[tuple[str, Machine]]:
     yield "drives twice as fast" if count > 1 else "a drive twice as fast", replace(machine, drive=faster)
     yield "one more drive", replace(machine, drive=more, drives=count + 1)
     if machine.device_bytes is not None:
-        link = {name: 2 * getattr(machine.device, name) for name in ("link", "link_both")}
-        yield "a link twice as fast", replace(machine, device=replace(machine.device, **link))
+        yield "a link twice as fast", replace(machine, device=machine.device.with_faster_link(2))
         yield "twice the device memory", replace(machine, device_bytes=2 * machine.device_bytes)
     if machine.ranks > 1:
         yield "a network twice as fast", replace(machine, network=2 * machine.network)

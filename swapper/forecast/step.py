@@ -41,13 +41,17 @@ def predict(
 
 def predict_on(plan: PlannedStep, drive: DriveRates, compute: ComputeTimes) -> tuple[StepStats, int | None]:
     """Predict as `predict`, on a drive with these rates and with this computing."""
-    step = simulate(plan, drive, compute)
-    budget = replace(plan.budget, frame_count=2 * plan.budget.frame_count)
+    device = None if plan.request.device is None else DeviceRates.measured(plan.request.device.device)
+    step = simulate(plan, drive, compute, device=device)
     better = {
-        "a drive twice as fast": simulate(plan, drive.faster(2), compute),
-        "a processor twice as fast": simulate(plan, drive, compute.faster(2)),
-        "twice the pool": simulate(replace(plan, budget=budget), drive, compute),
+        "a drive twice as fast": simulate(plan, drive.faster(2), compute, device=device),
+        "a processor twice as fast": simulate(plan, drive, compute.faster(2), device=device),
     }
+    if device is None:
+        budget = replace(plan.budget, frame_count=2 * plan.budget.frame_count)
+        better["twice the pool"] = simulate(replace(plan, budget=budget), drive, compute)
+    else:
+        better["a link twice as fast"] = simulate(plan, drive, compute, device=device.with_faster_link(2))
     savings = {what: step.wall_s - other.wall_s for what, other in better.items()}
     return replace(step, savings=savings), compute.activation_bytes
 

@@ -17,7 +17,6 @@ from torch import overrides
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.parallel import distributed as ddp
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 pytree = _pytree
 """Takes lists, tuples and dictionaries apart, puts them together, and replaces their leaves."""
@@ -94,13 +93,6 @@ def is_traced() -> bool:
     """Return whether operations are recorded: by make_fx, torch.export, linearize, or torch.jit.trace."""
     is_proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     return is_proxied or torch._C._get_tracing_state() is not None
-
-
-def fake_tensors() -> Any:
-    """Return a mode in which tensors have no memory; those from outside are let in."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------

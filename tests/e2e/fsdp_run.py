@@ -111,7 +111,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fused": {"optimizer": lambda model: adamw(model, fused=True)},
     "foreach": {"optimizer": lambda model: adamw(model, foreach=True)},
     "sgd": {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)},
-    "bf16 compute": {"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "bf16 compute": {
+        "policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "predicted": True,
+    },
     "bf16 reduce": {"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
     "clipped": {"clip": True},
     "accumulated": {"passes": 2},
@@ -278,6 +281,12 @@ def run(directory: Path, name: str, update: str) -> None:
             budget = max(dist_objects(named_budget(error)))
     del planned
     with swapper.SwapManager(directory, host_memory=budget, resume="discard") as manager:
+        if case.get("predicted"):  # which changes nothing
+            tokens = torch.zeros(2, 8, dtype=torch.long, device="meta")
+            plan = manager.plan(swapped, optimizer, **placement)
+            predicted = plan.predict(16, example=(tokens,), drive_read="1GB", drive_write="1GB")
+            assert predicted.phases["forward"].computing_s > 0 and predicted.phases["backward"].computing_s > 0
+            assert "activations" in plan.memory, "the model did not run"
         torch.manual_seed(1)  # as in `make_whole`
         _, optimizer = manager.offload(swapped, optimizer, **placement, init=values)
         assert all(parameter.device.type == "cpu" for parameter in swapped.parameters())

@@ -51,6 +51,12 @@ def test_two_ranks_train_load_and_go_on(tmp_path: Path, update: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_of_ranks_is_predicted_which_changes_nothing(tmp_path: Path, ranks: int) -> None:
+    run(tmp_path, ranks, ["bf16 compute"], "step")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:

@@ -5,39 +5,23 @@ from __future__ import annotations
 import gc
 import random
 import re
-from collections import Counter
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from infer.host_device import HostDevice
-from swapper.infer.planning.lease_costs import measure_lease_costs
-from swapper.modules.operations import (
-    SCRATCH_BYTES,
-    ColdCaches,
-    OperationTimes,
-    RecordedOperation,
-    TensorForm,
-    middle,
-    part_of,
-    record,
-)
-from swapper.modules.paging_costs import measure_paging_costs
-from swapper.train.planning.update_times import Trial, fixed_seconds
 from torch import nn
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import swapper
 from e2e.models import LAYER_WIDTH, layers, layers_step
 from e2e.twins import adamw
 from swapper.bench.gpt import Gpt, GptConfig
 from swapper.bench.plain import make_optimizers
-from swapper.forecast.compute import ComputeTimes
-from swapper.forecast.virtual_drive import PagingCosts
+from swapper.forecast.compute import ComputeTimes, measure_step
+from swapper.forecast.measured_pass import measure_pass
+from swapper.forecast.paging_trial import measure_paging
+from swapper.forecast.step import drive_rates, simulate
 from swapper.modules.groups import partition
 from swapper.modules.guarded import guarded_parameters
 from swapper.paging.dry_run import Task
@@ -47,71 +31,64 @@ CONFIG = GptConfig(vocabulary=128, context=16, layers=3, width=64)
 TOKENS = torch.arange(16).view(1, 16)
 
 
-class Names(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim" and not func.is_view:
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_recording_has_the_operations_of_a_step_and_leaves_the_model_alone(dtype: torch.dtype) -> None:
-    model = Gpt(CONFIG).to(dtype)
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_a_measured_pass_has_the_time_of_each_group_and_leaves_the_model_alone(dtype: torch.dtype, where: str) -> None:
+    model = Gpt(CONFIG).to(dtype).to(where)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters, state = list(model.parameters()), (torch.get_rng_state(), random.getstate())
     groups, units = partition(model)
-    recording = record(model, units, (TOKENS, TOKENS), {}, True)
+    measured = measure_pass(model, units, (TOKENS, TOKENS), {}, True)
     assert all(mine is given for mine, given in zip(model.parameters(), parameters, strict=True))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert where == "meta" or all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in parameters) and not model._forward_hooks
     assert torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
-    with Names() as names:
-        model(TOKENS, TOKENS).backward()
-    recorded: Counter[str] = Counter()
-    for counts in recording.counts.values():
-        for operation, count in counts.items():
-            recorded[str(operation.function)] += count
-    assert recorded == names.counts
-    layer = [
-        {k.function: n for k, n in recording.counts["backward", g.index].items()} for g in groups if "layers" in g.name
-    ]
-    assert len(layer) == CONFIG.layers and all(one == layer[0] for one in layer[1:-1])
+    layers_of = [group.index for group in groups if "layers" in group.name]
+    for phase in ("forward", "backward"):
+        assert all(measured.seconds[phase, index] > 0 for index in layers_of)
+    assert measured.seconds.keys() <= {(phase, g.index) for phase in ("forward", "backward") for g in groups}
+    alone = measure_pass(model, units, (TOKENS,), {}, False)
+    assert {phase for phase, _ in alone.seconds} == {"forward"}
 
 
-def test_a_recording_knows_the_most_that_is_in_memory_at_once() -> None:
+def test_time_counts_for_the_module_that_takes_it_in_forward_and_in_backward() -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            work(3)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            work(6)
+            return gradients[0]
+
+    class SlowLinear(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Slow.apply(super().forward(x))
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            sum(range(100_000))
+
+    model = nn.Sequential(nn.Linear(8, 8), SlowLinear(8, 8), nn.Linear(8, 8))
+    groups, units = partition(model)
+    slow = next(group.index for group in groups if group.name.startswith("1"))
+    seconds = measure_pass(model, units, (torch.zeros(1, 8),), {}, True).seconds
+    for phase in ("forward", "backward"):
+        others = sum(of for (one, group), of in seconds.items() if one == phase and group != slow)
+        assert seconds[phase, slow] > others
+
+
+def test_a_measured_pass_knows_the_most_that_is_in_memory_at_once() -> None:
     class Chain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * 2.0).exp().exp().sum()  # both results of exp are saved; the product is not
 
-    x = torch.zeros(1 << 20, requires_grad=True)
-    nbytes = x.nbytes
-    forward, both = (max(record(Chain(), (), (x,), {}, train).live_bytes.values()) for train in (False, True))
-    assert forward == 2 * nbytes and 3 * nbytes <= both <= 5 * nbytes
-
-
-def test_what_an_operation_takes_while_it_runs_counts_too() -> None:
-    def apart(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x] * 8)[: len(x)] * 2.0
-
-    def in_place(x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(torch.cat([x] * 8)[: len(x)])
-
-    x = TensorForm((4 << 20,), (1,), torch.float32)
-    _, tree = _pytree.tree_flatten(((x,), {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
-    times = OperationTimes()
-    takes, takes_too, takes_nothing = (
-        RecordedOperation(function, (x,), tree) for function in (apart, in_place, torch.ops.aten.exp.default)
-    )
-    assert times.workspace_bytes(takes) == pytest.approx(8 * x.nbytes, rel=0.1)
-    assert times.workspace_bytes(takes_too) == pytest.approx(8 * x.nbytes, rel=0.1)
-    assert times.workspace_bytes(takes_nothing) < x.nbytes // 8
-    assert times.peak_bytes({takes: 10, takes_nothing: 2 * x.nbytes}) == times.workspace_bytes(takes) + 10
+    x = torch.zeros(16 << 20, requires_grad=True)
+    forward, both = (measure_pass(Chain(), (), (x,), {}, train).peak_bytes for train in (False, True))
+    assert forward is not None and both is not None
+    assert 1.9 * x.nbytes <= forward <= 3.1 * x.nbytes and 2.9 * x.nbytes <= both <= 5.1 * x.nbytes
 
 
 def test_memory_counts_gradients_that_stay_beside_all_activations_and_holes_where_they_are_copied(
@@ -124,71 +101,28 @@ def test_memory_counts_gradients_that_stay_beside_all_activations_and_holes_wher
         for params in ("host", "nvme"):
             plan = manager.plan(model, optimizer, params=params, optimizer_state="nvme", gradients="host")
             assert plan.memory["gradients"] >= gradient_bytes and "activations" not in plan.memory
-            compute = plan.with_gradients(plan.measure_compute(16, (TOKENS, TOKENS)))
-            plan.predict_on(plan.drive_rates(**RATES), replace(compute, activation_bytes=24 << 20))
+            plan.found.activation_bytes = 24 << 20
             assert plan.memory["activations"] == 24 << 20
             assert plan.memory.get("allocator", 0) == (0 if params == "host" else 12 << 20)
 
 
-def test_an_operation_that_is_too_large_is_measured_on_a_part_of_it() -> None:
-    float32 = torch.float32
-    forms = TensorForm((1 << 14, 1024), (1024, 1), float32), TensorForm((1024, 1 << 15), (1, 1024), float32)
-    _, tree = _pytree.tree_flatten((forms, {}), is_leaf=lambda leaf: isinstance(leaf, TensorForm))
-    part, share = part_of(RecordedOperation(torch.ops.aten.mm.default, forms, tree))
-    rows, columns = part.forms
-    assert all(form.nbytes <= SCRATCH_BYTES // 4 for form in part.forms) and rows.shape[1] == columns.shape[0]
-    assert share == rows.shape[0] * rows.shape[1] * columns.shape[1] / ((1 << 14) * 1024 * (1 << 15))
-    assert columns.stride == (1, columns.shape[0])
-    assert OperationTimes().seconds(part) > 0
-
-
-def test_an_operation_that_cannot_run_alone_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    _, tree = _pytree.tree_flatten(((1,), {}))
-    assert OperationTimes().seconds(RecordedOperation(torch.ops.aten.mm.default, (1,), tree)) == 0
-    assert "aten.mm.default cannot be measured alone" in caplog.text
-
-
-def test_caches_are_emptied_without_threads_of_torch() -> None:
-    """They would spin on the processors that what is measured next needs."""
-    with Names() as names:
-        caches = ColdCaches()
-        names.counts.clear()
-        caches.make()
-    assert not names.counts
-
-
-@pytest.mark.parametrize(
-    "measure", [partial(measure_paging_costs, has_checksums=True), partial(measure_lease_costs, makes=True)]
-)
-def test_a_trial_of_paging_finds_what_threads_take_and_leaves_nothing_behind(measure: Any) -> None:
+def test_a_trial_of_paging_finds_what_threads_take_and_leaves_nothing_behind() -> None:
     def everything() -> tuple[set[int], set[str], int]:
         threads = {(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
         return {id(one) for one in guarded_parameters()}, threads, len(list(Path("/proc/self/fd").iterdir()))
 
     before = everything()
-    costs = measure(64 << 10)
+    costs = measure_paging(has_checksums=True)
     gc.collect()
-    assert costs.access_s > 0 and costs.page_s + costs.mapped_byte_s > 0 and costs.transfer_s > 0
+    assert costs.access_s >= costs.use_s > 0 and costs.page_s + costs.mapped_byte_s > 0
+    assert costs.transfer_s > 0 and costs.checked_byte_s > 0
     assert everything() == before
 
 
-def test_of_several_rounds_the_median_of_each_number_counts() -> None:
-    costs = PagingCosts(page_s=1e-4, takes_turns=False)
-    rounds = [
-        ComputeTimes({0: seconds, 1: 2.0}, {0: 9.0 - seconds}, 0.0, paging=replace(costs, page_s=seconds))
-        for seconds in (1.0, 7.0, 3.0)
-    ]
-    assert middle(rounds) == ComputeTimes({0: 3.0, 1: 2.0}, {0: 6.0}, 0.0, paging=replace(costs, page_s=3.0))
-
-
-def test_what_is_fixed_of_an_update_is_of_its_slice_and_of_its_pieces() -> None:
-    assert fixed_seconds(Trial(5.0, 1, 1), Trial(13.0, 1, 9)) == (4.0, 1.0)
-    assert fixed_seconds(Trial(5.0, 1, 1), Trial(18.0, 2, 10)) == (4.0, 1.0)  # two slices of small pages
-    assert fixed_seconds(Trial(5.0, 1, 1), Trial(45.0, 9, 9)) == (5.0, 0.0)  # each in a slice of its own
-    assert fixed_seconds(Trial(5.0, 1, 1), Trial(4.0, 1, 9)) == (5.0, 0.0)  # a disturbed trial
-    compute = ComputeTimes({}, {}, 0.0, {0: 2.0}, piece_s=1.0, slice_s=4.0)
-    assert compute.of(Task("step", 0, [], updated=3, pieces=2)) == 3 * 2.0 + 4.0 + 2 * 1.0
-    assert compute.faster(2).of(Task("step", 0, [], updated=3, pieces=2)) == 6.0
+def test_a_piece_of_a_slice_takes_its_time_in_addition() -> None:
+    compute = ComputeTimes({}, {}, 0.0, {0: 2.0}, piece_s=1.0)
+    assert compute.of(Task("step", 0, [], updated=3, pieces=2)) == 3 * 2.0 + 2 * 1.0
+    assert compute.faster(2).of(Task("step", 0, [], updated=3, pieces=2)) == 4.0
 
 
 @pytest.mark.parametrize("codec", ["exact", "8bit"])
@@ -201,10 +135,10 @@ def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind
         plan = manager.plan(
             model, optimizers, params="nvme", optimizer_state="nvme", master_weights=torch.float32, state_codec=codec
         )
-        compute = plan.measure_compute(16, (TOKENS, TOKENS))
+        compute = measure_step(plan, 16, (TOKENS, TOKENS))
         predicted = plan.predict(16, example={"tokens": TOKENS, "targets": TOKENS}, **RATES)
     assert compute.group_update_s.keys() == {group.index for group in plan.inventory.groups}
-    assert all(seconds >= 0 for seconds in compute.group_update_s.values()) and compute.slice_s > 0 <= compute.piece_s
+    assert all(seconds >= 0 for seconds in compute.group_update_s.values()) and compute.piece_s >= 0
     assert sum(compute.forward_s.values()) > 0 and sum(compute.backward_s.values()) > 0
     assert predicted.total.update_s > 0 and compute.activation_bytes is not None
     assert all(not one.state for one in optimizers)
@@ -233,25 +167,35 @@ def test_what_was_predicted_is_shown_beside_what_came(tmp_path: Path) -> None:
     assert f"bound by {achieved.bound}" in shown and f"predicted: {predicted.help}" in shown
 
 
-def test_an_offloaded_model_and_what_is_not_measured_are_refused(tmp_path: Path) -> None:
+def test_an_offloaded_model_is_refused(tmp_path: Path) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
-        on_device = manager.plan(model, adamw(model.parameters()), device=HostDevice())
-        with pytest.raises(swapper.UnsupportedError, match="predict does not go with a device"):
-            on_device.predict(tokens=64, **RATES)
         plan = manager.plan(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
         manager.offload(model, plan.request.given[1], plan)
         with pytest.raises(swapper.StateError, match=r"offloaded already: predict its step before manager\.offload"):
             plan.predict(4, example=(torch.zeros(4, LAYER_WIDTH),), **RATES)
 
 
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+def test_a_step_on_a_device_is_predicted_from_what_it_reaches(tmp_path: Path, update_on: str) -> None:
+    model = layers()
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        plan = manager.plan(
+            model, adamw(model.parameters()), device=HostDevice("at once"), optimizer_state="host",
+            accelerator=swapper.Accelerator(update_on=update_on),
+        )  # fmt: skip
+        predicted = plan.predict(4, example=(torch.zeros(4, LAYER_WIDTH),))  # nothing is on a drive
+    assert predicted.phases["forward"].wall_s > 0 and predicted.phases["backward"].wall_s > 0
+    assert predicted.upload_s > 0 and predicted.download_s > 0 and predicted.savings
+
+
 @pytest.mark.slow
-def test_a_model_that_cannot_be_recorded_counts_its_products(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_run_counts_its_products(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
         plan = manager.plan(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
         predicted = plan.predict(4, **RATES)  # takes no integers
-    assert "could not be recorded" in caplog.text and predicted.phases["forward"].computing_s > 0
+    assert "did not run with the example" in caplog.text and predicted.phases["forward"].computing_s > 0
 
 
 def test_of_two_settings_the_fastest_is_planned_and_why_is_said(tmp_path: Path) -> None:
@@ -282,10 +226,11 @@ def test_the_fastest_setting_is_the_one_whose_step_is_shortest(tmp_path: Path) -
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
         plan = manager.fastest(model, optimizer, tokens=4, example=example, params="nvme", **slow)
         assert plan.found.step is not None and "the fastest of" in plan.found.why and "chosen" in str(plan)
-        compute = plan.with_gradients(plan.measure_compute(4, example))
+        compute = measure_step(plan, 4, example)
+        rates = drive_rates(None, ("1MB", "1MB"))
         for update in ("step", "deferred"):
             other = manager.plan(model, optimizer, params="nvme", optimizer_state="nvme", update=update)
-            assert plan.found.step.wall_s <= other.simulate(other.drive_rates(**slow), compute).wall_s * 1.03
+            assert plan.found.step.wall_s <= simulate(other, rates, compute).wall_s * 1.03
         with pytest.raises(swapper.ConfigError, match="colour: not an option"):
             manager.fastest(model, optimizer, tokens=4, colour="red")
         with pytest.raises(swapper.ConfigError, match="state_codecs='8bit': give a list"):
@@ -329,8 +274,7 @@ def test_what_is_chosen_is_what_is_predicted_and_what_is_done(
             model, optimizer, params=said[1], optimizer_state=said[2], update=said[3], state_codec=said[4] or "exact"
         )
         assert (again.places, again.budget, again.traffic) == (plan.places, plan.budget, plan.traffic)
-        assert plan.found.compute is not None
-        assert again.simulate(plan.drive_rates("20MB", "10MB"), plan.found.compute).wall_s == predicted.wall_s
+        assert again.found.step is None
         model, optimizer = manager.offload(model, optimizer, plan)
         layers_step(model, optimizer)
         assert manager.current.run.plan is plan and manager.stats().predicted is predicted

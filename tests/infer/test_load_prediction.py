@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file
-from swapper.infer.planning.lease_costs import measure_resident_lease
 
 import swapper
 from infer.small import BUDGET, TOKENS, make, on_meta, total_bytes
 from infer.test_experts import EXPERTS, Model
 from swapper.checkpoint.exporting import export
-from swapper.infer.planning import load_plan
+from swapper.forecast import load
+from swapper.forecast.virtual_drive import PagingCosts
 
 RATE = 10**6  # bytes a second: slow enough that computing does not count
 
@@ -56,10 +56,9 @@ def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
     assert coded.token.total.computing_s > 0
 
 
-def test_weights_that_stay_take_a_lease_at_each_use(path, tmp_path, monkeypatch):
-    assert measure_resident_lease(makes=True) > 0 and measure_resident_lease(makes=False) > 0
+def test_weights_that_stay_take_time_at_each_use(path, tmp_path, monkeypatch):
     export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
-    monkeypatch.setattr(load_plan, "measure_resident_lease", lambda makes: 10.0)
+    monkeypatch.setattr(load, "measure_paging", lambda has_checksums: PagingCosts(use_s=10.0))
     plan = swapper.plan_load(on_meta(), tmp_path / "int8.safetensors", host_memory="64MiB")
     predicted = plan.predict(4, drive_read=RATE)
     streams = [group for group in plan.fitting.plan.groups if group.runs]

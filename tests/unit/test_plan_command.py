@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from swapper.bench.gpt import GptConfig, make_gpt
 from swapper.cli import app
 from swapper.errors import BudgetError
-from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting
+from swapper.forecast.machine import KNOWN, REACHED_FLOPS, REACHED_LINK, ROUGH_PAGES, Forecaster, Machine, Setting
 from swapper.forecast.model_source import layers_of, make_model, with_layers
 from swapper.forecast.search import (
     CODECS,
@@ -199,11 +199,37 @@ def test_ranks_share_a_model_and_their_nodes_drives() -> None:
     assert slow["step_s"] >= 3 * gathered_s
 
 
-def test_an_accelerator_waits_for_its_link() -> None:
-    given = [*GIVEN, "--host", "64MB", "--device", "24MiB", "--no-table"]
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+def test_an_accelerator_waits_for_its_link(update_on: str) -> None:
+    given = [*GIVEN, "--host", "96MB", "--device", "64MiB", "--no-table", "--update-on", update_on]
     fast, slow = figures(SOURCE, *given), figures(SOURCE, *given, "--link", "5MB/s")
-    assert slow["step_s"] >= max(fast["step_s"], 2 * 2 * SMALL.parameters / 5e6 * 0.9)
-    assert slow["upgrades"][0]["what"] == "a link twice as fast"
+    bytes_an_element = 12 if update_on == "device" else 2  # of state, or parameters that come back: each way at once
+    assert slow["step_s"] >= max(fast["step_s"], bytes_an_element * SMALL.parameters / 5e6 * 0.9)
+    assert slow["upgrades"][0]["what"] in ("a link twice as fast", "twice the device memory")
+
+
+def test_a_known_accelerator_has_the_rates_of_its_data_sheet_and_says_so() -> None:
+    given = [
+        *GIVEN[:2],
+        "--nvme",
+        "100MB/s,50MB/s",
+        "--updates",
+        "1e9",
+        "--tokens",
+        "64",
+        "--no-table",
+        "--host",
+        "96MB",
+    ]
+    known = figures(SOURCE, *given, "--device", "h100", "--device-memory", "64MiB")
+    assert any("data sheet" in said for said in known["assumed"])
+    of = KNOWN["H100"]
+    same = figures(
+        SOURCE, *given, "--device", "64MiB", "--flops", f"{of.flops * REACHED_FLOPS}", "--link", f"{int(of.link * REACHED_LINK)}B/s"
+    )  # fmt: skip
+    assert known["step_s"] == pytest.approx(same["step_s"], rel=0.05) and not any("sheet" in s for s in same["assumed"])
+    slower = figures(SOURCE, *given, "--device", "H100", "--device-memory", "64MiB", "--link", "1MB/s")
+    assert slower["step_s"] > 10 * known["step_s"]
 
 
 @pytest.mark.slow
@@ -364,6 +390,12 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
         ([SOURCE, "--ranks", "3", "--nodes", "2"], "give a multiple of --nodes 2"),
         ([SOURCE, "--tokens", "3", "--accumulate", "4"], "need at least 4"),
         ([SOURCE, "--link", "25GB/s"], "give --device"),
+        ([SOURCE, "--device", "H1000"], "--device H1000 is not known: give one of A100, H100"),
+        (
+            [SOURCE, "--device", "24GiB", "--device-memory", "1GiB"],
+            "--device-memory goes with a --device that is known",
+        ),
+        ([SOURCE, "--device", "24GiB", "--update-on", "gpu"], "--update-on gpu is not known"),
         ([SOURCE, "--network", "25GB/s"], "give --ranks"),
         ([SOURCE, "--picture", "step.jpg"], "end its name with one of .svg, .png, .html"),
     ],

@@ -1,0 +1,132 @@
+"""Steps on an accelerator are predicted from rates alone, near what the product's own code takes on a device with virtual time.
+
+The figures are those of docs/decisions/a-step-on-a-device.md: a Llama of 1.24 G parameters on an H200, bf16 with fp32 masters.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sim.timed_device import Machine, Sizes
+from torch import nn
+
+import swapper
+from swapper.device.device import Device
+from swapper.forecast.accelerator import UPDATE_TOUCHES, DeviceRates, simulate
+from swapper.forecast.compute import ComputeTimes
+from swapper.forecast.virtual_drive import DriveRates
+from swapper.io.drives import Drives
+from swapper.train.planning.plan import Plan, plan_run
+from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
+
+SIZES, MACHINE = Sizes(), Machine()
+STATE_BYTES = {"exact": 12, "8bit": 3.2}
+"""Of an element: what AdamW's kernels touch is known by their measured rate."""
+CODED: dict[str, Any] = {"state_codec": "8bit"}
+BACKWARD: dict[str, Any] = {"update": "backward"}
+
+
+class Decoder(nn.Module):
+    """The parameters of the model, without its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, keys, inner = SIZES.width, SIZES.keys, SIZES.inner
+        shapes = [
+            (width, width),
+            (width, keys),
+            (width, keys),
+            (width, width),
+            (width, inner),
+            (width, inner),
+            (inner, width),
+        ]
+        self.embedding = nn.Embedding(SIZES.vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(width), *(nn.Linear(a, b, bias=False) for a, b in shapes)])
+            for _ in range(SIZES.layers)
+        )
+        self.head = nn.Linear(width, SIZES.vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@cache
+def decoder() -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.device("meta"):
+        model = Decoder().to(torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def plan_of(bytes_an_element: float, options: dict[str, Any]) -> Plan:
+    model, optimizer = decoder()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    defaults: dict[str, Any] = {
+        "params": "device", "gradients": "device", "optimizer_state": "host", "master_weights": torch.float32,
+        "device": Device(torch.device("meta"), module=()), "device_memory": int(bytes_an_element * numel),
+        "accelerator": swapper.Accelerator(update_on="device"),
+    }  # fmt: skip
+    manager = ManagerOptions(
+        host_bytes=20 * numel, commit_every=None, fsync=False, drives=Drives((Path(),)), backend="auto", check_reads=True,
+        operates=True, stall_s=None,
+    )  # fmt: skip
+    request = Request.of(model, optimizer, OffloadOptions(**defaults | options), manager)
+    return plan_run(request, request.inventory(may_be_meta=True))
+
+
+def compute_of(plan: Plan) -> ComputeTimes:
+    """Return the seconds that the simulated kernels take."""
+    layer = sum(parameter.numel() for parameter in decoder()[0].get_submodule("layers.0").parameters())
+    forward, backward = {}, {}
+    for group in plan.inventory.groups:
+        numel = sum(parameter.numel() for _, parameter in group.parameters)
+        whole = [share * numel / layer for share in SIZES.layer_s] if "layers" in group.name else SIZES.head_s
+        forward[group.index], backward[group.index] = whole
+    return ComputeTimes(forward, backward, 0.0)
+
+
+@pytest.mark.parametrize(
+    "batches, bytes_an_element, options, clipped, wanted_s",
+    [
+        (4, 24, {}, False, 1.537),
+        (4, 5.5, {}, False, 1.738),
+        (4, 9, {}, True, 1.638),
+        (4, 24, {"update": "deferred"}, False, 1.537),
+        (4, 24, BACKWARD, False, 1.547),
+        (4, 5.5, BACKWARD, False, 1.607),
+        (4, 24, {"optimizer_state": "device"}, False, 1.537),
+        (4, 6, CODED, False, 1.597),
+        (4, 7, CODED, True, 1.558),
+        (4, 24, {**CODED, **BACKWARD}, False, 1.537),
+        (1, 9, {}, True, 0.498),
+        (1, 24, BACKWARD, False, 0.407),
+        (1, 7, CODED, True, 0.418),
+        (1, 24, {**CODED, **BACKWARD}, False, 0.397),
+    ],
+    ids=str,
+)
+def test_a_step_is_predicted_within_a_tenth(
+    batches: int, bytes_an_element: float, options: dict[str, Any], clipped: bool, wanted_s: float
+) -> None:
+    plan = plan_of(bytes_an_element, options)
+    memory = UPDATE_TOUCHES * STATE_BYTES[options.get("state_codec", "exact")] * MACHINE.update
+    rates = DeviceRates(MACHINE.link, MACHINE.link_both, memory)
+    step = simulate(plan, rates, compute_of(plan), DriveRates(), batches, clipped)
+    assert step.wall_s == pytest.approx(wanted_s, rel=0.1)
+
+
+def test_state_on_nvme_takes_the_drives_time_and_parameters_that_are_streamed_the_links() -> None:
+    plan = plan_of(24, {"optimizer_state": "nvme"})
+    rates = DeviceRates(MACHINE.link, MACHINE.link_both, 24 * MACHINE.update)
+    drive = DriveRates(2e9, 2e9, 4e9)
+    nbytes = sum(of.nbytes for of in plan.state_plans)
+    on_nvme = simulate(plan, rates, compute_of(plan), drive)
+    assert on_nvme.wall_s == pytest.approx(nbytes / 2e9, rel=0.2)
+    streamed = simulate(
+        plan_of(2, {"params": "auto", "gradients": "auto"}), DeviceRates(1e9, 1e9), compute_of(plan), drive
+    )
+    parameter_bytes = plan.inventory.family_bytes("param")
+    assert streamed.wall_s >= 2 * parameter_bytes / 1e9  # up in forward and in backward
