@@ -41,7 +41,7 @@ def predict(
 
 def predict_on(plan: PlannedStep, drive: DriveRates, compute: ComputeTimes) -> tuple[StepStats, int | None]:
     """Predict as `predict`, on a drive with these rates and with this computing."""
-    device = None if plan.request.device is None else DeviceRates.measured(plan.request.device.device)
+    device = device_of(plan)
     step = simulate(plan, drive, compute, device=device)
     better = {
         "a drive twice as fast": simulate(plan, drive.faster(2), compute, device=device),
@@ -83,6 +83,11 @@ def simulate(
     compute = compute.with_copied(plan.placed_grad_plans)
     virtual = drive if isinstance(drive, VirtualDrive) else open_drive(drive, compute.paging)
     return plan.dry_run(virtual, compute.of, passes).time()
+
+
+def device_of(plan: PlannedStep) -> DeviceRates | None:
+    """Return the measured rates of a plan's accelerator; None: there is none."""
+    return None if plan.request.device is None else DeviceRates.measured(plan.request.device.device)
 
 
 def drive_of(plan: PlannedStep, tokens: int, rates: Rates) -> DriveRates:
@@ -140,6 +145,7 @@ def choose_fastest(
     refusals: list[BudgetError | UnsupportedError] = []
     found: list[tuple[float, str, PlanT, DriveRates, ComputeTimes]] = []
     computing: dict[str, ComputeTimes] = {}
+    device: DeviceRates | None = None
     for options in _combinations(given, codecs, updates):
         try:
             plan = plan_for(**options)
@@ -149,8 +155,8 @@ def choose_fastest(
         codec, drive = repr(options["state_codec"]), drive_of(plan, tokens, rates)
         if codec not in computing:
             computing[codec] = measure_step(plan, tokens, example)
-        compute = computing[codec]
-        found.append((simulate(plan, drive, compute).wall_s, _describe(plan), plan, drive, compute))
+        compute, device = computing[codec], device or device_of(plan)
+        found.append((simulate(plan, drive, compute, device=device).wall_s, _describe(plan), plan, drive, compute))
     if not found:
         raise refusals[-1]
     min_s = min(seconds for seconds, *_ in found)

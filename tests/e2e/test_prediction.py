@@ -181,12 +181,26 @@ def test_a_step_on_a_device_is_predicted_from_what_it_reaches(tmp_path: Path, up
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
         plan = manager.plan(
-            model, adamw(model.parameters()), device=HostDevice("at once"), optimizer_state="host",
+            model, adamw(model.parameters()), device=HostDevice("at once", 256 << 20), optimizer_state="host",
             accelerator=swapper.Accelerator(update_on=update_on),
         )  # fmt: skip
         predicted = plan.predict(4, example=(torch.zeros(4, LAYER_WIDTH),))  # nothing is on a drive
     assert predicted.phases["forward"].wall_s > 0 and predicted.phases["backward"].wall_s > 0
     assert predicted.upload_s > 0 and predicted.download_s > 0 and predicted.savings
+
+
+@pytest.mark.slow
+def test_the_fastest_setting_on_a_device_is_planned(tmp_path: Path) -> None:
+    model = layers()
+    device = HostDevice("at once", 256 << 20)
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        plan = manager.fastest(
+            model, adamw(model.parameters()), tokens=4, example=(torch.zeros(4, LAYER_WIDTH),), device=device,
+            optimizer_state="host", accelerator=swapper.Accelerator(update_on="device"),
+        )  # fmt: skip
+        assert plan.on_device is not None and "of 2" in plan.found.why
+        model, optimizer = manager.offload(model, plan.request.given[1], plan)
+        layers_step(model, optimizer)
 
 
 @pytest.mark.slow
