@@ -117,11 +117,9 @@ class _Step:
         self._there = plan.request.updates_there
         self._groups = _groups_of(plan)
         self._ring: deque[float] = deque([0.0] * RING, maxlen=RING)
-        streamed = [group.nbytes for group in self._groups.values() if not group.stays]
-        kept = sum(group.nbytes for group in self._groups.values() if group.stays)
         assert plan.on_device is not None
-        count = int((plan.on_device.image_bytes - kept) // max(streamed)) if streamed else 1
-        self._uses: deque[float] = deque([0.0] * max(count - 1, 1), maxlen=max(count - 1, 1))
+        self._room = plan.on_device.image_bytes - sum(group.nbytes for group in self._groups.values() if group.stays)
+        self._uses: deque[tuple[float, int]] = deque()  # of streamed groups that are there: their ends, and bytes
         self._late: list[tuple[_Group, float, float]] = []  # results that come down last: bytes, and since when
 
     def _copy(self, lane: _Queue, nbytes: float, not_before_s: float) -> float:
@@ -134,17 +132,24 @@ class _Step:
         """Queue the kernels of a group's forward or backward."""
         group = self._groups[task.group]
         ready_s = group.ready_s
-        if not group.stays:  # into memory that the use before the last few has left
-            ready_s = self._copy(self.up, group.nbytes, max(ready_s, self._uses[0]))
+        if not group.stays:
+            ready_s = self._copy(self.up, group.nbytes, max(ready_s, self._when_free(group.nbytes)))
         if is_first_of_last:
             self._fetch_early(self.kernels.free_s)
         end_s = self.kernels.take(self._compute.of(task), ready_s)
         if not group.stays:
-            self._uses.append(end_s)
+            self._uses.append((end_s, group.nbytes))
         if task.phase == "backward":
             group.gradient_s = end_s
             if group.gradient_goes_down:
                 group.gradient_s = self._copy(self.down, group.nbytes, end_s)
+
+    def _when_free(self, nbytes: int) -> float:
+        """Return when earlier uses have left memory for a streamed group."""
+        free_s = 0.0
+        while self._uses and sum(of for _, of in self._uses) + nbytes > self._room:
+            free_s, _ = self._uses.popleft()
+        return free_s
 
     def _fetch_early(self, now_s: float) -> None:
         """Copy state up before its gradients are there, of as many groups as the plan has memory for, first ones first."""

@@ -268,11 +268,13 @@ class Forecaster:
             plan: the one that is simulated, whose groups may consist of several.
         """
         tokens = max(self.tokens // setting.passes, 1)  # the shards have 1/ranks of the work for all tokens
-        key = (machine.ranks, machine.flops, machine.updates, setting.optimizer, tokens)
+        key = (machine.ranks, machine.flops, machine.updates, setting.optimizer, setting.update_on, tokens)
         if key not in self._measured:
             model, of_node = self.of_rank(machine.ranks), machine.of_node
             found = count_products(model, exact.inventory, tokens, machine.flops)
-            if machine.updates is None:
+            if machine.device_bytes is not None and setting.update_on == "device":
+                pass  # its kernels are limited by its memory: see `DeviceRates`
+            elif machine.updates is None:
                 by_group, piece_s = measure_updates(exact.inventory, exact.request.optimizers, exact.budget.page_bytes)
                 mean_s = sum(by_group.values()) / max(len(by_group), 1)
                 found = replace(found, update_s=mean_s * of_node, piece_s=piece_s * of_node)

@@ -128,9 +128,9 @@ ENTRIES: dict[str, Entry] = {
         for name in ("drive_read", "drive_write")
     },
     **{
-        f"Plan.drive_rates.{name}": lambda size, at, name=name: managed(
+        f"SwapManager.fastest.{name}": lambda size, at, name=name: managed(
             at,
-            lambda manager, *ours: manager.plan(*ours).drive_rates(**{"drive_read": 1, "drive_write": 1, name: size}),
+            lambda manager, *ours: manager.fastest(*ours, tokens=4, **{"drive_read": 1, "drive_write": 1, name: size}),
         )
         for name in ("drive_read", "drive_write")
     },
