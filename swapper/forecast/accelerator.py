@@ -26,6 +26,8 @@ STEPS = 4
 """The last one counts: what is copied in one may be for the next."""
 UPDATE_TOUCHES = 2
 """Times that a kernel of an update touches a byte of state: it is read and written."""
+KEPT_STATE_BYTES = 12
+"""Of an element, where state stays on the device: AdamW's, with masters."""
 COPIED_BYTES = 256 << 20
 
 
@@ -82,8 +84,8 @@ class _Group:
 
     Attributes:
         stays: its parameters are on the device from step to step.
-        up_bytes: that an update copies up for an element, and down.
-        gradient_goes_down: it is copied to host memory.
+        state_bytes: of an element, that an update copies up, and down.
+        gradient_bytes: of an element, that are copied to host memory.
         state_on_drive: an update reads and writes it there.
         ready_s: when its parameters can be used.
         gradient_s: when its gradient is there.
@@ -94,8 +96,8 @@ class _Group:
     nbytes: int
     numel: int
     stays: bool
-    up_bytes: float
-    gradient_goes_down: bool
+    state_bytes: float
+    gradient_bytes: float
     state_on_drive: bool
     ready_s: float = 0.0
     gradient_s: float = 0.0
@@ -114,10 +116,10 @@ class _Step:
         self.kernels, self.up, self.down, self.processors = _Queue(), _Queue(), _Queue(), _Queue()
         self.reads, self.writes = _Queue(), _Queue()
         self.update_s = 0.0
-        self._there = plan.request.updates_there
         self._groups = _groups_of(plan)
         self._ring: deque[float] = deque([0.0] * RING, maxlen=RING)
         assert plan.on_device is not None
+        self._placed, self._is_last = plan.on_device, False
         self._room = plan.on_device.image_bytes - sum(group.nbytes for group in self._groups.values() if group.stays)
         self._uses: deque[tuple[float, int]] = deque()  # of streamed groups that are there: their ends, and bytes
         self._late: list[tuple[_Group, float, float]] = []  # results that come down last: bytes, and since when
@@ -128,21 +130,31 @@ class _Step:
         rate = self._rates.link_both if other.free_s > begin_s else self._rates.link
         return lane.take(nbytes / rate, not_before_s)
 
-    def use(self, task: Task, is_first_of_last: bool) -> None:
+    def begin_last_backward(self) -> None:
+        """Copy state up before its gradients are there, of as many groups as the plan has memory for, first ones first."""
+        self._is_last = True
+        left, now_s = float(self._placed.ahead_bytes), self.kernels.free_s
+        order = sorted(self._groups) if self._plan.request.options.update != "backward" else [min(self._groups)]
+        for group in (self._groups[index] for index in order):
+            nbytes = min(group.state_bytes * group.numel, left)
+            if not group.state_on_drive and nbytes > 0:
+                group.early_bytes = nbytes
+                group.early_s = self._copy(self.up, nbytes, max(now_s, group.early_free_s))
+                left -= nbytes
+
+    def use(self, task: Task) -> None:
         """Queue the kernels of a group's forward or backward."""
         group = self._groups[task.group]
         ready_s = group.ready_s
         if not group.stays:
             ready_s = self._copy(self.up, group.nbytes, max(ready_s, self._when_free(group.nbytes)))
-        if is_first_of_last:
-            self._fetch_early(self.kernels.free_s)
         end_s = self.kernels.take(self._compute.of(task), ready_s)
         if not group.stays:
             self._uses.append((end_s, group.nbytes))
         if task.phase == "backward":
             group.gradient_s = end_s
-            if group.gradient_goes_down:
-                group.gradient_s = self._copy(self.down, group.nbytes, end_s)
+            if group.gradient_bytes and (self._is_last or not self._placed.sum_bytes):
+                group.gradient_s = self._copy(self.down, group.gradient_bytes * group.numel, end_s)
 
     def _when_free(self, nbytes: int) -> float:
         """Return when earlier uses have left memory for a streamed group."""
@@ -151,63 +163,55 @@ class _Step:
             free_s, _ = self._uses.popleft()
         return free_s
 
-    def _fetch_early(self, now_s: float) -> None:
-        """Copy state up before its gradients are there, of as many groups as the plan has memory for, first ones first."""
-        assert self._plan.on_device is not None
-        left = float(self._plan.on_device.ahead_bytes)
-        order = sorted(self._groups) if self._plan.request.options.update != "backward" else [min(self._groups)]
-        for group in (self._groups[index] for index in order):
-            nbytes = min(group.up_bytes * group.numel, left)
-            if not group.state_on_drive and group.up_bytes and nbytes > 0:
-                group.early_bytes = nbytes
-                group.early_s = self._copy(self.up, nbytes, max(now_s, group.early_free_s))
-                left -= nbytes
-
     def update(self, task: Task) -> None:
         """Queue the update of a slice."""
-        group = self._groups[task.group]
+        group, state_bytes = self._groups[task.group], task.updated * self._groups[task.group].state_bytes
         gradient_s = max(of.gradient_s for of in self._groups.values()) if self._clipped else group.gradient_s
-        nbytes = task.updated * group.up_bytes
-        since_s = 0.0
+        read_s = self.reads.take(state_bytes / self._drive.read) if group.state_on_drive else 0.0
+        update = self._update_there if self._plan.request.updates_there else self._update_here
+        done_s = update(task, group, gradient_s, read_s)
         if group.state_on_drive:
-            since_s = self.reads.take(nbytes / self._drive.read)
-        if not self._there:
-            end_s = self.processors.take(self._compute.of(task), max(gradient_s, since_s))
-            self.update_s += self._compute.of(task)
-            done_s = end_s
-            if group.stays:
-                group.ready_s = self._copy(self.up, task.updated * group.nbytes / group.numel, end_s)
-            else:
-                group.ready_s = end_s
-        else:
-            is_early = group.early_bytes >= nbytes > 0
-            copied_s = group.early_s
-            if is_early:
-                group.early_bytes -= nbytes
-            elif nbytes:
-                copied_s = self._copy(self.up, nbytes, max(self._ring[0], since_s))
-            seconds = UPDATE_TOUCHES * (nbytes or task.updated * 12) / self._rates.memory
-            self.update_s += seconds
-            done_s = max(copied_s, gradient_s) + seconds
-            self.kernels.free_s += seconds
-            group.ready_s = done_s
+            self.writes.take(state_bytes / self._drive.write, done_s)
+
+    def _update_here(self, task: Task, group: _Group, gradient_s: float, read_s: float) -> float:
+        """Queue an update on the processors. Returns when its results are in host memory."""
+        seconds = self._compute.of(task)
+        self.update_s += seconds
+        group.ready_s = done_s = self.processors.take(seconds, max(gradient_s, read_s))
+        if group.stays:
+            group.ready_s = self._copy(self.up, task.updated * group.nbytes / group.numel, done_s)
+        return done_s
+
+    def _update_there(self, task: Task, group: _Group, gradient_s: float, read_s: float) -> float:
+        """Queue an update on the accelerator. Returns when its results are in host memory."""
+        up_bytes = task.updated * (group.state_bytes + group.gradient_bytes)
+        down_bytes = task.updated * (group.state_bytes + (0 if group.stays else group.nbytes / group.numel))
+        copied_s, is_early = group.early_s, group.early_bytes >= task.updated * group.state_bytes > 0
+        if is_early:
+            group.early_bytes -= task.updated * group.state_bytes
+        elif up_bytes:
+            copied_s = self._copy(
+                self.up, up_bytes, max(self._ring[0], read_s, gradient_s if group.gradient_bytes else 0.0)
+            )
+        seconds = UPDATE_TOUCHES * task.updated * (group.state_bytes or KEPT_STATE_BYTES) / self._rates.memory
+        self.update_s += seconds
+        self.kernels.free_s += seconds
+        group.ready_s = done_s = max(copied_s, gradient_s) + seconds
+        if is_early:
+            self._late.append((group, down_bytes, done_s))
+        elif down_bytes:
+            done_s = self._copy(self.down, down_bytes, done_s)
+            self._ring.append(done_s)
             if not group.stays:
-                nbytes += task.updated * group.nbytes / group.numel
-            if nbytes and is_early:
-                self._late.append((group, nbytes, done_s))
-            elif nbytes:
-                done_s = self._copy(self.down, nbytes, done_s)
-                self._ring.append(done_s)
-                if not group.stays:
-                    group.ready_s = done_s
-        if group.state_on_drive:
-            self.writes.take(nbytes / self._drive.write, done_s)
+                group.ready_s = done_s
+        return done_s
 
     def end_updates(self) -> None:
         """Bring down what was copied up early."""
         for group, nbytes, since_s in self._late:
             group.early_free_s = self._copy(self.down, nbytes, since_s)
         self._late.clear()
+        self._is_last = False
 
 
 def _groups_of(plan: PlannedStep) -> dict[int, _Group]:
@@ -217,15 +221,15 @@ def _groups_of(plan: PlannedStep) -> dict[int, _Group]:
     on_drive = {of.group for of in plan.state_plans if not is_resident(of, plan.places)}
     found = {}
     for group in plan.inventory.groups:
-        numel = sum(parameter.numel() for _, parameter in group.parameters)
-        stays = group.index in placed.resident_set
+        numel = max(sum(parameter.numel() for _, parameter in group.parameters), 1)
+        nbytes = sum(parameter.nbytes for _, parameter in group.parameters)
         state = 0 if group.index in placed.state else updated.get(group.index, 0)
         found[group.index] = _Group(
-            nbytes=sum(parameter.nbytes for _, parameter in group.parameters),
-            numel=max(numel, 1),
-            stays=stays,
-            up_bytes=state / max(numel, 1),
-            gradient_goes_down=group.index in updated and group.index not in placed.gradients,
+            nbytes=nbytes,
+            numel=numel,
+            stays=group.index in placed.resident_set,
+            state_bytes=state / numel,
+            gradient_bytes=nbytes / numel if group.index in updated and group.index not in placed.gradients else 0.0,
             state_on_drive=group.index in on_drive and group.index not in placed.state,
         )
     return found
@@ -257,10 +261,9 @@ def simulate(
         before = clocks.up.busy_s, clocks.down.busy_s, clocks.update_s
         for number, task in enumerate(tasks):
             since_s = clocks.kernels.free_s
-            if task.updated:
-                clocks.update(task)
-            else:
-                clocks.use(task, number == first_of_last)
+            if number == first_of_last:
+                clocks.begin_last_backward()
+            clocks.update(task) if task.updated else clocks.use(task)
             phases[task.phase] += clocks.kernels.free_s - since_s
         clocks.end_updates()
     up_s, down_s, update_s = clocks.up.busy_s - before[0], clocks.down.busy_s - before[1], clocks.update_s - before[2]
