@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from swapper import _C
-from swapper.io.alignment import SECTOR_BYTES, round_up
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.operations import has_spare_processor
 
 KINDS = ("read", "write", "both")

@@ -9,10 +9,10 @@ from typing import Any
 from swapper.checkpoint.encoded_state import STATE_CODEC, codecs_of
 from swapper.checkpoint.run_directory import find_run, read_run
 from swapper.durability.described_layout import name_of
-from swapper.formats.dcp_directory import METADATA_NAME, read_directory
+from swapper.formats.dcp_format import METADATA_NAME, read_directory
 from swapper.formats.sources import open_source
 from swapper.formats.stored import StoredTensor
-from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
+from swapper.formats.torch_file import TorchFile, read_torch_file
 from swapper.paging.planning.layout import TensorSpec
 
 _MAX_ALIGNMENT = 1 << 21  # bytes; larger ones say nothing more

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch.utils.serialization import config
 
-from swapper.checkpoint.mapping.mapped_files import FileChanges
-from swapper.checkpoint.replacing import replacing
+from swapper.checkpoint.mapped_files import FileChanges
 from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError
-from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES
-from swapper.formats.torch_zip.zip_writer import ROOT, descriptor_nbytes, leading_records, payload_offset
-from swapper.io.alignment import SECTOR_BYTES
+from swapper.formats.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES
+from swapper.formats.zip_writer import ROOT, descriptor_nbytes, leading_records, payload_offset
+from swapper.io.replacing import replacing
+from swapper.io.tensor_bytes import SECTOR_BYTES
 
 SMALL_MEAN_BYTES = 32 << 10
 """Bytes. With a smaller mean storage torch's own alignment is kept: gaps would exceed 6 % of the file."""

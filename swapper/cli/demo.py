@@ -34,7 +34,7 @@ from swapper.cli import demo_ranks
 from swapper.cli.command import make_console, make_progress, reported
 from swapper.cli.demo_ranks import Watch, megabytes, print_facts, steady
 from swapper.errors import CheckpointError, ConfigError
-from swapper.io.mounts import make_parents
+from swapper.io.replacing import make_parents
 from swapper.paging.planning.budget import OR_PLACE_MORE
 from swapper.runtime.sizes import parse_bytes
 

@@ -22,8 +22,8 @@ import torch
 
 from swapper.device.cuda_graphs import refuse_capture
 from swapper.errors import ConfigError, DeviceError
-from swapper.io.elements import device_errors
 from swapper.io.registered import CudaRegistrar
+from swapper.io.tensor_bytes import device_errors
 
 SYSFS = Path("/sys")
 

@@ -18,11 +18,11 @@ import torch
 from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
 from swapper.durability.ranks import CommitId
 from swapper.errors import CheckpointError, IoError, remedy
-from swapper.formats.torch_zip.bounded_load import load_bytes
-from swapper.formats.torch_zip.container import MAX_END_BYTES, ContainerLayout, PreparedTail, find_seal
-from swapper.formats.torch_zip.pickle_writer import plain_global_names
+from swapper.formats.container import MAX_END_BYTES, ContainerLayout, PreparedTail, find_seal
+from swapper.formats.pickle_writer import plain_global_names
+from swapper.formats.torch_file import load_bytes
 from swapper.io import beneath
-from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.section import EXTERNAL
 from swapper.runtime import records
 

@@ -14,7 +14,7 @@ import torch
 
 from swapper.durability.commit import CommitRecord
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.container import ContainerLayout, TensorPlace
+from swapper.formats.container import ContainerLayout, TensorPlace
 from swapper.io.drives import read_drives
 from swapper.paging.planning.layout import MIXED, SectionPlan, Slot, TensorSpec
 from swapper.paging.section import Section

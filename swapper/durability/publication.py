@@ -22,7 +22,7 @@ from pathlib import Path
 from swapper import _C
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, SwapperError
-from swapper.formats.torch_zip.container import ChecksumChunk, ContainerLayout, PreparedTail, TensorPlace
+from swapper.formats.container import ChecksumChunk, ContainerLayout, PreparedTail, TensorPlace
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of, copy
 from swapper.io.engines import Engine

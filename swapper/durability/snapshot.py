@@ -35,8 +35,8 @@ from swapper.durability.retention import Retention
 from swapper.durability.snapshot_directory import DirectoryTicket, SnapshotDirectory, check_free
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.pickle_writer import Locate, StorageRef
+from swapper.formats.container import ContainerLayout, PreparedTail
+from swapper.formats.pickle_writer import Locate, StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
 from swapper.io.engines import Engine

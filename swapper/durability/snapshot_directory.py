@@ -21,11 +21,10 @@ import torch
 from swapper.durability.ranks import Ranks, describe_failure
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, StateError
-from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, seal_metadata
-from swapper.formats.dcp_items import ContainerItems
-from swapper.formats.torch_zip.pickle_writer import Locate
+from swapper.formats.dcp_format import METADATA_NAME, METADATA_VERSION, ContainerItems, seal_metadata
+from swapper.formats.pickle_writer import Locate
 from swapper.io import beneath
-from swapper.io.mounts import make_parents
+from swapper.io.replacing import make_parents
 from swapper.tensors.torch_private import storage_info
 
 

@@ -26,7 +26,7 @@ import torch
 from swapper.errors import UnsupportedError
 from swapper.io import AioHandle, GdsHandle
 from swapper.io.files import Target
-from swapper.io.gds.cufile import open_cufile
+from swapper.io.handle.cufile import open_cufile
 from swapper.io.handle.deepnvme import free_locked, is_locked, new_locked_tensor
 
 logger = logging.getLogger("swapper.deepspeed")

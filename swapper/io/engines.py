@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
-from swapper.io.mounts import IN_MEMORY, is_on
-from swapper.io.tuning import find_tuning
+from swapper.io.drives import find_tuning
+from swapper.io.replacing import IN_MEMORY, is_on
 from swapper.runtime.limits import naming_limits
 
 log = logging.getLogger("swapper")

@@ -16,8 +16,8 @@ import torch
 
 from swapper import _C
 from swapper.errors import IoError
-from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.modules.operations import ColdCaches, has_spare_processor, median_seconds
 from swapper.modules.resources import Resources
 from swapper.paging.pager import Pager

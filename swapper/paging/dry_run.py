@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from swapper.errors import IoError
-from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Transfer
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from swapper.errors import BudgetError
-from swapper.io.alignment import round_up
+from swapper.io.tensor_bytes import round_up
 from swapper.paging.frames import Frames
 from swapper.paging.host_memory import Pool
 from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES

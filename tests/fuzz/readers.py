@@ -28,8 +28,7 @@ from swapper.durability.verify import verify
 from swapper.errors import BudgetError, ConfigError, SwapperError
 from swapper.integrations.pretrained_options import check_directory
 from swapper.io.drives import read_record
-from swapper.io.files import OpenFiles
-from swapper.io.striping import Stripes
+from swapper.io.files import OpenFiles, Stripes
 
 Read = Callable[[Path], Any]
 AGREES = "-agrees"

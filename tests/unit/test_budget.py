@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swapper.errors import BudgetError
-from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.planning.budget import (
     ARENA_ALIGNMENT_BYTES,
     SMALL_SECTION_BYTES,

@@ -20,9 +20,9 @@ from swapper.checkpoint import load
 from swapper.checkpoint.exporting import export, select
 from swapper.checkpoint.inspecting import inspect
 from swapper.errors import CheckpointError, SwapperError
+from swapper.formats.pickle_reader import read_skeleton
 from swapper.formats.sources import open_source
-from swapper.formats.torch_zip.pickle_reader import read_skeleton
-from swapper.formats.torch_zip.unpickling import Global
+from swapper.formats.unpickling import Global
 
 
 def pickled(*opcodes: bytes) -> bytes:

@@ -36,7 +36,7 @@ from swapper.cli.planning.search import (
     undominated,
 )
 from swapper.errors import BudgetError
-from swapper.io.tuning import Tuning, keep_tuning
+from swapper.io.drives import Tuning, keep_tuning
 from swapper.manager import SwapManager
 from swapper.paging.virtual_drive import DriveRates
 from swapper.train.layout.train_placement import PREFERENCES

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sampling import examples
 from torch.utils.serialization import config
 
-from swapper.formats.torch_zip import zip_writer
-from swapper.formats.torch_zip.zip_writer import ZIP64_LIMIT, Entry
+from swapper.formats import zip_writer
+from swapper.formats.zip_writer import ZIP64_LIMIT, Entry
 
 ALIGNMENTS = [64, 128, 512, 4096, 8192, 32768]
 

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from swapper.errors import CheckpointError
-from swapper.formats.dcp_directory import MAX_METADATA_BYTES
+from swapper.formats.dcp_format import MAX_METADATA_BYTES
+from swapper.formats.pickle_reader import read_skeleton
 from swapper.formats.sources import is_plain_name, read_whole
 from swapper.formats.stored import are_sizes
-from swapper.formats.torch_zip.pickle_reader import read_skeleton
 from swapper.tensors.torch_private import storage_info
 
 T = TypeVar("T")

@@ -27,11 +27,10 @@ from swapper.checkpoint.dcp.metadata import read_metadata
 from swapper.checkpoint.encoded_state import MARK
 from swapper.codecs import CODECS, StateCodec
 from swapper.errors import CheckpointError
+from swapper.formats.pickle_reader import TensorView
 from swapper.formats.sources import opened
 from swapper.formats.stored import StoredTensor
-from swapper.formats.torch_zip.bounded_load import load_bytes
-from swapper.formats.torch_zip.pickle_reader import TensorView
-from swapper.formats.torch_zip.torch_file import read_item
+from swapper.formats.torch_file import load_bytes, read_item
 from swapper.io.engines import drain, open_for, shared_engine
 
 

@@ -25,12 +25,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
-from swapper.checkpoint.replacing import sync
 from swapper.checkpoint.stream import BLOCK_BYTES, LARGE_BYTES, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError, IoError
-from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, read_directory
-from swapper.formats.dcp_items import item_of
+from swapper.formats.dcp_format import METADATA_NAME, METADATA_VERSION, item_of, read_directory
 from swapper.io import beneath
+from swapper.io.replacing import sync
 from swapper.tensors.torch_private import storage_info
 
 SUFFIX = ".distcp"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swapper.errors import ConfigError
-from swapper.io.tuning import Tuning, find_tuning, tuning_path
+from swapper.io.drives import Tuning, find_tuning, tuning_path
 from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import parse_bytes_a_second
 

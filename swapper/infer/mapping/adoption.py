@@ -16,12 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from swapper.checkpoint.mapping.mapped_files import FileMapping, ShownFile
-from swapper.checkpoint.mapping.save_guard import guard_saves
+from swapper.checkpoint.mapped_files import FileMapping, ShownFile, guard_saves
 from swapper.errors import CheckpointError
-from swapper.formats.read_plan import FileRange
 from swapper.formats.sources import FileStamp, Source
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import FileRange, StoredTensor
 from swapper.infer.mapping.matching import BufferPlace, Recipe, Weight
 from swapper.paging.section import Section, own_storage
 

@@ -25,8 +25,8 @@ from swapper.infer.planning.lease_costs import measure_lease_costs, measure_resi
 from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.streaming import paged_sections
 from swapper.infer.runtime.weights import MadeMemory
-from swapper.io.alignment import SECTOR_BYTES, round_up
-from swapper.io.tuning import find_tuning
+from swapper.io.drives import find_tuning
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.groups import by_module
 from swapper.modules.operations import ROUNDS, OperationTimes, cold_seconds, middle, record
 from swapper.options import parse_host_memory

@@ -8,9 +8,8 @@ import torch
 
 from swapper.device.device import Device
 from swapper.device.model_device import page_access
-from swapper.formats.read_plan import FileRange
 from swapper.formats.sources import Source
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import FileRange, StoredTensor
 from swapper.infer.mapping.adoption import view_of
 from swapper.infer.mapping.matching import Recipe
 from swapper.infer.planning.infer_placement import Placement

@@ -22,7 +22,7 @@ from swapper.checkpoint.quantization import CHUNK_ELEMENTS
 from swapper.errors import BudgetError, StateError
 from swapper.formats.stored import Empty
 from swapper.infer.mapping.matching import Recipe
-from swapper.io.alignment import TENSOR_ALIGNMENT_BYTES, round_up
+from swapper.io.tensor_bytes import TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.modules.cold import materialize, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.home import GroupHome

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from swapper.errors import BudgetError
-from swapper.io.alignment import SECTOR_BYTES, round_up
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.paging.planning.layout import choose_page_bytes
 from swapper.runtime.sizes import format_bytes
 

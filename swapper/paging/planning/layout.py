@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from swapper.io.alignment import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
+from swapper.io.tensor_bytes import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 
 MIXED = "mixed"
 """In the name of a section, in place of its dtype: its tensors have several."""

@@ -1,6 +1,6 @@
 """Maps frozen parameters to the user's own files, plans their sections, and checks that the files do not change.
 
-Sections are runs of the file (formats/read_plan.py), so that bytes lie in memory as in the file. They include some
+Sections are runs of the file (formats/stored.py), so that bytes lie in memory as in the file. They include some
 neighboring bytes, up to the next sectors, which nothing uses.
 """
 
@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from swapper.errors import CheckpointError
-from swapper.formats.read_plan import plan_runs
 from swapper.formats.sources import FileStamp, Rename, Source, open_source, renamed
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import StoredTensor, plan_runs
 from swapper.options import ExternalWeights
 from swapper.paging.planning.layout import ExternalBytes, SectionPlan, Slot, TensorSpec
 

@@ -16,7 +16,7 @@ from swapper.device.device_placement import (
 )
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.errors import BudgetError, ConfigError
-from swapper.io.alignment import round_up
+from swapper.io.tensor_bytes import round_up
 from swapper.modules.groups import largest_working_set, working_sets
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
 from swapper.paging.planning.layout import SectionPlan, Slot

@@ -13,8 +13,8 @@ from swapper.capabilities import Feature, check
 from swapper.device.device_placement import DevicePlacement
 from swapper.durability.committer import steps_between_commits
 from swapper.errors import ConfigError
-from swapper.formats.torch_zip.container import ContainerLayout
-from swapper.io.tuning import Tuning
+from swapper.formats.container import ContainerLayout
+from swapper.io.drives import Tuning
 from swapper.paging.capped_drive import open_drive
 from swapper.paging.planning.budget import Budget
 from swapper.paging.store.swap_files import TURNS

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from swapper.device.device_placement import DevicePlacement
-from swapper.formats.torch_zip.container import ContainerLayout
-from swapper.io.drives import assign_to_drives
-from swapper.io.tuning import Tuning
+from swapper.formats.container import ContainerLayout
+from swapper.io.drives import Tuning, assign_to_drives
 from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.planning.budget import Budget, read_ahead_pages
 from swapper.paging.planning.layout import SectionPlan

@@ -24,8 +24,8 @@ from swapper import _C
 from swapper.codecs import CODECS, CodedState
 from swapper.device.device import Device
 from swapper.device.device_storage import DeviceStorage
-from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.registered import Registration, slabs
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.groups import Group
 from swapper.modules.operations import ColdCaches, min_seconds
 from swapper.paging.pager import Pager

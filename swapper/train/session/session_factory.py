@@ -18,7 +18,7 @@ from swapper.durability.ranks import boot_id
 from swapper.durability.recovery import follow_placement, page_bytes_of
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.io import beneath
-from swapper.io.tuning import find_tuning_of
+from swapper.io.drives import find_tuning_of
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.layout.content import GivenSource, ReshardedSource
 from swapper.train.layout.frozen import check_external

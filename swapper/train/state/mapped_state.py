@@ -18,10 +18,17 @@ from typing import Any
 
 import torch
 
-from swapper.checkpoint.mapping.mapped_files import BOTH, PRIVATE, FileMapping, FilePart, WatchedMemory, check_parts
-from swapper.checkpoint.mapping.save_guard import guard_saves
+from swapper.checkpoint.mapped_files import (
+    BOTH,
+    PRIVATE,
+    FileMapping,
+    FilePart,
+    WatchedMemory,
+    check_parts,
+    guard_saves,
+)
 from swapper.errors import InvariantError, IoError, StateError
-from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
 from swapper.runtime.limits import naming_limits

@@ -28,8 +28,8 @@ import torch
 
 from swapper import _C
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.pickle_writer import Locate, pickle_state
-from swapper.formats.torch_zip.zip_writer import (
+from swapper.formats.pickle_writer import Locate, pickle_state
+from swapper.formats.zip_writer import (
     ROOT,
     Entry,
     RecordBytes,
@@ -39,7 +39,7 @@ from swapper.formats.torch_zip.zip_writer import (
     local_header,
     payload_offset,
 )
-from swapper.io.elements import device_errors
+from swapper.io.tensor_bytes import device_errors
 from swapper.runtime import records
 
 ALIGNMENT = 4096
@@ -119,7 +119,7 @@ class PreparedTail:
         locate: the place of a tensor in the payload records. Tensors for which it returns None are resident: their
             whole storages are copied now, shared ones once. Of located tensors only shape, stride, dtype, layout and
             requires_grad are read. All tensors of a record have one dtype, unless it is untyped.
-        items: makes one more record, of items of torch.distributed.checkpoint (formats/dcp_items.py). It gets the
+        items: makes one more record, of items of torch.distributed.checkpoint (formats/dcp_format.py). It gets the
             record's offset in the file and the directory's entries of the payloads by key.
 
     Raises:

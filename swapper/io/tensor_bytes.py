@@ -1,4 +1,4 @@
-"""Reads a tensor as bytes: its elements in row-major order, wherever and however they lie in memory.
+"""Tensors as bytes: their alignment in memory and files, and their elements in row-major order, however they lie.
 
 Decides whether a tensor is one run of host memory, which the engine can use directly, or must be staged piece by piece;
 and yields the pieces. A file holds exactly `numel * itemsize` bytes either way. A device's error while its elements are
@@ -14,6 +14,16 @@ from math import prod
 import torch
 
 from swapper.errors import DeviceError, SwapperError, UnsupportedError
+
+SECTOR_BYTES = 4096  # suits direct I/O on every drive
+TENSOR_ALIGNMENT_BYTES = 64
+"""Every tensor starts at a multiple of this: kernels give other bits at addresses that cut a cache line."""
+LARGE_TENSOR_BYTES = 1 << 16
+"""Tensors of at least this size start at a sector, to be transferred alone. 64 KiB bounds the padding at 6 %."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def check_tensor(tensor: torch.Tensor, writes_into: bool) -> None:

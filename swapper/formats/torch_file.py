@@ -1,20 +1,30 @@
-"""Locates the tensors of a torch checkpoint, written by torch.save, by swapper's `save`, or as a snapshot.
+"""Locates the tensors of a torch checkpoint: of torch.save, of `save`, or a snapshot; loads a small untrusted one whole.
 
 Reads the zip's directory and data.pkl, and no payload. Trusts neither: the zip's numbers are checked against the file
 (zip_reader.py), nothing that the pickle names is run (pickle_reader.py), and tensors are checked against their records.
+
+torch unpickles it in the end, which alone is not bounded: a few bytes name a nest without end, or memory by a number. So the
+pickle is read by pickle_reader.py before, and torch gets the records that this has located, and no others.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+import zipfile
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from swapper.errors import CheckpointError
+from swapper.formats.pickle_reader import LazyTensor, Skeleton, StorageId, TensorView, read_skeleton
 from swapper.formats.sources import FileStamp, Source, opened
 from swapper.formats.stored import StoredTensor
-from swapper.formats.torch_zip.pickle_reader import LazyTensor, Skeleton, StorageId, TensorView, read_skeleton
-from swapper.formats.torch_zip.zip_reader import ZipIndex, ZipRecord, read_index
+from swapper.formats.zip_reader import ZipIndex, ZipRecord, read_index
+from swapper.formats.zip_writer import ROOT
 
 _MAX_PICKLE_BYTES = 1 << 30  # of a sane file; it is read whole
 _MAX_SETTING_BYTES = 100
@@ -175,3 +185,59 @@ def _content(index: ZipIndex, descriptor: int, name: str, max_bytes: int = _MAX_
     if record.compressed:
         raise CheckpointError(f"{index.path}: {name} is compressed: unpack it and pack it again with `zip -0`")
     return index.read(descriptor, record)
+
+
+def load_bytes(data: bytes, path: Path, *, nested: Collection[str] = (), names: frozenset[str] | None = None) -> object:
+    """Return the content of the checkpoint `data`, as torch.load(weights_only=True) does.
+
+    Args:
+        path: for messages.
+        names: classes and functions that it may name; None leaves that to torch.
+        nested: keys of the outermost dict whose values may have any nesting: nothing of swapper's walks them.
+
+    Raises:
+        CheckpointError: it is damaged or hostile.
+    """
+    descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as memory:
+            memory.write(data)
+        file = read_open_file(descriptor, path)
+        _check(file, nested, names)
+        keys = {storage.key for storage in file.skeleton.storages}
+        records = {key: file.zip.read(descriptor, file.zip.records[f"{file.root}/data/{key}"]) for key in keys}
+    finally:
+        os.close(descriptor)
+    try:
+        return torch.load(repacked(file, records), map_location="cpu", weights_only=True, mmap=False)
+    except Exception as error:  # a damaged pickle can make it raise anything
+        raise CheckpointError(f"{path} cannot be loaded: {str(error)[:500]}") from error
+
+
+def repacked(file: TorchFile, records: Mapping[str, bytes]) -> io.BytesIO:
+    """Return a checkpoint as torch reads it: the pickle of `file`, and the contents of storages by key."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr(f"{ROOT}/data.pkl", file.pickle)
+        archive.writestr(f"{ROOT}/byteorder", file.byteorder or sys.byteorder)
+        archive.writestr(f"{ROOT}/version", b"3\n")
+        for key, content in records.items():
+            archive.writestr(f"{ROOT}/data/{key}", content)
+    packed.seek(0)
+    return packed
+
+
+def _check(file: TorchFile, nested: Collection[str], names: frozenset[str] | None) -> None:
+    strange = frozenset() if names is None else file.skeleton.globals - names
+    if strange:
+        raise CheckpointError(
+            f"{file.path} names {min(strange)[:200]}, which has no place in such a file: it is hostile"
+        )
+    for storage in file.skeleton.storages:
+        if file.record(storage).compressed:
+            raise CheckpointError(f"{file.path}: {storage.key[:60]} is compressed, which torch.save never does")
+    tree = file.skeleton.tree
+    if isinstance(tree, dict):
+        tree = {key: value for key, value in tree.items() if key not in nested}
+    for _ in Skeleton(tree, (), file.skeleton.nbytes, file.skeleton.globals).leaves():
+        pass

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from swapper.errors import CheckpointError
+from swapper.formats.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES, span
 from swapper.formats.stored import MAX_DIMENSIONS, MAX_TENSOR_BYTES, are_sizes
-from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES, span
-from swapper.formats.torch_zip.unpickling import BoundedUnpickler, Global, Opaque, name_of_key
+from swapper.formats.unpickling import BoundedUnpickler, Global, Opaque, name_of_key
 
 MAX_DEPTH = 1000
 """Nested containers. Python's own pickler writes no deeper nesting."""

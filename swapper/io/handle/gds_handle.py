@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from swapper.errors import ConfigError, IoError, UnsupportedError
-from swapper.io.alignment import SECTOR_BYTES
-from swapper.io.elements import byte_count, device_errors
 from swapper.io.files import Opened
-from swapper.io.gds.cufile import CuFile, CuFileFile, open_cufile
 from swapper.io.handle.aio import AioHandle
+from swapper.io.handle.cufile import CuFile, CuFileFile, open_cufile
 from swapper.io.handle.deepnvme import new_locked_tensor
 from swapper.io.handle.operation import TransferPart
 from swapper.io.staging import StagedTransfer, event_of
+from swapper.io.tensor_bytes import SECTOR_BYTES, byte_count, device_errors
 
 logger = logging.getLogger("swapper.io")
 

@@ -15,8 +15,8 @@ from typing import NoReturn
 import torch
 
 from swapper.errors import ConfigError, IoError, StateError, UnsupportedError
-from swapper.io.gds.cufile import CuFile
-from swapper.io.gds.gds_handle import GdsHandle
+from swapper.io.handle.cufile import CuFile
+from swapper.io.handle.gds_handle import GdsHandle
 from swapper.io.handle.operation import Operation
 
 THREADS = 8  # a choice

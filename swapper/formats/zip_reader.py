@@ -16,7 +16,7 @@ from pathlib import Path
 
 from swapper.errors import CheckpointError
 from swapper.formats.sources import read_filled
-from swapper.formats.torch_zip.zip_writer import (
+from swapper.formats.zip_writer import (
     DIRECTORY_ENTRY,
     END,
     LOCAL_HEADER,
