@@ -2,8 +2,9 @@
 
 docs/reference/codecs.md has the formulas.
 
-Each `encode_*` takes the values as fp32 of one dimension, writes the parts of the code, and returns how many elements the code
-cannot hold. Each `decode_*` is its reverse. Bits are handled as int32: torch's own conversion to bf16 gives NaNs of several kinds.
+Each `encode_*` takes the values as fp32 of one dimension, writes the parts of the code, and returns how many elements
+the code cannot hold. Each `decode_*` is its reverse. Bits are handled as int32: torch's own conversion to bf16 gives
+NaNs of several kinds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from swapper.codecs import GROUP, CodedState
-from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
+from swapper.device.kernels import AdamWSlice, AdamWStep, reference_
 
 NAN = 0x7FC0
 """The upper half of the one NaN that is written: as a value and as the scale of a group that cannot be held."""

@@ -1,6 +1,7 @@
 """Implements `swapper demo --ranks N`: a GPT that FSDP2 shards over processes of this machine, all of it on the drive.
 
-The ranks are killed half-way, and resume. Then plain FSDP2 trains the same, and losses, shards and optimizer state are compared.
+The ranks are killed half-way, and resume. Then plain FSDP2 trains the same, and losses, shards and optimizer state
+are compared.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from swapper.codecs import native
-from swapper.device.kernels.compiler import ACCELERATORS, kernel, uses_kernel
+from swapper.device.kernels import ACCELERATORS, kernel, uses_kernel
 from swapper.errors import ConfigError, UnsupportedError
 
 GROUP = 32

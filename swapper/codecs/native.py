@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from swapper import _C
-from swapper.device.kernels.adamw import AdamWStep
+from swapper.device.kernels import AdamWStep
 
 Tensors = Sequence[torch.Tensor]
 States = Sequence[tuple[str, Tensors]]

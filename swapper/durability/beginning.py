@@ -1,7 +1,8 @@
 """Begins a run: opens its directory, and finds the commit to resume from, the same on all ranks that run together.
 
-With `resume="reshard"` that may be the commit of another number of ranks, in other directories. Only their files are read, under a
-shared lock that no run can begin with. Nothing of them is changed or removed, so they stay usable, whatever becomes of the new run.
+With `resume="reshard"` that may be the commit of another number of ranks, in other directories. Only their files are
+read, under a shared lock that no run can begin with. Nothing of them is changed or removed, so they stay usable,
+whatever becomes of the new run.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A missing name next to mounted drives may be a drive that is misspelt, and an empty directory there one that is not mounted.
 Nothing is made there: it would fill the system's drive, and a run would begin from scratch in place of being resumed.
 
-What is replaced is written next to that under another name, synced, renamed, and the directory around it is synced: a reader sees the
-old file or the new one, even after a power loss. After any failure, Ctrl-C included, what was written is removed.
+What is replaced is written next to that under another name, synced, renamed, and the directory around it is synced: a reader
+sees the old file or the new one, even after a power loss. After any failure, Ctrl-C included, what was written is removed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The resources of a model's pages: memory, engine, files, frames and pager, opened and closed in one order.
 
-[Note: order of opening and closing] Opened: memory, engine, files, frames, and the pager, which knows all of them. Closed: the
-pager, which waits for all transfers; the engine, whose thread ends; the registration with an accelerator; the files; the memory.
-No pages may be leased any more by then, and copies out of frames are over. Tensors of resident sections get ordinary memory
-(paging/host_memory.py).
+[Note: order of opening and closing] Opened: memory, engine, files, frames, and the pager, which knows all of them.
+Closed: the pager, which waits for all transfers; the engine, whose thread ends; the registration with an accelerator;
+the files; the memory. No pages may be leased any more by then, and copies out of frames are over. Tensors of resident
+sections get ordinary memory (paging/host_memory.py).
 """
 
 from __future__ import annotations

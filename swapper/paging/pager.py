@@ -1,8 +1,8 @@
 """The pager: leases pages, reads them before they are needed, writes changed ones back, and evicts others.
 
-It works only when it is called, from hooks and from the optimizer's sweep; in between, the engine carries out what was submitted.
-Since a read may wait for a write (`after=`), a frame whose page is still being written can be promised to the next page: the drive
-is busy in both directions while Python waits for a kernel.
+It works only when it is called, from hooks and from the optimizer's sweep; in between, the engine carries out what
+was submitted. Since a read may wait for a write (`after=`), a frame whose page is still being written can be promised
+to the next page: the drive is busy in both directions while Python waits for a kernel.
 
 One mutex guards all page and frame state. It is never held while waiting.
 """

@@ -1,7 +1,8 @@
 """A trace of a run, in the JSON that chrome://tracing and ui.perfetto.dev open.
 
-It has spans of time on named tracks: phases of a step, waits, the optimizer's arithmetic, leases, and transfers from submission to
-completion. A ring keeps the last spans of a long run. Without recording it costs nothing: then `Counters.trace` is None.
+It has spans of time on named tracks: phases of a step, waits, the optimizer's arithmetic, leases, and transfers from
+submission to completion. A ring keeps the last spans of a long run. Without recording it costs nothing: then
+`Counters.trace` is None.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Changes of the process are those that docs/reference/environment.md lists; SWAPPER_OFF leaves each out, at the cost it says."""
+"""Changes of the process are those that docs/reference/environment.md lists; SWAPPER_OFF leaves each out, at the cost
+it says."""
 
 from __future__ import annotations
 

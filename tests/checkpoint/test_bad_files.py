@@ -1,4 +1,5 @@
-"""Paths that cannot be written, drives that are full, and files that are not what they claim: errors of ours, nothing half-done."""
+"""Paths that cannot be written, drives that are full, and files that are not what they claim: errors of ours, nothing
+half-done."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from coded import noise, parts_for, same
 
 from swapper import _C, ConfigError
 from swapper.codecs import CODECS, CodedState, adamw_, native
-from swapper.device.kernels.adamw import AdamWStep
+from swapper.device.kernels import AdamWStep
 
 EIGHT_BIT = ("master24", "moment8", "variance8")
 COMBINATIONS = (
@@ -191,7 +191,7 @@ WORKS_ON_TORCHS_THREADS = """
 import os
 import torch
 from swapper.codecs import CODECS, CodedState, adamw_
-from swapper.device.kernels.adamw import AdamWStep
+from swapper.device.kernels import AdamWStep
 
 def turns():
     return {task: int(open(f"/proc/self/task/{task}/schedstat").read().split()[2]) for task in os.listdir("/proc/self/task")}

@@ -18,7 +18,7 @@ from torch.optim import Adam, AdamW
 
 from swapper import _C, ConfigError
 from swapper.codecs import CODECS, CodedState, native
-from swapper.codecs.torch_adam import TorchAdamStep, torch_adam_
+from swapper.codecs.coded_adamw import TorchAdamStep, torch_adam_
 from swapper.train.optimizer.optimizer_set import kind_of
 from swapper.train.updates.one_pass import find_arithmetic, find_torchs_pass, step_of
 

@@ -1,4 +1,5 @@
-"""The budget of every model is divided so that it is kept, and one that is too small is refused with the smallest that works."""
+"""The budget of every model is divided so that it is kept, and one that is too small is refused with the smallest
+that works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training on a device: the same losses, parameters and state, bit for bit, within two budgets; and nothing before its event."""
+"""Training on a device: the same losses, parameters and state, bit for bit, within two budgets; and nothing before
+its event."""
 
 from __future__ import annotations
 

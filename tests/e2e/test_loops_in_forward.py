@@ -1,4 +1,5 @@
-"""Loops over parameters inside a forward, at the smallest budget: those without autograd run, others name a budget that works."""
+"""Loops over parameters inside a forward, at the smallest budget: those without autograd run, others name a budget
+that works."""
 
 from __future__ import annotations
 

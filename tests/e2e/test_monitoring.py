@@ -1,4 +1,5 @@
-"""The numbers of a run where people look: printed, as a dictionary, for Prometheus, TensorBoard, W&B and Trainers, in the log."""
+"""The numbers of a run where people look: printed, as a dictionary, for Prometheus, TensorBoard, W&B and Trainers, in
+the log."""
 
 from __future__ import annotations
 

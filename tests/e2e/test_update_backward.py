@@ -1,4 +1,5 @@
-"""Updates during backward: the same losses, parameters, gradients and state as plain torch; what cannot be proved exact waits."""
+"""Updates during backward: the same losses, parameters, gradients and state as plain torch; what cannot be proved
+exact waits."""
 
 from __future__ import annotations
 

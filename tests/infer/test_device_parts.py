@@ -1,4 +1,5 @@
-"""A matrix larger than the device's budget: a part is copied while the kernel of the one before runs, and each wait is needed."""
+"""A matrix larger than the device's budget: a part is copied while the kernel of the one before runs, and each wait
+is needed."""
 
 from __future__ import annotations
 

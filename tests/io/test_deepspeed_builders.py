@@ -1,4 +1,5 @@
-"""DeepSpeed's builders load swapper's operators, here of a package with DeepSpeed's names. With DeepSpeed: test_deepspeed.py."""
+"""DeepSpeed's builders load swapper's operators, here of a package with DeepSpeed's names. With DeepSpeed:
+test_deepspeed.py."""
 
 from __future__ import annotations
 

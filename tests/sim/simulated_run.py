@@ -1,7 +1,8 @@
 """The real pager, pool, schedule, sections and store on the simulated engine, and what must hold after every request.
 
-A `Run` keeps a model: for each page the bytes that were last written to it, and (kept_contents.py) the bytes that the last commit
-names. All that the pager promises is compared with it, byte for byte, whatever order and whatever faults the seed brings.
+A `Run` keeps a model: for each page the bytes that were last written to it, and (kept_contents.py) the bytes that the
+last commit names. All that the pager promises is compared with it, byte for byte, whatever order and whatever faults
+the seed brings.
 """
 
 from __future__ import annotations

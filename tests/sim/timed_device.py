@@ -1,9 +1,9 @@
 """A device of host memory whose streams, kernels and link take virtual time; and a model whose sizes are those of a real one.
 
-The product runs on it as on an accelerator. Nothing waits: each call adds to clocks. `now` is the time of the host's thread. A
-kernel begins when the host has queued it and its stream is free, and a copy when the link's direction is free too. A wait for an
-event sets the host's clock to the event's time. So a hook that waits leaves a gap on the compute stream, as on a real device, and
-the length of a step is that of the product's own order of calls.
+The product runs on it as on an accelerator. Nothing waits: each call adds to clocks. `now` is the time of the host's
+thread. A kernel begins when the host has queued it and its stream is free, and a copy when the link's direction is
+free too. A wait for an event sets the host's clock to the event's time. So a hook that waits leaves a gap on the
+compute stream, as on a real device, and the length of a step is that of the product's own order of calls.
 
 Bytes are a SCALE-th of the real ones, and so are the link's and the kernels' rates: a step takes the real one's time.
 """

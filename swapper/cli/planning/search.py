@@ -1,4 +1,5 @@
-"""Searches over forecasts: the smallest memory, the next upgrade, settings that none dominates, the largest model for a time."""
+"""Searches over forecasts: the smallest memory, the next upgrade, settings that none dominates, the largest model for
+a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Measures what paging takes of the processors in a loaded model: its modules' hooks, and the leases of their groups, count too."""
+"""Measures what paging takes of the processors in a loaded model: its modules' hooks, and the leases of their groups,
+count too."""
 
 from __future__ import annotations
 

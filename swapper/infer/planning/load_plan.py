@@ -1,7 +1,7 @@
 """Plans a load without carrying it out, and predicts its seconds: of the first token, and of each token after it.
 
-A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive, between computing that is measured here. The first
-pass reads every weight; later ones read what does not stay.
+A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive, between computing that is measured
+here. The first pass reads every weight; later ones read what does not stay.
 """
 
 from __future__ import annotations

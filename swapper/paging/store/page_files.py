@@ -1,8 +1,8 @@
 """The files that have pages: swap files, each with a part on every drive of the run, and the user's external files.
 
-All parts of a swap file have one name and one layout: a page has the same offset in every part, so that only opening, allocation
-and removal depend on drives. A part takes space for the pages of its drive alone, and is a hole elsewhere. The first part also
-has what is not pages, and can become a snapshot when the other drives' pages are copied to it.
+All parts of a swap file have one name and one layout: a page has the same offset in every part, so that only opening,
+allocation and removal depend on drives. A part takes space for the pages of its drive alone, and is a hole elsewhere.
+The first part also has what is not pages, and can become a snapshot when the other drives' pages are copied to it.
 """
 
 from __future__ import annotations

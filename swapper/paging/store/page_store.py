@@ -1,7 +1,7 @@
 """The protocol of page stores, and the record of pages that were found damaged.
 
-Stores are: swap files, a scratch file, both as one, a checkpoint's files that are only read, and the dry run's, which only counts.
-They share one contract (tests/contract/test_page_stores.py).
+Stores are: swap files, a scratch file, both as one, a checkpoint's files that are only read, and the dry run's, which
+only counts. They share one contract (tests/contract/test_page_stores.py).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 accelerate moves it to the device of its rank, "cpu:0" without an accelerator: the same memory, and yet a copy for torch.
 
-DDP's constructor sends the first rank's parameters to the others, from C++, which writes past the guard of cold parameters: into
-a mapping that nobody reads. So `_sync_module_states` of torch.nn.parallel.distributed leaves parameters of managers to this
-module, which sends them one by one and writes those that differ.
+DDP's constructor sends the first rank's parameters to the others, from C++, which writes past the guard of cold
+parameters: into a mapping that nobody reads. So `_sync_module_states` of torch.nn.parallel.distributed leaves
+parameters of managers to this module, which sends them one by one and writes those that differ.
 """
 
 from __future__ import annotations

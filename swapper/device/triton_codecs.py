@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from swapper.device.kernels.triton.triton_words import nearest_word, widen, words_of
+from swapper.device.triton_arithmetic import nearest_word, widen, words_of
 
 GROUPS = 64
 

@@ -1,19 +1,58 @@
-"""AdamW over a slice, in one pass: updates fp32 masters and moments in place, and writes the rounded parameters.
+"""Arithmetic on an accelerator in one pass: AdamW over a slice, which plain torch defines, and rows of quantized weights.
 
-Each operation is rounded by itself, in the order of `reference_`, so that plain torch and the kernel give the same bits on every
-device: the kernel is compiled without contraction into fused multiply-adds, and with correctly rounded division and root. That
-is not torch.optim.AdamW's order: from its results these differ in the last bits.
+On a GPU the kernels run; on a CPU plain torch does, unless TRITON_INTERPRET=1 has Triton's interpreter run the
+kernels there, as the tests do. Triton reads the variable when it is first imported.
+
+Each operation of AdamW is rounded by itself, in the order of `reference_`, so that plain torch and the kernel give
+the same bits on every device: the kernel is compiled without contraction into fused multiply-adds, and with correctly
+rounded division and root. That is not torch.optim.AdamW's order: from its results these differ in the last bits.
+
+checkpoint/quantization.py defines quantization, in plain torch, and its format; the kernels are bit-equal.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import math
+import os
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
-from swapper.device.kernels.compiler import kernel, uses_kernel
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, UnsupportedError
+
+ACCELERATORS = ("cuda", "xpu")
+"""Device types for which Triton compiles. ROCm's is "cuda" too."""
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def uses_kernel(device: torch.device) -> bool:
+    """Return whether kernels, and not plain torch, compute on `device`."""
+    return device.type in ACCELERATORS or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def kernel(name: str) -> ModuleType:
+    """Return the Triton module `swapper.device.triton_{name}`.
+
+    Raises:
+        UnsupportedError: Triton is not installed, or too old.
+    """
+    try:
+        return importlib.import_module(f"swapper.device.triton_{name}")
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise UnsupportedError(
+            f"swapper's kernels need Triton 3.3 or newer, which is not to be had ({error}): pip install 'torch-swapper[triton]'"
+        ) from error
+
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -99,7 +138,7 @@ def update_(
     if part.master.numel() == 0:
         return
     if uses_kernel(part.master.device):
-        kernel("adamw").update_(part, step, factor, skip)
+        kernel("arithmetic").update_(part, step, factor, skip)
     else:
         reference_(part, step, factor, skip)
 
@@ -197,3 +236,87 @@ def _product(factor: int, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     low_part = factor * (words & 0xFFFF)
     high_part = factor * (words >> 16) + (low_part >> 16)
     return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & _WORD
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def row_bytes(bits: int, block: int, columns: int) -> int:
+    """Return the bytes of a quantised row: its codes, then a scale in bf16 for each block of columns.
+
+    Args:
+        bits: of a code, 8 or 4.
+        block: columns that share a scale.
+        columns: of the matrix.
+    """
+    return columns * bits // 8 + columns // block * 2
+
+
+def bytes_moved(bits: int, block: int, columns: int, rows: int, dtype: torch.dtype) -> int:
+    """Return the bytes that quantising or dequantising reads and writes.
+
+    Args:
+        bits, block, columns: as of `row_bytes`.
+        rows, dtype: of the values.
+    """
+    return rows * (row_bytes(bits, block, columns) + columns * dtype.itemsize)
+
+
+def dequantise_(stored: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
+    """Overwrite `out` with the values of `stored`.
+
+    Args:
+        stored: bytes of shape (rows, row_bytes).
+        out: floats of shape (rows, columns).
+        bits, block: as of `row_bytes`.
+
+    Raises:
+        ConfigError: shapes, dtypes or devices do not fit. UnsupportedError: Triton is not there.
+    """
+    _check_rows(out, stored, bits, block)
+    if out.numel():
+        kernel("arithmetic").dequantise_(stored, out, bits, block)
+
+
+def quantise(rows: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (stored, overflown): bytes of shape (rows, row_bytes), and an int32 that is 0 where all values were finite.
+
+    Where it is not 0 the bytes mean nothing. Does not wait for the device.
+
+    Args:
+        rows: floats of shape (rows, columns).
+        bits, block: as of `row_bytes`.
+
+    Raises:
+        ConfigError: shapes or dtypes do not fit. UnsupportedError: Triton is not there.
+    """
+    _check_form(rows, bits, block)
+    size = row_bytes(bits, block, rows.shape[-1])
+    stored = torch.empty(rows.shape[0], size, dtype=torch.uint8, device=rows.device)
+    _check_rows(rows, stored, bits, block)
+    overflown = torch.zeros(1, dtype=torch.int32, device=rows.device)
+    if rows.numel():
+        kernel("arithmetic").quantise_(rows, stored, overflown, bits, block)
+    return stored, overflown
+
+
+def _check_form(values: torch.Tensor, bits: int, block: int) -> None:
+    if bits not in (4, 8) or block < 2 or block & (block - 1):
+        raise ConfigError(f"bits={bits!r} is 8 or 4, block={block!r} a power of two from 2")
+    if values.ndim != 2 or values.dtype not in FLOATS:
+        raise ConfigError(f"values are a matrix of floats, not {values.ndim}-dimensional of {values.dtype}")
+    columns = values.shape[1]
+    if columns % (block * (2 if bits == 4 else 1)):
+        raise ConfigError(f"{columns} columns do not come in whole blocks of {block} in {bits} bits")
+
+
+def _check_rows(values: torch.Tensor, stored: torch.Tensor, bits: int, block: int) -> None:
+    _check_form(values, bits, block)
+    rows, columns = values.shape
+    is_fitting = stored.dtype == torch.uint8 and stored.shape == (rows, row_bytes(bits, block, columns))
+    if not is_fitting or stored.device != values.device:
+        raise ConfigError(
+            f"{stored.dtype} of shape {tuple(stored.shape)} are not {rows} quantised rows of {columns} columns on {values.device}"
+        )
+    if not values.is_contiguous() or not stored.is_contiguous():
+        raise ConfigError("quantised rows and their values are contiguous")
