@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/fsdp.py --directory /nvme/run
 
-Run it again with `--resume`, also after a kill: it resumes from the newest step that all processes have committed. So
-does `torchrun --max-restarts 3`, which starts all processes again when one dies. At the end they write one snapshot,
-in place of that of an earlier run: a directory that plain torch.distributed.checkpoint reads.
+Run it again with `--resume`, also after a kill: it resumes from the newest step that all processes have committed. So does
+`torchrun --max-restarts 3`, which starts all processes again when one dies. At the end they write one snapshot, in place of that
+of an earlier run: a directory that plain torch.distributed.checkpoint reads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import swapper
-from swapper.bench.corpus import Corpus
-from swapper.bench.gpt import Gpt, GptConfig
+from swapper.bench.plain import Corpus, Gpt, GptConfig
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -29,11 +29,10 @@ from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.drives import weigh
 from swapper.io.replacing import check_target, replacing
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, check_at_once, parse_choice, parse_host_memory
-from swapper.runtime.counters import Counters
+from swapper.runtime.counters import MAX_SPANS, Counters, Trace, asked_for
 from swapper.runtime.interrupts import close_all, defer_signals
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import LimitWatch, StepClock, StepStats
-from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back, unwrapped, wrapped_as
 from swapper.train.planning.fastest import choose_fastest
 from swapper.train.planning.plan import Plan

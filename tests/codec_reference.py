@@ -2,9 +2,8 @@
 
 docs/reference/codecs.md has the formulas.
 
-Each `encode_*` takes the values as fp32 of one dimension, writes the parts of the code, and returns how many elements
-the code cannot hold. Each `decode_*` is its reverse. Bits are handled as int32: torch's own conversion to bf16 gives
-NaNs of several kinds.
+Each `encode_*` takes the values as fp32 of one dimension, writes the parts of the code, and returns how many elements the code
+cannot hold. Each `decode_*` is its reverse. Bits are handled as int32: torch's own conversion to bf16 gives NaNs of several kinds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Samples this process's memory with a thread, and its peak: proportional set size, or the process's own memory.
 
-RSS would count a frame twice that is mapped twice in one process; PSS counts each page once. Pages of a memory file
-that nobody has touched are in no map, and take memory all the same: of such files what they take counts.
+RSS would count a frame twice that is mapped twice in one process; PSS counts each page once. Pages of a memory file that nobody has
+touched are in no map, and take memory all the same: of such files what they take counts.
 """
 
 from __future__ import annotations

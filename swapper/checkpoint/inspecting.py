@@ -13,7 +13,7 @@ from swapper.formats.dcp_format import METADATA_NAME, read_directory
 from swapper.formats.sources import open_source
 from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_file import TorchFile, read_torch_file
-from swapper.paging.planning.layout import TensorSpec
+from swapper.paging.layout import TensorSpec
 
 _MAX_ALIGNMENT = 1 << 21  # bytes; larger ones say nothing more
 

@@ -13,7 +13,7 @@ from swapper.durability.verify import at_rest
 from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp
 from swapper.formats.stored import StoredTensor
-from swapper.paging.planning.layout import Slot, TensorSpec
+from swapper.paging.layout import Slot, TensorSpec
 from swapper.paging.section import EXTERNAL, Section
 
 StoredParts = tuple[StoredTensor, ...]

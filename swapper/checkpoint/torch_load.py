@@ -37,7 +37,7 @@ from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import drain, open_for, shared_engine, wait_for_all
 from swapper.io.staging import Staging
 from swapper.io.tensor_bytes import SECTOR_BYTES
-from swapper.runtime.limits import naming_limits
+from swapper.runtime.process import naming_limits
 
 MapLocation = Callable[[Any, str], Any] | Mapping[str, str] | torch.device | str | None
 

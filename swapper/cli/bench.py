@@ -1,7 +1,6 @@
 """Implements what measures a drive: `swapper bench DIR` and `swapper tune DIR`.
 
-The one compares swapper's engine with fio and DeepNVMe; the other finds the best size and number of kernel calls, and
-stores them.
+The one compares swapper's engine with fio and DeepNVMe; the other finds the best size and number of kernel calls, and stores them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Implements `swapper demo --ranks N`: a GPT that FSDP2 shards over processes of this machine, all of it on the drive.
 
-The ranks are killed half-way, and resume. Then plain FSDP2 trains the same, and losses, shards and optimizer state
-are compared.
+The ranks are killed half-way, and resume. Then plain FSDP2 trains the same, and losses, shards and optimizer state are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swapper.bench.drive import DriveSpeed, StepLimit, measure_drive
-from swapper.bench.gpt import GptConfig
+from swapper.bench.plain import GptConfig
 from swapper.bench.sharded import StartedRanks
 
 STATE_BYTES = 12

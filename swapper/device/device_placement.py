@@ -1,8 +1,8 @@
 """Divides a device's budget: which groups stay there, and how much memory the others are streamed through.
 
-On a cycle a fixed set is best ([Note: what stays], paging/prefetcher.py); here it consists of whole groups, because a
-group's storage is there or not. They are taken evenly from the cycle, so that a resident group computes between two
-that must be copied. Streaming needs memory for the largest unit's groups, and for the next ones.
+On a cycle a fixed set is best ([Note: what stays], paging/prefetcher.py); here it consists of whole groups, because a group's
+storage is there or not. They are taken evenly from the cycle, so that a resident group computes between two that must be copied.
+Streaming needs memory for the largest unit's groups, and for the next ones.
 """
 
 from __future__ import annotations

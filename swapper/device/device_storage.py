@@ -2,12 +2,11 @@
 
 The storage is resized to zero and back, not replaced: parameters, their aliases and autograd's saved tensors stay views of it.
 
-[Note: stream order of a storage] torch's allocator orders memory by the stream that asked for it: what is freed may
-be given out again at once, for kernels queued later on that stream. So a storage is allocated and freed on the
-compute stream, and needs no `record_stream`, if three rules hold: the copy stream fills it only after an event that
-the compute stream recorded at allocation; the compute stream waits for the last of those copies before it uses *or
-frees* it; and if the user has more streams, each that uses it waits for the copies, and the allocating one waits for
-all of them before the storage is freed or filled again.
+[Note: stream order of a storage] torch's allocator orders memory by the stream that asked for it: what is freed may be given out
+again at once, for kernels queued later on that stream. So a storage is allocated and freed on the compute stream, and needs no
+`record_stream`, if three rules hold: the copy stream fills it only after an event that the compute stream recorded at allocation;
+the compute stream waits for the last of those copies before it uses *or frees* it; and if the user has more streams, each that
+uses it waits for the copies, and the allocating one waits for all of them before the storage is freed or filled again.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import DeviceError, InvariantError
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section
 from swapper.runtime.counters import Counters
 

@@ -1,14 +1,14 @@
 """The device tier: decides which groups have memory on a device within one budget, resident ones or ones copied for each use.
 
-A group's *image* is its storage on the device and the pages that fill it. [Note: before its kernels] Before the
-kernels of a group are queued, the next groups are allocated and their copies queued, as far as the budget goes and as
-far as they have been read: memory that is asked for behind the kernels would wait for them, and the copies with it.
+A group's *image* is its storage on the device and the pages that fill it. [Note: before its kernels] Before the kernels of a group
+are queued, the next groups are allocated and their copies queued, as far as the budget goes and as far as they have been read:
+memory that is asked for behind the kernels would wait for them, and the copies with it.
 
-When the device runs short (another tensor of the user's, a budget that was too generous) the resident images are
-evicted, and the allocation is tried once more; they are copied for each use from then on.
+When the device runs short (another tensor of the user's, a budget that was too generous) the resident images are evicted, and the
+allocation is tried once more; they are copied for each use from then on.
 
-Passes of inference repeat: their order of use is cyclic. A training step ends with an update, which makes all images
-outdated: its order has an end, beyond which nothing is copied until it begins again.
+Passes of inference repeat: their order of use is cyclic. A training step ends with an update, which makes all images outdated: its
+order has an end, beyond which nothing is copied until it begins again.
 """
 
 from __future__ import annotations

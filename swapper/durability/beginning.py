@@ -1,8 +1,7 @@
 """Begins a run: opens its directory, and finds the commit to resume from, the same on all ranks that run together.
 
-With `resume="reshard"` that may be the commit of another number of ranks, in other directories. Only their files are
-read, under a shared lock that no run can begin with. Nothing of them is changed or removed, so they stay usable,
-whatever becomes of the new run.
+With `resume="reshard"` that may be the commit of another number of ranks, in other directories. Only their files are read, under a
+shared lock that no run can begin with. Nothing of them is changed or removed, so they stay usable, whatever becomes of the new run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from swapper.errors import CheckpointError, ConfigError, DirectoryError, Invaria
 from swapper.io import beneath
 from swapper.paging.section import Section
 from swapper.runtime.interrupts import close_all
-from swapper.runtime.limits import naming_limits
+from swapper.runtime.process import naming_limits
 
 Weigh = Callable[[Sequence[Path]], Sequence[float]]
 HeldBySize = Mapping[int, Mapping[int, Held]]

@@ -16,7 +16,7 @@ from swapper.durability.commit import CommitRecord
 from swapper.errors import CheckpointError
 from swapper.formats.container import ContainerLayout, TensorPlace
 from swapper.io.drives import read_drives
-from swapper.paging.planning.layout import MIXED, SectionPlan, Slot, TensorSpec
+from swapper.paging.layout import MIXED, SectionPlan, Slot, TensorSpec
 from swapper.paging.section import Section
 
 _SECTION = re.compile(r"group ([0-9]+) (\w+) (\w+): ([0-9]+) bytes")

@@ -1,8 +1,7 @@
 """The format of torch.distributed.checkpoint: locates a directory's tensors, and makes a tensor as torch.save writes it.
 
-Of an item everything except the payload is made here, so that the payload can be transferred directly. Inside,
-offsets count from the item's own beginning and torch's alignment of 64 bytes holds; `head_gap` aligns the payload in
-the file.
+Of an item everything except the payload is made here, so that the payload can be transferred directly. Inside, offsets count from
+the item's own beginning and torch's alignment of 64 bytes holds; `head_gap` aligns the payload in the file.
 
 [Note: items of a container] A tensor that lies in a payload record of a container is an item without a copy of it: the
 bytes from 0 to the end of a small zip directory of its own, which lists the payload record where it is and a data.pkl

@@ -2,7 +2,7 @@
 them by a Trainer that is `offloaded` (trainer.py).
 
 transformers itself decides the model and which tensor of the checkpoint goes where: its own `from_pretrained` runs on
-tensors without data that record their source (swapper.infer.mapping.tracing). Renamed keys, tied weights, dtypes,
+tensors without data that record their source (swapper.infer.tracing). Renamed keys, tied weights, dtypes,
 buffers that are not in the checkpoint and the report of missing keys are therefore its own; swapper reads the bytes, in
 place.
 
@@ -25,10 +25,10 @@ from swapper.checkpoint.quantization import layouts_of
 from swapper.device.device import Device
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.sources import Source
-from swapper.infer.mapping.adoption import MappedSource, Places
-from swapper.infer.mapping.matching import BufferPlace, Match, Weight, check_values
-from swapper.infer.mapping.tracing import Traced, recipe_of
-from swapper.infer.runtime.load_model import Budgets, load_matched
+from swapper.infer.adoption import MappedSource, Places
+from swapper.infer.load_model import Budgets, load_matched
+from swapper.infer.matching import BufferPlace, Match, Weight, check_values
+from swapper.infer.tracing import Traced, recipe_of
 from swapper.integrations.pretrained_options import (
     FOR_LOADING,
     OF_THE_HUB,

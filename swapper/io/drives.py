@@ -5,8 +5,8 @@ the swap files that become snapshots; the others have only their pages. Pages ar
 twice the speed gets twice the bytes. A record in each directory, `drives.json`, names the run and the weights; it is
 made with the run, and a resumed run uses it. A run on one drive has no such record.
 
-What was tuned is in one JSON file per user, `$XDG_CONFIG_HOME/swapper/drives.json`, with an entry for each drive, by
-an identity that survives restarts.
+What was tuned is in one JSON file per user, `$XDG_CONFIG_HOME/swapper/drives.json`, with an entry for each drive, by an identity
+that survives restarts.
 """
 
 from __future__ import annotations

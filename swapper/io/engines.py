@@ -23,7 +23,7 @@ from swapper import _C
 from swapper.errors import ConfigError, IoError
 from swapper.io.drives import find_tuning
 from swapper.io.replacing import IN_MEMORY, is_on
-from swapper.runtime.limits import naming_limits
+from swapper.runtime.process import naming_limits
 
 log = logging.getLogger("swapper")
 

@@ -1,5 +1,4 @@
-"""Opens the files that a handle reads or writes: a path, a descriptor that stays its caller's, or one striped over
-several drives.
+"""Opens the files that a handle reads or writes: a path, a descriptor that stays its caller's, or one striped over several drives.
 
 A file is opened for each operation, shared by those in flight on it, and then closed: a handle that kept files open
 would write into removed ones, and hold the space of deleted ones.

@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from swapper.errors import CheckpointError, IoError, SwapperError, remedy
-from swapper.runtime.limits import naming_limits
+from swapper.runtime.process import naming_limits
 
 IN_MEMORY = {"tmpfs", "ramfs"}
 _NETWORKS = "nfs nfs4 cifs smb3 ceph lustre gpfs beegfs 9p afs fuse.sshfs fuse.glusterfs"

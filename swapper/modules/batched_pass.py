@@ -22,7 +22,7 @@ from swapper.errors import InvariantError
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.module_hooks import ModuleHooks
 from swapper.runtime.interrupts import defer_signals
-from swapper.runtime.limits import naming_limits
+from swapper.runtime.process import naming_limits
 from swapper.tensors.torch_private import function_modes, pop_function_mode, push_function_mode, saved_tensor_hooks
 
 

@@ -1,11 +1,10 @@
 """Cold parameters: the class of a parameter whose pages may not be in memory, and what operations on it do.
 
-While a parameter is cold its class is `ColdParameter`. It is the same object with the same shape, dtype, gradient and
-hooks. Operations on those need no data and run at once, and so do views, of class `ColdView`. Other operations go to
-the parameter's fault handler (guarded.py). Inside the forward of a module that contains the parameter, the handler
-reads it in for the rest of that forward (a parent may use a child's weight directly, as nn.MultiheadAttention does).
-Anywhere else it is read in for that one operation, to be read or changed; or the operation is refused, if the user
-asked for that or it would not be exact.
+While a parameter is cold its class is `ColdParameter`. It is the same object with the same shape, dtype, gradient and hooks.
+Operations on those need no data and run at once, and so do views, of class `ColdView`. Other operations go to the parameter's fault
+handler (guarded.py). Inside the forward of a module that contains the parameter, the handler reads it in for the rest of that
+forward (a parent may use a child's weight directly, as nn.MultiheadAttention does). Anywhere else it is read in for that one
+operation, to be read or changed; or the operation is refused, if the user asked for that or it would not be exact.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Divides a model into units, whose hooks lease, and groups, the parameters that are used together; and several models as one.
 
-A *unit* is a module whose forward needs some parameters; its hooks lease the groups that hold them. Each child of a
-ModuleList or Sequential with two or more children of one class (a transformer's layers) is a unit with its whole
-subtree, unless it has no forward, as a list in a list (PoolFormer's stages). Elsewhere each module is a unit with its
-direct parameters. A *group* holds the parameters that a unit is the first to need; small neighbors share one. A tied
-parameter belongs to the first unit that needs it, and the others lease that group too.
+A *unit* is a module whose forward needs some parameters; its hooks lease the groups that hold them. Each child of a ModuleList or
+Sequential with two or more children of one class (a transformer's layers) is a unit with its whole subtree, unless it has no
+forward, as a list in a list (PoolFormer's stages). Elsewhere each module is a unit with its direct parameters. A *group* holds the
+parameters that a unit is the first to need; small neighbors share one. A tied parameter belongs to the first unit that needs it,
+and the others lease that group too.
 """
 
 from __future__ import annotations

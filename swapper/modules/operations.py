@@ -1,10 +1,9 @@
 """Records the operations of a forward and backward without computing them, and measures how long they take on this processor.
 
-[Note: recorded operations] A copy of the model, whose parameters have shapes and no memory, runs once under torch's
-fake tensors, so a model of any size, also one on the meta device, is recorded in a second or so. Then each distinct
-operation (function, shapes, strides, dtypes, other arguments) runs a few times on tensors of ours, and counts as
-often as it was recorded. Tensors lie in a memory that is larger than a processor's cache, each time elsewhere:
-weights of a model are not in the cache either.
+[Note: recorded operations] A copy of the model, whose parameters have shapes and no memory, runs once under torch's fake tensors,
+so a model of any size, also one on the meta device, is recorded in a second or so. Then each distinct operation (function,
+shapes, strides, dtypes, other arguments) runs a few times on tensors of ours, and counts as often as it was recorded. Tensors lie
+in a memory that is larger than a processor's cache, each time elsewhere: weights of a model are not in the cache either.
 """
 
 from __future__ import annotations

@@ -20,10 +20,9 @@ from swapper.io.engines import Engine, Transfer
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.modules.operations import ColdCaches, has_spare_processor, median_seconds
 from swapper.modules.resources import Resources
+from swapper.paging.layout import PoolSize, SectionPlan
 from swapper.paging.pager import Pager
-from swapper.paging.planning.budget import PoolSize
-from swapper.paging.planning.layout import SectionPlan
-from swapper.paging.planning.schedule import Access, Schedule
+from swapper.paging.schedule import Access, Schedule
 from swapper.paging.section import Page, Section
 from swapper.paging.virtual_drive import PagingCosts
 from swapper.runtime.counters import Counters

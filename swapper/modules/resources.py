@@ -1,9 +1,9 @@
 """The resources of a model's pages: memory, engine, files, frames and pager, opened and closed in one order.
 
-[Note: order of opening and closing] Opened: memory, engine, files, frames, and the pager, which knows all of them.
-Closed: the pager, which waits for all transfers; the engine, whose thread ends; the registration with an accelerator;
-the files; the memory. No pages may be leased any more by then, and copies out of frames are over. Tensors of resident
-sections get ordinary memory (paging/host_memory.py).
+[Note: order of opening and closing] Opened: memory, engine, files, frames, and the pager, which knows all of them. Closed: the
+pager, which waits for all transfers; the engine, whose thread ends; the registration with an accelerator; the files; the memory.
+No pages may be leased any more by then, and copies out of frames are over. Tensors of resident sections get ordinary memory
+(paging/host_memory.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from swapper.device.device import Device
 from swapper.device.registered_memory import HostSide
 from swapper.io.engines import Engine, open_engine
 from swapper.paging.host_memory import HostMemory, MappedFrame, Pool
+from swapper.paging.layout import PoolSize
 from swapper.paging.pager import Pager
-from swapper.paging.planning.budget import PoolSize
-from swapper.paging.planning.schedule import Schedule
+from swapper.paging.schedule import Schedule
 from swapper.paging.section import Page, Section
-from swapper.paging.store.page_store import PageStore
+from swapper.paging.store.page_files import PageStore
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import close_all
 

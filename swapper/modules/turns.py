@@ -3,9 +3,8 @@
 They are reentrant (a module within a module). Ctrl-C, or a backward that fails, can end a pass without ending its turn, and a
 thread can die in one: a waiting thread checks by the owner's frame whether the owner is still inside.
 
-[Note: in one step] Another thread can raise an exception between any two instructions here. So there is no mutex that
-is taken first and gets its owner then, which would be held for ever: the owner is the entry of a dictionary, which
-comes and goes at once.
+[Note: in one step] Another thread can raise an exception between any two instructions here. So there is no mutex that is taken
+first and gets its owner then, which would be held for ever: the owner is the entry of a dictionary, which comes and goes at once.
 """
 
 from __future__ import annotations

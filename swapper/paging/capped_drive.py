@@ -1,8 +1,8 @@
 """A virtual drive under a cap, as a control group has one: `docker run --device-read-bps`, IOReadBandwidthMax, tools/capped.
 
-Linux lets bytes pass in slices of time (block/blk-throttle.c). A slice's bytes pass at the drive's own speed, then
-nothing does until the next slice. So a drive that rested first does SLICE_S of the cap at once, which short steps
-feel. What a slice has left over can be used in the one after it; a rest of more than a slice begins a new one.
+Linux lets bytes pass in slices of time (block/blk-throttle.c). A slice's bytes pass at the drive's own speed, then nothing does
+until the next slice. So a drive that rested first does SLICE_S of the cap at once, which short steps feel. What a slice has left
+over can be used in the one after it; a rest of more than a slice begins a new one.
 """
 
 from __future__ import annotations

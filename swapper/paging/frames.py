@@ -1,33 +1,32 @@
 """Frames: which page has which frame, and every move of a page between its frame and the store.
 
-The pager and the prefetcher decide what moves, under the pager's lock, and call this, which waits for nothing.
-`settle` processes what the engine has finished; everything that looks at residency calls it first.
+The pager and the prefetcher decide what moves, under the pager's lock, and call this, which waits for nothing. `settle` processes
+what the engine has finished; everything that looks at residency calls it first.
 
-[Note: promised frames] When the frame of a WRITING page is promised, that page's `next_owner` is the page that will
-get it, which is READING already, its read queued behind the write. When the write is done the page goes CLEAN -> COLD
-and the frame changes hands. If the write fails the engine cancels the read: the page is DIRTY again in its frame, the
-next owner COLD. The read begins without Python, at any time after it was submitted. So the page's window is unmapped
-from the frame before that; its addresses then give the frame's bytes until the write is over, and the file's after it
-([Note: bytes on their way out], csrc/memory/fault.h). A window shows its own page's bytes at every instant.
+[Note: promised frames] When the frame of a WRITING page is promised, that page's `next_owner` is the page that will get it, which
+is READING already, its read queued behind the write. When the write is done the page goes CLEAN -> COLD and the frame changes
+hands. If the write fails the engine cancels the read: the page is DIRTY again in its frame, the next owner COLD. The read begins
+without Python, at any time after it was submitted. So the page's window is unmapped from the frame before that; its addresses then
+give the frame's bytes until the write is over, and the file's after it ([Note: bytes on their way out], csrc/memory/fault.h). A
+window shows its own page's bytes at every instant.
 
 [Note: unannounced writes] Leased parameters can be changed in ways that torch's version counter does not see
-(`weight.data.clamp_()`, `weight.numpy()`). Their pages are mapped read-only unless the lease is one for writing: the
-first write faults, is let through and noted (csrc/memory/fault.h), and the lease's owner asks for it before the
-release (`written_at`). Code that goes past the guard of cold parameters can also write to pages that are not leased,
-in memory or not. That is noted too, and kept outside of the frames until the page is mapped next. `find_written`
-finds such pages, and the pager writes them. If a write of the page was under way, the drive may have got a mix, and
-its checksum is of another: the page is `torn` until it is written again. All of its bytes are kept, whatever is read
-from the drive then, and no commit names them meanwhile.
+(`weight.data.clamp_()`, `weight.numpy()`). Their pages are mapped read-only unless the lease is one for writing: the first write
+faults, is let through and noted (csrc/memory/fault.h), and the lease's owner asks for it before the release (`written_at`). Code
+that goes past the guard of cold parameters can also write to pages that are not leased, in memory or not. That is noted too, and
+kept outside of the frames until the page is mapped next. `find_written` finds such pages, and the pager writes them. If a write of
+the page was under way, the drive may have got a mix, and its checksum is of another: the page is `torn` until it is written again.
+All of its bytes are kept, whatever is read from the drive then, and no commit names them meanwhile.
 
 [Note: lazy windows] Filling the page table for a window takes 0.09 CPU seconds a GB, for nothing if a device copies
 from the frame and to it. So pages of sections that a device uses (`Section.in_frames`) are mapped only for a lease that
 uses their addresses. Until then their addresses give the frame's bytes, copied at a fault, as those of an evicted page
 give the file's. What such code writes is kept, and merged into the frame before a lease has it, not under a write.
 
-[Note: deferred writes] A step whose updates are spread over the forward makes the drive write all through the forward
-and leaves it nothing to write in backward. So some of the parameters that the forward has updated, and that backward
-needs again, go to the victim cache unwritten, and are written when backward loads them. A flush, a commit, or another
-use of the cache's memory loads them first.
+[Note: deferred writes] A step whose updates are spread over the forward makes the drive write all through the forward and leaves it
+nothing to write in backward. So some of the parameters that the forward has updated, and that backward needs again, go to the
+victim cache unwritten, and are written when backward loads them. A flush, a commit, or another use of the cache's memory loads
+them first.
 """
 
 from __future__ import annotations
@@ -41,12 +40,11 @@ from swapper._C import File, View
 from swapper.errors import InvariantError, IoError
 from swapper.paging.dump import describe
 from swapper.paging.host_memory import Pool
-from swapper.paging.planning.schedule import Access
 from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
-from swapper.paging.store.page_store import PageStore
-from swapper.runtime.counters import Counters
-from swapper.runtime.trace import Trace
+from swapper.paging.store.page_files import PageStore
+from swapper.runtime.counters import Counters, Trace
 
 log = logging.getLogger("swapper")
 
@@ -78,7 +76,7 @@ class Frames:
         ahead: indices of pages that were read ahead of their use and not leased since.
         unsaved: by index of a page, why its last write failed, until one succeeds.
         deferred_writes: COLD or READING pages, by index, whose newest content only the victim cache has. [Note: deferred writes]
-        resident_set: indices of pages that stay in memory. [Note: a resident set], paging/planning/schedule.py
+        resident_set: indices of pages that stay in memory. [Note: a resident set], paging/schedule.py
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import torch
 from swapper import _C
 from swapper.errors import InvariantError
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
-from swapper.paging.planning.budget import resident_bytes
+from swapper.paging.layout import resident_bytes
 from swapper.paging.section import NoWindow, Section
 
 

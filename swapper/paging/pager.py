@@ -1,8 +1,8 @@
 """The pager: leases pages, reads them before they are needed, writes changed ones back, and evicts others.
 
-It works only when it is called, from hooks and from the optimizer's sweep; in between, the engine carries out what
-was submitted. Since a read may wait for a write (`after=`), a frame whose page is still being written can be promised
-to the next page: the drive is busy in both directions while Python waits for a kernel.
+It works only when it is called, from hooks and from the optimizer's sweep; in between, the engine carries out what was submitted.
+Since a read may wait for a write (`after=`), a frame whose page is still being written can be promised to the next page: the drive
+is busy in both directions while Python waits for a kernel.
 
 One mutex guards all page and frame state. It is never held while waiting.
 """
@@ -23,11 +23,11 @@ from swapper.errors import InvariantError, IoError
 from swapper.io.engines import Transfer
 from swapper.paging.frames import Frames, VictimCache
 from swapper.paging.host_memory import Pool
-from swapper.paging.planning.schedule import NEVER, Access, Schedule
 from swapper.paging.prefetcher import Prefetcher
 from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING
+from swapper.paging.schedule import NEVER, Access, Schedule
 from swapper.paging.section import Page
-from swapper.paging.store.page_store import PageStore
+from swapper.paging.store.page_files import PageStore
 from swapper.paging.writeback import WriteBack
 from swapper.runtime.counters import FAMILIES, Counters
 from swapper.runtime.interrupts import make_lock

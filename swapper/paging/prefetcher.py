@@ -13,9 +13,9 @@ from swapper.errors import BudgetError
 from swapper.io.tensor_bytes import round_up
 from swapper.paging.frames import Frames
 from swapper.paging.host_memory import Pool
-from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
-from swapper.paging.planning.schedule import Access, PrefetchDistance, Schedule, choose_resident_set
+from swapper.paging.layout import ARENA_ALIGNMENT_BYTES
 from swapper.paging.residency import COLD, DIRTY, READING, WRITING
+from swapper.paging.schedule import Access, PrefetchDistance, Schedule, choose_resident_set
 from swapper.paging.section import Page
 from swapper.paging.writeback import WriteBack
 from swapper.runtime.sizes import format_bytes

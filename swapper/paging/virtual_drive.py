@@ -1,9 +1,8 @@
 """A drive and a clock in arithmetic only: with them a dry run tells how long a step takes.
 
-Reads are carried out in the order of their submission, and so are writes; both at the same time, each at the drive's
-rate for it, or slower if the drive does not reach both rates at once. A read that waits for a write (`after`) begins
-after it, and does not hold up the reads behind it: as in the engine (csrc/io/scheduler.cpp). What a drive does while
-nobody waits, it does during `compute`.
+Reads are carried out in the order of their submission, and so are writes; both at the same time, each at the drive's rate for it,
+or slower if the drive does not reach both rates at once. A read that waits for a write (`after`) begins after it, and does not hold
+up the reads behind it: as in the engine (csrc/io/scheduler.cpp). What a drive does while nobody waits, it does during `compute`.
 """
 
 from __future__ import annotations

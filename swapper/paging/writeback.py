@@ -1,7 +1,7 @@
 """Write-back: decides when a changed page is written, and submits the write.
 
-That is as soon as the page is not leased. It waits if the page is changed again soon, if its write may be deferred
-([Note: deferred writes], paging/frames.py), and, in a run whose commits are rare, until its frame is needed.
+That is as soon as the page is not leased. It waits if the page is changed again soon, if its write may be deferred ([Note: deferred
+writes], paging/frames.py), and, in a run whose commits are rare, until its frame is needed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swapper.paging.frames import Frames
-from swapper.paging.planning.schedule import NEVER, Schedule
 from swapper.paging.residency import DIRTY
+from swapper.paging.schedule import NEVER, Schedule
 from swapper.paging.section import Page
 
 SOON_ACCESSES = 8

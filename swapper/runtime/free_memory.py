@@ -1,23 +1,20 @@
 """Free memory: what the system and this process's control groups still grant, and what the C library's heap keeps.
 
-[Note: free memory] glibc takes even tensors of megabytes from its heap, once one of that size was freed, and keeps
-what is freed below something that lives on: gradients and temporaries that come and go leave holes of up to half
-their sum. Giving free memory back at once, and taking it again, costs up to a tenth of a step with long computing:
-most of it is where activations were, and the next forward needs it. So it is given back only where the process has
-more memory than was in use at the peak (as when a backward begins) and a share of that: what is beyond are holes; or
-where the system or a control group is close to its limit. That is checked where a backward begins, as activations are
-all there and the first gradients and temporaries, often the largest, fit few holes; and each time that gradients of
-some megabytes have been freed.
+[Note: free memory] glibc takes even tensors of megabytes from its heap, once one of that size was freed, and keeps what is freed
+below something that lives on: gradients and temporaries that come and go leave holes of up to half their sum. Giving free memory
+back at once, and taking it again, costs up to a tenth of a step with long computing: most of it is where activations were, and
+the next forward needs it. So it is given back only where the process has more memory than was in use at the peak (as when a
+backward begins) and a share of that: what is beyond are holes; or where the system or a control group is close to its limit.
+That is checked where a backward begins, as activations are all there and the first gradients and temporaries, often the largest,
+fit few holes; and each time that gradients of some megabytes have been freed.
 
-[Note: who gives back] glibc also gives back by itself, with each free that leaves enough of the heap's end free:
-gradients that were freed one after the other in a forward went back so, and the next backward took them again, 80,000
-pages in a step of 2.6 s. So while a run is open glibc leaves that to the checks here, and takes all that it can from
-the heap.
+[Note: who gives back] glibc also gives back by itself, with each free that leaves enough of the heap's end free: gradients that
+were freed one after the other in a forward went back so, and the next backward took them again, 80,000 pages in a step of 2.6 s.
+So while a run is open glibc leaves that to the checks here, and takes all that it can from the heap.
 
-[Note: temporaries of an update] An optimizer that updates a matrix as a whole (Muon) takes several times its bytes in
-passing, and leaves them free where a check finds them, as holes. The next update takes the same again. What went back
-in between came back page by page: 15,000 faults a matrix of 4 Mi elements. So what such updates were seen to take
-counts as in use.
+[Note: temporaries of an update] An optimizer that updates a matrix as a whole (Muon) takes several times its bytes in passing, and
+leaves them free where a check finds them, as holes. The next update takes the same again. What went back in between came
+back page by page: 15,000 faults a matrix of 4 Mi elements. So what such updates were seen to take counts as in use.
 """
 
 from __future__ import annotations
@@ -29,8 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from swapper.runtime.limits import naming_limits
-from swapper.runtime.process import is_off
+from swapper.runtime.process import is_off, naming_limits
 
 UNLIMITED = 1 << 62
 """Control groups of version 1 report a number beyond this where there is no limit."""

@@ -1,10 +1,9 @@
 """Statistics of a step by phase: where its time went and what it moved, to be held against what `manager.plan` predicted.
 
-A step goes from the end of one `optimizer.step()` to the end of the next. Its phases: *forward* (from the first hook
-of a model's forward to the last), *backward*, *step* (inside `optimizer.step()`), and *between*, everything else: the
-loop's own work, losses, data. Counters (runtime/counters.py) are read when a phase ends, which costs a step
-microseconds. Transfers count in the phase that submits them. Observers get the statistics of each step: the
-monitoring that a user asks for, and the warning of slow steps.
+A step goes from the end of one `optimizer.step()` to the end of the next. Its phases: *forward* (from the first hook of a model's
+forward to the last), *backward*, *step* (inside `optimizer.step()`), and *between*, everything else: the loop's own work, losses,
+data. Counters (runtime/counters.py) are read when a phase ends, which costs a step microseconds. Transfers count in the phase
+that submits them. Observers get the statistics of each step: the monitoring that a user asks for, and the warning of slow steps.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """The watchdog: logs a dump of the run's state when a wait is too long, and at each SIGUSR1.
 
-Each manager has one thread. It checks the waits (runtime/counters.py) now and then, and logs a dump (logger
-"swapper", a warning, which Python prints to stderr by default) once for each wait that is too long. It reads without
-locks, changes nothing.
+Each manager has one thread. It checks the waits (runtime/counters.py) now and then, and logs a dump (logger "swapper", a warning,
+which Python prints to stderr by default) once for each wait that is too long. It reads without locks, changes nothing.
 
-[Note: whose SIGUSR1] By default the signal ends a process. So if it has no handler, and the manager is made in the
-main thread, swapper installs one, and removes it with the last manager; if that is closed in another thread, which
-Python does not let change a handler, it stays and does what the system does. A handler of the user's, made before or
-after, stays, and can call `manager.dump()`. Swapper's only notifies the threads: it may run in the middle of
-anything.
+[Note: whose SIGUSR1] By default the signal ends a process. So if it has no handler, and the manager is made in the main thread,
+swapper installs one, and removes it with the last manager; if that is closed in another thread, which Python does not let change a
+handler, it stays and does what the system does. A handler of the user's, made before or after, stays, and can call
+`manager.dump()`. Swapper's only notifies the threads: it may run in the middle of anything.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from types import FrameType
 
 from swapper.runtime.counters import Counters, Wait
 from swapper.runtime.interrupts import PROMPT
-from swapper.runtime.limits import naming_limits
-from swapper.runtime.process import is_off
+from swapper.runtime.process import is_off, naming_limits
 
 log = logging.getLogger("swapper")
 

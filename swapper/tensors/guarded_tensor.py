@@ -1,9 +1,8 @@
 """Guarded tensors: an operation on one is done, done otherwise, or refused, by rules (docs/architecture.md has the table).
 
-A guarded tensor is an ordinary one whose class is a `GuardedTensor` for a time: the same object, with its shape,
-dtype and hooks. What reads or changes its properties (METADATA) is done at once. A `WatchedTensor` has its data, does
-operations as an ordinary tensor does, and its `TensorWatch` has the rules. Where the data is not in memory a class
-has them.
+A guarded tensor is an ordinary one whose class is a `GuardedTensor` for a time: the same object, with its shape, dtype and hooks.
+What reads or changes its properties (METADATA) is done at once. A `WatchedTensor` has its data, does operations as an ordinary
+tensor does, and its `TensorWatch` has the rules. Where the data is not in memory a class has them.
 """
 
 from __future__ import annotations

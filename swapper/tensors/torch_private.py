@@ -1,8 +1,8 @@
 """Names of torch that are not public, each with what it is relied on for. All other modules use them by this one.
 
-They are there, and do this, in torch 2.7 to 2.13: where another torch lacks one it is replaced here. FSDP2's own are
-in train/sharded, where they are looked for; attributes of modules, tensors and storages (`_parameters`, `_version`,
-`_cdata`) are used where they are needed. What imports much is imported when it is asked for.
+They are there, and do this, in torch 2.7 to 2.13: where another torch lacks one it is replaced here. FSDP2's own are in
+train/sharded, where they are looked for; attributes of modules, tensors and storages (`_parameters`, `_version`, `_cdata`) are used
+where they are needed. What imports much is imported when it is asked for.
 """
 
 from __future__ import annotations

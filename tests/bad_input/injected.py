@@ -1,11 +1,10 @@
 """The program that raises an exception at instructions of swapper's code, one after another, while a model is trained.
 
-Usage: injected.py DIRECTORY WAY UPDATE PLACES SEED. WAY "signal": a trace function sends a signal before an
-instruction, which Python handles there and then, by a handler that raises. WAY "thread": it raises the exception
-itself, where Python raises what another thread sends (PyThreadState_SetAsyncExc): after calls, whatever section the
-code is in. PLACES is how many of a step's instructions are tried, or 0 for all. After each, the step is whole, or as
-if it had never begun, or the session says that it has failed: then the manager is closed, and the run resumed from
-its last commit. The plain twin says how each looks.
+Usage: injected.py DIRECTORY WAY UPDATE PLACES SEED. WAY "signal": a trace function sends a signal before an instruction, which
+Python handles there and then, by a handler that raises. WAY "thread": it raises the exception itself, where Python raises what
+another thread sends (PyThreadState_SetAsyncExc): after calls, whatever section the code is in. PLACES is how many of a step's
+instructions are tried, or 0 for all. After each, the step is whole, or as if it had never begun, or the session says that it has
+failed: then the manager is closed, and the run resumed from its last commit. The plain twin says how each looks.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python process_probes.py DIRECTORY WORD...
 
-runs those of these words, as forks of one process that has imported torch and nothing of swapper, and writes what
-each printed and how it ended to DIRECTORY/results.json, by word and "on" or "off".
+runs those of these words, as forks of one process that has imported torch and nothing of swapper, and writes what each printed and
+how it ended to DIRECTORY/results.json, by word and "on" or "off".
 """
 
 from __future__ import annotations

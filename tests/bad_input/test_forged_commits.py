@@ -1,7 +1,7 @@
 """A forged commit record, with the seal of a sound one: refused by whatever reads it, at once and in little memory.
 
-Its pickle has one more entry, of opcodes by which a few bytes ask for endless work, or for memory. A test that hangs
-is ended by pytest's timeout.
+Its pickle has one more entry, of opcodes by which a few bytes ask for endless work, or for memory. A test that hangs is ended by
+pytest's timeout.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Directories with something else under the name of each of their files: commands end, soon and in little memory, by
-our errors."""
+"""Directories with something else under the name of each of their files: commands end, soon and in little memory, by our errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Changes of the process are those that docs/reference/environment.md lists; SWAPPER_OFF leaves each out, at the cost
-it says."""
+"""Changes of the process are those that docs/reference/environment.md lists; SWAPPER_OFF leaves each out, at the cost it says."""
 
 from __future__ import annotations
 

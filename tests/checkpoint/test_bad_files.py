@@ -1,5 +1,4 @@
-"""Paths that cannot be written, drives that are full, and files that are not what they claim: errors of ours, nothing
-half-done."""
+"""Paths that cannot be written, drives that are full, and files that are not what they claim: errors of ours, nothing half-done."""
 
 from __future__ import annotations
 

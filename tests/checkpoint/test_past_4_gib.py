@@ -1,5 +1,4 @@
-"""A record of more than 4 GiB, and one that begins after it: sizes and offsets that only zip64 can say. With
-SWAPPER_TEST_ALL=1."""
+"""A record of more than 4 GiB, and one that begins after it: sizes and offsets that only zip64 can say. With SWAPPER_TEST_ALL=1."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every kind of file that swapper reads, exported as every kind that it writes, and back: equal to what plain torch
-loads of the source, or refused by name; and what an export leaves out is named."""
+"""Every kind of file that swapper reads, exported as every kind that it writes, and back: equal to what plain torch loads of the
+source, or refused by name; and what an export leaves out is named."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Shared by the contract tests: one engine for each backend, memory, real files, and a gate.
 
-A gate is an operation that is running until the test opens it, however long the machine takes for anything: others
-are submitted behind it, and are then certain not to have begun. Of an engine with `chaos={"until": gate_fd}` nothing
-is over before that.
+A gate is an operation that is running until the test opens it, however long the machine takes for anything: others are submitted
+behind it, and are then certain not to have begun. Of an engine with `chaos={"until": gate_fd}` nothing is over before that.
 """
 
 from __future__ import annotations

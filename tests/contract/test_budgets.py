@@ -1,5 +1,4 @@
-"""The budget of every model is divided so that it is kept, and one that is too small is refused with the smallest
-that works."""
+"""The budget of every model is divided so that it is kept, and one that is too small is refused with the smallest that works."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Compiles every kernel for GPUs that need not be there, down to machine code, and says what the assembly has in it.
 
-As a program: prints {kernel: {"error", "fused", "approximate", "widest"}} as JSON. Triton brings the assembler with
-it; no driver and no device are asked for. What a launch would tell Triton (types, which numbers are multiples of 16)
-is written out here.
+As a program: prints {kernel: {"error", "fused", "approximate", "widest"}} as JSON. Triton brings the assembler with it; no driver
+and no device are asked for. What a launch would tell Triton (types, which numbers are multiples of 16) is written out here.
 """
 
 from __future__ import annotations

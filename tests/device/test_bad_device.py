@@ -1,5 +1,4 @@
-"""Accelerators that are not there, too old, or lost: each is named, at once, in an error of swapper's own; stand-ins
-play them."""
+"""Accelerators that are not there, too old, or lost: each is named, at once, in an error of swapper's own; stand-ins play them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Ranks with encoded optimizer state that go on with another number, as a program: from live directories and from snapshots.
 
-Usage: coded_ranks_run.py DIRECTORY CODEC RANKS ...: a stage for each, with that number of ranks. What the ranks
-before had in fp32, the new ones have: in the resharded run, as `StorageReader` reads the snapshot, and as torch's
-reader does, which has codes.
+Usage: coded_ranks_run.py DIRECTORY CODEC RANKS ...: a stage for each, with that number of ranks. What the ranks before had in fp32,
+the new ones have: in the resharded run, as `StorageReader` reads the snapshot, and as torch's reader does, which has codes.
 """
 
 from __future__ import annotations

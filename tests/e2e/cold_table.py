@@ -1,7 +1,6 @@
 """A few hundred operations on a parameter, `p`, a matrix of 512 by 128: reads, views, changes in place, multi-tensor functions.
 
-test_cold_table.py does each to a cold parameter and to a plain one. `q` is another parameter of the same model, of
-the same shape.
+test_cold_table.py does each to a cold parameter and to a plain one. `q` is another parameter of the same model, of the same shape.
 """
 
 # ruff: noqa: E501, SIM905  # a table

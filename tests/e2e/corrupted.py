@@ -1,5 +1,4 @@
-"""One-byte corruptions of a snapshot, as a program: each is made, must be found by `swapper verify`'s own function,
-and is undone.
+"""One-byte corruptions of a snapshot, as a program: each is made, must be found by `swapper verify`'s own function, and is undone.
 
 Usage: corrupted.py DIRECTORY SEED COUNT. The byte is anywhere in the file: payload, headers, padding, tail, the very end.
 """

@@ -1,7 +1,7 @@
 """One of two processes under torchrun: DDP over gloo on a plain and on a swapped model; both must go the same way.
 
-It trains with each of the updates named by its arguments; "device" is training on a device, where gradients stay,
-"cuda step" and "cuda deferred" on a CUDA device of the process's own.
+It trains with each of the updates named by its arguments; "device" is training on a device, where gradients stay, "cuda step" and
+"cuda deferred" on a CUDA device of the process's own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A job of several ranks whose drives fail again and again, as a program: DDP or FSDP2; each error comes to one rank alone.
 
-Usage: failed_ranks.py DIRECTORY SEED ERRORS [RANKS] [ddp|fsdp]. It trains the model of killed_ranks.py. After a
-random number of transfers one rank's next one fails, or the next few, wherever that is: in a forward, a backward, an
-update, a commit or a snapshot. Then either all ranks undo the step, and repeat it; or all end, each with the reason,
-and begin again; or nobody needs to know, as it was a write that is tried again. None waits for long for one that does
-not come: the harness gives each job LIMIT_S. At the end all is as in plain torch.
+Usage: failed_ranks.py DIRECTORY SEED ERRORS [RANKS] [ddp|fsdp]. It trains the model of killed_ranks.py. After a random number of
+transfers one rank's next one fails, or the next few, wherever that is: in a forward, a backward, an update, a commit or a snapshot.
+Then either all ranks undo the step, and repeat it; or all end, each with the reason, and begin again; or nobody needs to know, as
+it was a write that is tried again. None waits for long for one that does not come: the harness gives each job LIMIT_S. At the end
+all is as in plain torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One of several ranks under torchrun: measures how much memory a step of FSDP2 takes, and compares it with the plan's figure.
 
-Usage: fsdp_buffers.py DIRECTORY CASE ... Run with MALLOC_MMAP_THRESHOLD_ set, so that memory that is freed is given
-back at once.
+Usage: fsdp_buffers.py DIRECTORY CASE ... Run with MALLOC_MMAP_THRESHOLD_ set, so that memory that is freed is given back at once.
 """
 
 from __future__ import annotations

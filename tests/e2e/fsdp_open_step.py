@@ -1,7 +1,7 @@
 """One of several ranks under torchrun: every read of a sharded model while a deferred step is open gives what plain torch has.
 
-Usage: fsdp_open_step.py DIRECTORY [LOOK ...]. Each of LOOKS is called on a plain and on a swapped model right after a
-step, once with the gradients still there; what it returns must be the same, and so must the training that follows.
+Usage: fsdp_open_step.py DIRECTORY [LOOK ...]. Each of LOOKS is called on a plain and on a swapped model right after a step, once
+with the gradients still there; what it returns must be the same, and so must the training that follows.
 """
 
 from __future__ import annotations

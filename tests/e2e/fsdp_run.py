@@ -1,8 +1,7 @@
 """One of several ranks under torchrun: FSDP2 over gloo on a plain and on a swapped model; both must go the same way.
 
-Usage: fsdp_run.py DIRECTORY UPDATE [CASE ...], the time of updates, as for `offload`, and some of CASES.
-FSDP_RUN_DEVICE=cuda in the environment has each rank compute on a device of its own; the plain model has a
-CPUOffloadPolicy then.
+Usage: fsdp_run.py DIRECTORY UPDATE [CASE ...], the time of updates, as for `offload`, and some of CASES. FSDP_RUN_DEVICE=cuda in
+the environment has each rank compute on a device of its own; the plain model has a CPUOffloadPolicy then.
 """
 
 from __future__ import annotations

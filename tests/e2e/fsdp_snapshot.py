@@ -1,8 +1,8 @@
 """Snapshots of a sharded model, loaded on another number of ranks, as a program.
 
-Usage: fsdp_snapshot.py DIRECTORY RANKS ...: a stage for each, with that number of ranks, all different. At each a
-plain model has what torch.distributed.checkpoint saved of the plain model of the stage before, and a swapped one has
-the snapshot of the swapped one. Both train on, and must go the same way.
+Usage: fsdp_snapshot.py DIRECTORY RANKS ...: a stage for each, with that number of ranks, all different. At each a plain model has
+what torch.distributed.checkpoint saved of the plain model of the stage before, and a swapped one has the snapshot of the swapped
+one. Both train on, and must go the same way.
 """
 
 from __future__ import annotations

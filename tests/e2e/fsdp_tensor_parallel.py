@@ -1,7 +1,6 @@
 """One of 4 ranks under torchrun: FSDP2 over tensor parallelism, on a plain and on a swapped model; both must go the same way.
 
-Usage: fsdp_tensor_parallel.py DIRECTORY UPDATE, the time of updates, as for `offload`; with "reshard" one of 2 ranks,
-after that.
+Usage: fsdp_tensor_parallel.py DIRECTORY UPDATE, the time of updates, as for `offload`; with "reshard" one of 2 ranks, after that.
 """
 
 from __future__ import annotations

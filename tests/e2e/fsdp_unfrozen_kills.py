@@ -1,10 +1,10 @@
 """Ranks of a sharded model that get more to train, and are killed in the middle of it, as a program.
 
-Usage: fsdp_unfrozen_kills.py DIRECTORY [STRIDE [FIRST]]. A job has trained two steps. Each time its ranks begin with
-a copy, and add a group to the running optimizer. One of them, in turns, is killed before its call number FIRST, FIRST
-+ STRIDE, ... that changes a file in there. The other dies right after it has committed the new layout, or right
-before that, or learns of it and ends. Then all begin again, must find one layout, the old one or the new one, on all
-ranks, and go on: losses, parameters and state are those of plain FSDP2.
+Usage: fsdp_unfrozen_kills.py DIRECTORY [STRIDE [FIRST]]. A job has trained two steps. Each time its ranks begin with a copy,
+and add a group to the running optimizer. One of them, in turns, is killed before its call number FIRST, FIRST + STRIDE, ... that
+changes a file in there. The other dies right after it has committed the new layout, or right before that, or learns of it and ends.
+Then all begin again, must find one layout, the old one or the new one, on all ranks, and go on: losses, parameters and state are
+those of plain FSDP2.
 """
 
 from __future__ import annotations

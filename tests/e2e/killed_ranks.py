@@ -1,14 +1,13 @@
 """A job of several ranks that is killed again and again, as a program: DDP or FSDP2; some are killed, all begin again.
 
-Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS] [ddp|fsdp]. As killed_run.py, whose model it trains: the parent
-has torch imported and forks the ranks, which write a byte to a pipe at each forward and backward of each layer and
-around each step. After a random number of them it kills some of the ranks, chosen by chance, and a little later the
-rest, or lets the others find out and end; or it lets one write no more, as on a full drive. One layer is used in
-every second step only, so that not all pages of a step lie in one file; parameters are changed between steps;
-snapshots are taken by all ranks, by the first, or by none. Each rank publishes its commits at once, or late, or only
-before the next step, so that kills find ranks at different steps: the last line says how many did. Of FSDP2's buffers
-some jobs gather all in place, as those of a large model. What a rank resumes from (all parameters, all state) and
-whatever is seen later must equal plain torch that nobody killed.
+Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS] [ddp|fsdp]. As killed_run.py, whose model it trains: the parent has torch
+imported and forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After
+a random number of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and
+end; or it lets one write no more, as on a full drive. One layer is used in every second step only, so that not all pages of a step
+lie in one file; parameters are changed between steps; snapshots are taken by all ranks, by the first, or by none. Each rank
+publishes its commits at once, or late, or only before the next step, so that kills find ranks at different steps: the last line
+says how many did. Of FSDP2's buffers some jobs gather all in place, as those of a large model. What a rank resumes from (all
+parameters, all state) and whatever is seen later must equal plain torch that nobody killed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """A run that is killed again and again, as a program: it trains, its parent kills it, the next one goes on.
 
-Usage: killed_run.py DIRECTORY SEED KILLS [CODEC] [SECOND]. With SECOND, a directory, each run lies over two drives.
-With a state codec ("8bit") the model is in bf16 with fp32 masters, the state is encoded, and what is expected is a
-run of swapper that nobody killed. The parent has torch imported and forks each run, so that a kill costs little. A
-run writes a byte to a pipe at each forward and backward of each layer and around each step; the parent kills it with
-SIGKILL a little after a random number of them, so the kills fall anywhere in a step, with snapshots on their way, and
-every second time with the workers of a DataLoader alive. The runs take turns over all placements of parameters, state
-and gradients, and all times of the updates, each in the smallest budget that works; and after some kills somebody
-writes into a snapshot, which may be the very file that the run was to go on from. Whatever is seen must equal a run
-of plain torch that nobody killed: losses, parameters, random numbers, and every snapshot that has its name.
+Usage: killed_run.py DIRECTORY SEED KILLS [CODEC] [SECOND]. With SECOND, a directory, each run lies over two drives. With a state
+codec ("8bit") the model is in bf16 with fp32 masters, the state is encoded, and what is expected is a run of swapper that nobody
+killed. The parent has torch imported and forks each run, so that a kill costs little. A run writes a byte to a pipe at each forward
+and backward of each layer and around each step; the parent kills it with SIGKILL a little after a random number of them, so the
+kills fall anywhere in a step, with snapshots on their way, and every second time with the workers of a DataLoader alive. The runs
+take turns over all placements of parameters, state and gradients, and all times of the updates, each in the smallest budget that
+works; and after some kills somebody writes into a snapshot, which may be the very file that the run was to go on from. Whatever is
+seen must equal a run of plain torch that nobody killed: losses, parameters, random numbers, and every snapshot that has its name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A device of host memory for saved activations: tensors of the CPU count as its own, and its copies run as late as they may.
 
-As tests/infer/host_device.py, and for both directions: what a copy is to fill has poison until it has run, and memory
-that is let go before the copy from it or into it has run is noticed.
+As tests/infer/host_device.py, and for both directions: what a copy is to fill has poison until it has run, and memory that is let
+go before the copy from it or into it has run is noticed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""One of several ranks under torchrun: loops of other libraries on a plain and on an offloaded model; both must go
-the same way.
+"""One of several ranks under torchrun: loops of other libraries on a plain and on an offloaded model; both must go the same way.
 
 Usage: libraries_run.py DIRECTORY CASE ...
 """

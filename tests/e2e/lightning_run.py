@@ -1,8 +1,7 @@
 """A script that Lightning's own launcher starts on two ranks, as `python script.py`: it trains a plain or an offloaded module.
 
-Usage: lightning_run.py DIRECTORY RESULT STRATEGY HOW [CHECKPOINT]. STRATEGY is ddp or model_parallel. HOW is plain;
-ours; early, with a manager from before the ranks; or an update time. Each rank leaves losses and parameters in
-RESULT.rank-R.pt.
+Usage: lightning_run.py DIRECTORY RESULT STRATEGY HOW [CHECKPOINT]. STRATEGY is ddp or model_parallel. HOW is plain; ours; early,
+with a manager from before the ranks; or an update time. Each rank leaves losses and parameters in RESULT.rank-R.pt.
 """
 
 from __future__ import annotations

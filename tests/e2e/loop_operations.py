@@ -1,5 +1,4 @@
-"""Defines what a loop of racing_loops.py may do between two steps: passes, penalties on gradients, products, second
-backwards."""
+"""Defines what a loop of racing_loops.py may do between two steps: passes, penalties on gradients, products, second backwards."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
 """Checks that training of each architecture stays within its budget and one working set, in a control group.
 
-PYTHONPATH=tests python tests/e2e/memory_check.py [--only Llama,T5] [--width 512] [--layers 8] [--directory DIR]
-[--json FILE]
+    PYTHONPATH=tests python tests/e2e/memory_check.py [--only Llama,T5] [--width 512] [--layers 8] [--directory DIR] [--json FILE]
 
-`tools/test_memory` runs it. For each architecture three kinds of processes, each in a control group: one that only
-warms up, as the others do first (*import*); one that trains in plain torch, whose peak beyond that and beyond
-parameters, gradients and AdamW's state is the *working set* (activations, and what the optimizer and the allocator
-take in passing); and the swapped training. Plain torch's peak differs by some 25 MB from run to run, so it trains a
-few times, and the highest counts. That one builds its model on the meta device, has everything on NVMe and a budget
-of a quarter of parameters and state, and its control group is allowed import + budget + working set: more, and the
-kernel kills it. Killed, it runs once more without a limit, to say what it takes.
+`tools/test_memory` runs it. For each architecture three kinds of processes, each in a control group: one that only warms up, as the
+others do first (*import*); one that trains in plain torch, whose peak beyond that and beyond parameters, gradients and AdamW's
+state is the *working set* (activations, and what the optimizer and the allocator take in passing); and the swapped training. Plain
+torch's peak differs by some 25 MB from run to run, so it trains a few times, and the highest counts.
+That one builds its model on the meta device, has everything on NVMe and a budget of a quarter of parameters and state, and its
+control group is allowed import + budget + working set: more, and the kernel kills it. Killed, it runs once more without a limit,
+to say what it takes.
 """
 
 from __future__ import annotations

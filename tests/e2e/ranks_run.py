@@ -1,22 +1,22 @@
 """Ranks as a program, each a process of its own: a small model trains by DDP, with orders from the command line.
 
 Usage: ranks_run.py DIRECTORY SIZE ORDER ... An order is name=value for all ranks, or name=RANK:value for one of them:
-steps (how many more to take), update, resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed,
-in seconds), stall_s. "killed=RANK": that rank is killed right before the commit of its last step gets its name.
-"skips=RANK:N": it does not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it
-tries again. "breaks=RANK:N": the update of the first group in its Nth step fails. "plain": without DDP. "sharded": by
-FSDP2. "late": torch.distributed is initialized after the manager was made; "later": after offload. "full=RANK:N": in
-its Nth update the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With "retries"
-who gets an error says so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
-"uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to
-swapper, for bad input: depth and dtype (of the model), lr, optimizer (its class), update, codec (of the state),
-masters (a dtype of master weights), version (of swapper), drive (a directory), policy (a dtype of fully_shard's),
-sharding (how many blocks are sharded by themselves). "stays=RANK": blocks stay gathered after a forward.
-"absent=RANK": it makes no manager. "gone=RANK": it is killed before its first snapshot. "network": file systems in
-memory pass for those of a network. "held=RANK:N": it waits before its Nth step, or of 0 before offload, until
-somebody writes to the named pipe gate. "comes": it says to which action it comes with the others. "rate": it tells
-the rate of reads that its plan counts on. "meta": the model is on the meta device. init: of offload, a path, or the
-name of one of torch.nn.init's functions. external: the path of frozen parameters; "frozen": blocks are frozen.
+steps (how many more to take), update, resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
+stall_s. "killed=RANK": that rank is killed right before the commit of its last step gets its name. "skips=RANK:N": it does
+not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "breaks=RANK:N": the
+update of the first group in its Nth step fails. "plain": without
+DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made; "later": after offload.
+"full=RANK:N": in its Nth update the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With
+"retries" who gets an error says so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
+"uncommitted=RANK:N": the drive has no room for the record of the commit before its Nth step. What ranks give to swapper, for bad
+input: depth and dtype (of the model), lr, optimizer (its class), update, codec (of the state), masters (a dtype of master
+weights), version (of swapper), drive (a directory), policy (a dtype of fully_shard's), sharding (how many blocks are sharded by
+themselves). "stays=RANK": blocks stay gathered after a forward.
+"absent=RANK": it makes no manager. "gone=RANK": it is killed before its
+first snapshot. "network": file systems in memory pass for those of a network. "held=RANK:N": it waits before its Nth
+step, or of 0 before offload, until somebody writes to the named pipe gate. "comes": it says to which action it comes with the
+others. "rate": it tells the rate of reads that its plan counts on. "meta": the model is on the meta device. init: of offload, a
+path, or the name of one of torch.nn.init's functions. external: the path of frozen parameters; "frozen": blocks are frozen.
 "snaps=RANK:N" and "adds=RANK:N": before its Nth step it takes a snapshot, or adds a group to the optimizer, alone.
 """
 

@@ -1,8 +1,8 @@
 """A run that gets more to train on its way, killed at every system call by which it changes a file, as a program.
 
-Usage: regrouped_run.py DIRECTORY [STRIDE [FIRST]]. Each run begins anew, is killed before its call number FIRST,
-FIRST + STRIDE, ..., every second time half-way through it where it is a write, and goes on unkilled: losses and the
-final state are those of plain torch.
+Usage: regrouped_run.py DIRECTORY [STRIDE [FIRST]]. Each run begins anew, is killed before its call number FIRST, FIRST + STRIDE,
+..., every second time half-way through it where it is a write, and goes on unkilled: losses and the final state are those of
+plain torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A job that goes on with another number of ranks, again and again, from the directories of the ranks before, as a program.
 
-Usage: resharded_run.py DIRECTORY RANKS ...: a stage for each, with that number of ranks. At each a plain FSDP2 model
-has what torch.distributed.checkpoint saved of the stage before, and a swapped one is resharded. Both train on, and
-must go the same way. With "killed" as the last argument the ranks of each stage are killed as they commit, some
-before and some after, and begin again.
+Usage: resharded_run.py DIRECTORY RANKS ...: a stage for each, with that number of ranks. At each a plain FSDP2 model has what
+torch.distributed.checkpoint saved of the stage before, and a swapped one is resharded. Both train on, and must go the same way.
+With "killed" as the last argument the ranks of each stage are killed as they commit, some before and some after, and begin again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """A run whose signal handlers raise, at random instants: it ends, or goes on with the same step, and is exact.
 
-Usage: signalled_run.py DIRECTORY SEED SIGNALS. A child trains, and ticks as in killed_run.py; the parent sends it
-signals a little after a random number of ticks. Three kinds take turns: SIGTERM, whose handler calls sys.exit;
-SIGUSR1, whose handler raises what nobody catches; SIGALRM, whose handler raises a TimeoutError that the loop catches
-and repeats the step. After an end the next child resumes. All placements and update times take turns, each in the
-smallest budget that works. Losses, random numbers, parameters and state must equal those of plain torch, no child may
-hang or raise anything else, and none may give up its session, except that with update="backward" a step is not
-repeated between its backward and `optimizer.step()`: that is refused, and resumed.
+Usage: signalled_run.py DIRECTORY SEED SIGNALS. A child trains, and ticks as in killed_run.py; the parent sends it signals a little
+after a random number of ticks. Three kinds take turns: SIGTERM, whose handler calls sys.exit; SIGUSR1, whose handler raises what
+nobody catches; SIGALRM, whose handler raises a TimeoutError that the loop catches and repeats the step. After an end the next
+child resumes. All placements and update times take turns, each in the smallest budget that works. Losses, random numbers,
+parameters and state must equal those of plain torch, no child may hang or raise anything else, and none may give up its session,
+except that with update="backward" a step is not repeated between its backward and `optimizer.step()`: that is refused, and resumed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Encoded state that is updated on a device: the bits of an update on the CPU, in fewer bytes each way; by Triton's
-kernels too."""
+"""Encoded state that is updated on a device: the bits of an update on the CPU, in fewer bytes each way; by Triton's kernels too."""
 
 from __future__ import annotations
 

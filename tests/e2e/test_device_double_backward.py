@@ -1,5 +1,4 @@
-"""A backward of a backward on a device: it uses parameters unannounced, and a device answers no reads of memory that
-is away."""
+"""A backward of a backward on a device: it uses parameters unannounced, and a device answers no reads of memory that is away."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Gradients that stay on the device until the update there: torch's own tensors, the same bits, and nothing of them
-is copied."""
+"""Gradients that stay on the device until the update there: torch's own tensors, the same bits, and nothing of them is copied."""
 
 from __future__ import annotations
 

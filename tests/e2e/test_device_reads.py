@@ -1,7 +1,7 @@
 """A step with a device reads from the drive, and sends to the device, what was planned, whenever groups are updated.
 
-Copies go on during updates, and who comes first is another in each step. The pager is to read nothing twice for that.
-The drive is one that is done with everything at once: so what is counted does not depend on how fast it is.
+Copies go on during updates, and who comes first is another in each step. The pager is to read nothing twice for that. The drive is
+one that is done with everything at once: so what is counted does not depend on how fast it is.
 """
 
 from __future__ import annotations

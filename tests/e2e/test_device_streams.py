@@ -1,8 +1,7 @@
 """A forward on several streams: what one of them writes is waited for by who uses it on another, and memory goes last.
 
-torch has each backward node, and the hooks before and behind it, on the stream of its forward, and joins streams when
-all of the backward is over. The CPU's autograd knows no streams: layers here tell the device of the tests which one
-is the current one.
+torch has each backward node, and the hooks before and behind it, on the stream of its forward, and joins streams when all of the
+backward is over. The CPU's autograd knows no streams: layers here tell the device of the tests which one is the current one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Training on a device: the same losses, parameters and state, bit for bit, within two budgets; and nothing before
-its event."""
+"""Training on a device: the same losses, parameters and state, bit for bit, within two budgets; and nothing before its event."""
 
 from __future__ import annotations
 

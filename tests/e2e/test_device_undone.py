@@ -1,7 +1,7 @@
 """An update on a device that fails, or a pass that ends in between: slices that are on their way down are waited for first.
 
-Their pages are leased, and what arrives in them later would be in somebody else's frame, or over what was put back.
-Each of these waits was taken out once, and its test failed.
+Their pages are leased, and what arrives in them later would be in somebody else's frame, or over what was put back. Each of these
+waits was taken out once, and its test failed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Graphs over graphs: their nodes read parameters that no module has leased, wherever those are at that moment.
 
-[Note: deferred writes] (paging/frames.py) is why deferred updates meet this most: what is owed is written when a
-backward brings it back, so that frames of parameters are promised to other pages while the graph over the graph is
-still to come.
+[Note: deferred writes] (paging/frames.py) is why deferred updates meet this most: what is owed is written when a backward brings
+it back, so that frames of parameters are promised to other pages while the graph over the graph is still to come.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whatever goes together trains as plain torch does, bit for bit, in the smallest budget that works.
 
-The combinations are those of `pairwise`: each pair of choices below occurs in one of them, if it can, and each commit
-has others. Other tests look at what a choice promises beyond that: what it reads, refuses, undoes.
+The combinations are those of `pairwise`: each pair of choices below occurs in one of them, if it can, and each commit has others.
+Other tests look at what a choice promises beyond that: what it reads, refuses, undoes.
 """
 
 from __future__ import annotations

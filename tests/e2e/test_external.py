@@ -1,5 +1,5 @@
-"""Frozen parameters that are read in place from the user's own file: `offload(external=)`. The run's directory has
-none of their bytes, the file is not written, and training is that of plain torch, bit for bit."""
+"""Frozen parameters that are read in place from the user's own file: `offload(external=)`. The run's directory has none of their
+bytes, the file is not written, and training is that of plain torch, bit for bit."""
 
 from __future__ import annotations
 

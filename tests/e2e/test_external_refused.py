@@ -1,5 +1,4 @@
-"""Files that frozen parameters cannot be read from, at the offload or later, are refused with the reason, and nothing
-is left."""
+"""Files that frozen parameters cannot be read from, at the offload or later, are refused with the reason, and nothing is left."""
 
 from __future__ import annotations
 

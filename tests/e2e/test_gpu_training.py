@@ -1,5 +1,4 @@
-"""Training on a CUDA device: losses and parameters of the same arithmetic in memory, within the budget; nothing is
-left there."""
+"""Training on a CUDA device: losses and parameters of the same arithmetic in memory, within the budget; nothing is left there."""
 
 from __future__ import annotations
 

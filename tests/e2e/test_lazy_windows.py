@@ -1,7 +1,6 @@
 """Pages that only the device uses are not mapped into their windows, whose addresses give their bytes all the same.
 
-[Note: lazy windows], swapper/paging/frames.py. The simulation of the pager (tests/sim) has the rules; this counts, on
-real memory.
+[Note: lazy windows], swapper/paging/frames.py. The simulation of the pager (tests/sim) has the rules; this counts, on real memory.
 """
 
 from __future__ import annotations

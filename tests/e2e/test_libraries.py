@@ -1,5 +1,5 @@
-"""Other people's loops over an offloaded model and optimizer: transformers' Trainer, accelerate, averaged models.
-What they compute and keep is what it is with plain torch."""
+"""Other people's loops over an offloaded model and optimizer: transformers' Trainer, accelerate, averaged models. What they compute
+and keep is what it is with plain torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Loops that people write, against plain torch: several models, compiled ones, two processes, looking at the
-optimizer's state."""
+"""Loops that people write, against plain torch: several models, compiled ones, two processes, looking at the optimizer's state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Loops over parameters inside a forward, at the smallest budget: those without autograd run, others name a budget
-that works."""
+"""Loops over parameters inside a forward, at the smallest budget: those without autograd run, others name a budget that works."""
 
 from __future__ import annotations
 

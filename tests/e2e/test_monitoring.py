@@ -1,5 +1,4 @@
-"""The numbers of a run where people look: printed, as a dictionary, for Prometheus, TensorBoard, W&B and Trainers, in
-the log."""
+"""The numbers of a run where people look: printed, as a dictionary, for Prometheus, TensorBoard, W&B and Trainers, in the log."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An optimizer that manager.offload was not given, on parameters that the manager has: its first step is refused, and
-says so."""
+"""An optimizer that manager.offload was not given, on parameters that the manager has: its first step is refused, and says so."""
 
 from __future__ import annotations
 

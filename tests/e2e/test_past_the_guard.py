@@ -1,5 +1,5 @@
-"""Code that goes past the guard of cold parameters, to their addresses: it finds each parameter's own bytes at every
-instant, and what it writes is a change as any other."""
+"""Code that goes past the guard of cold parameters, to their addresses: it finds each parameter's own bytes at every instant, and
+what it writes is a change as any other."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import swapper
 from e2e.models import LAYER_WIDTH, layers, layers_step
 from e2e.twins import adamw
-from swapper.bench.gpt import Gpt, GptConfig
-from swapper.bench.plain import make_optimizers
+from swapper.bench.plain import Gpt, GptConfig, make_optimizers
 from swapper.infer.planning.lease_costs import measure_lease_costs
 from swapper.modules.groups import partition
 from swapper.modules.guarded import guarded_parameters

@@ -1,5 +1,4 @@
-"""Ranks that train together go on from one step, whatever was killed when; what does not fit together is named, on
-every rank."""
+"""Ranks that train together go on from one step, whatever was killed when; what does not fit together is named, on every rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Several optimizers of one model: each steps its own parameters as in plain torch, bit for bit, and a training step
-is whole."""
+"""Several optimizers of one model: each steps its own parameters as in plain torch, bit for bit, and a training step is whole."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""`state_codec=`: the optimizer's state is stored encoded. "split" is bit-equal to plain torch; what rounds is
-bit-equal to itself, whatever the budget, placement, update time and number of threads, over a close and over
-snapshots, and near plain torch."""
+"""`state_codec=`: the optimizer's state is stored encoded. "split" is bit-equal to plain torch; what rounds is bit-equal to itself,
+whatever the budget, placement, update time and number of threads, over a close and over snapshots, and near plain torch."""
 
 from __future__ import annotations
 

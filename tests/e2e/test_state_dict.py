@@ -1,5 +1,4 @@
-"""`optimizer.state_dict()` shows the state without memory for it, torch.save takes it, and it never shows a mix of
-two steps."""
+"""`optimizer.state_dict()` shows the state without memory for it, torch.save takes it, and it never shows a mix of two steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A forward that runs parts of the model in other threads, and waits for them, is refused by name: it neither hangs
-nor lies."""
+"""A forward that runs parts of the model in other threads, and waits for them, is refused by name: it neither hangs nor lies."""
 
 from __future__ import annotations
 

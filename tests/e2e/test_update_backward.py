@@ -1,5 +1,4 @@
-"""Updates during backward: the same losses, parameters, gradients and state as plain torch; what cannot be proved
-exact waits."""
+"""Updates during backward: the same losses, parameters, gradients and state as plain torch; what cannot be proved exact waits."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """A process that has imported what tests' processes begin with, and forks each: most of them would import longer than they run.
 
-What it is told comes by a socket, whose number is its argument: the arguments of Python, variables for its
-environment, and open files for input, output and errors. It answers with the number of the forked process, and with
-its exit code and the processor's seconds when it has ended. The forked one runs the program as its `__main__` and
-ends as any other: by the end of its interpreter.
+What it is told comes by a socket, whose number is its argument: the arguments of Python, variables for its environment, and open
+files for input, output and errors. It answers with the number of the forked process, and with its exit code and the processor's
+seconds when it has ended. The forked one runs the program as its `__main__` and ends as any other: by the end of its interpreter.
 """
 
 from __future__ import annotations

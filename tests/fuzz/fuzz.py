@@ -1,5 +1,4 @@
-"""Damages files of every kind that swapper reads, and has them read: a result or an error of swapper's, in bounded
-time and memory.
+"""Damages files of every kind that swapper reads, and has them read: a result or an error of swapper's, in bounded time and memory.
 
 Usage: tools/fuzz [--minutes N] [--cases N] [--seed N] [--reader NAME]... [--without NAME]... [--json] [--found DIRECTORY]
 

@@ -1,18 +1,17 @@
 """A device made of host memory, with streams that run as late as they may, and that notices who did not wait.
 
-What the product does with a device goes through `swapper.device.device.Device`. Here its copies are queued and run
-when somebody waits for an event behind them (*late*), at once, or at chance; kernels are torch's own on the CPU and
-run at once. So a kernel that is not made to wait reads poison, and a frame that is used again before its event has
-its copy see other bytes. What a late copy cannot show, memory that is filled while kernels before it may still use
-it, is shown by clocks: each stream knows how far the others have come, as it learns it from events.
+What the product does with a device goes through `swapper.device.device.Device`. Here its copies are queued and run when somebody
+waits for an event behind them (*late*), at once, or at chance; kernels are torch's own on the CPU and run at once. So a kernel that
+is not made to wait reads poison, and a frame that is used again before its event has its copy see other bytes. What a late copy
+cannot show, memory that is filled while kernels before it may still use it, is shown by clocks: each stream knows how far the
+others have come, as it learns it from events.
 
-Copies the other way: until one has run its target is poison, its source must be alive and as it was, and it must be
-queued behind what compute had queued by then.
+Copies the other way: until one has run its target is poison, its source must be alive and as it was, and it must be queued behind
+what compute had queued by then.
 
-The user may have several streams: `new_compute_stream` makes one, `module.stream` has it be the current one, and
-`use` says that a kernel on it uses a tensor. Then what fills it must be known to that stream, and whoever fills it
-anew or gives its memory back must know of the kernel. Memory goes back to the stream that took it, as with torch's
-allocator, whatever stream is current.
+The user may have several streams: `new_compute_stream` makes one, `module.stream` has it be the current one, and `use` says that a
+kernel on it uses a tensor. Then what fills it must be known to that stream, and whoever fills it anew or gives its memory back must
+know of the kernel. Memory goes back to the stream that took it, as with torch's allocator, whatever stream is current.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Changes that libraries and users make to a model after its load: new vocabularies, adapters, merges, copies of
-parts, traces."""
+"""Changes that libraries and users make to a model after its load: new vocabularies, adapters, merges, copies of parts, traces."""
 
 from __future__ import annotations
 

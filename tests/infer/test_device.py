@@ -1,5 +1,4 @@
-"""A model whose kernels run on a device: the same outputs, within two budgets, each byte copied and read as often as
-is said."""
+"""A model whose kernels run on a device: the same outputs, within two budgets, each byte copied and read as often as is said."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A model on a device: memory that runs out, errors, lost devices and files, and what is left when it is unloaded or
-forgotten."""
+"""A model on a device: memory that runs out, errors, lost devices and files, and what is left when it is unloaded or forgotten."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Models of diffusers, and of libraries that load models of transformers themselves, with weights on NVMe: bit-equal
-to theirs."""
+"""Models of diffusers, and of libraries that load models of transformers themselves, with weights on NVMe: bit-equal to theirs."""
 
 from __future__ import annotations
 

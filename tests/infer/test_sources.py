@@ -1,5 +1,4 @@
-"""Every form of checkpoint runs a model in place: directories of torch.distributed.checkpoint, and torch's zips in
-every dtype."""
+"""Every form of checkpoint runs a model in place: directories of torch.distributed.checkpoint, and torch's zips in every dtype."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Operations of an AioHandle as futures: awaited, from many threads, dropped, called off, and what is left when a
-process ends."""
+"""Operations of an AioHandle as futures: awaited, from many threads, dropped, called off, and what is left when a process ends."""
 
 from __future__ import annotations
 

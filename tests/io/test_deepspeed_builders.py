@@ -1,5 +1,4 @@
-"""DeepSpeed's builders load swapper's operators, here of a package with DeepSpeed's names. With DeepSpeed:
-test_deepspeed.py."""
+"""DeepSpeed's builders load swapper's operators, here of a package with DeepSpeed's names. With DeepSpeed: test_deepspeed.py."""
 
 from __future__ import annotations
 

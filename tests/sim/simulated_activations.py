@@ -1,8 +1,7 @@
 """Saved activations on the simulated drive: the real cache, and what autograd would hold of it, checked after every request.
 
-Memory is that of real tensors here, since the cache takes and lets go of it: the engine's addresses are theirs. What
-the cache leaves to its callers is random too: when content arrives, what is used again, what Python's garbage
-collector forgets in between.
+Memory is that of real tensors here, since the cache takes and lets go of it: the engine's addresses are theirs. What the cache
+leaves to its callers is random too: when content arrives, what is used again, what Python's garbage collector forgets in between.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The real pager, pool, schedule, sections and store on the simulated engine, and what must hold after every request.
 
-A `Run` keeps a model: for each page the bytes that were last written to it, and (kept_contents.py) the bytes that the
-last commit names. All that the pager promises is compared with it, byte for byte, whatever order and whatever faults
-the seed brings.
+A `Run` keeps a model: for each page the bytes that were last written to it, and (kept_contents.py) the bytes that the last commit
+names. All that the pager promises is compared with it, byte for byte, whatever order and whatever faults the seed brings.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from simulated_store import PAGE_BYTES, SimulatedStore, VictimCache, make_sectio
 from swapper.errors import BudgetError, IoError
 from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access, Schedule
 from swapper.paging.residency import Residency
+from swapper.paging.schedule import Access, Schedule
 from swapper.paging.section import Page
 from swapper.runtime.counters import Counters
 

@@ -1,7 +1,6 @@
 """Saved activations come back as they were, within their memory, in every order of events that a seed can bring.
 
-A failing seed is its own reproduction: `pytest tests/sim -k "activation and wander and 17-"`. More seeds:
-SWAPPER_SIM_SEEDS=5000.
+A failing seed is its own reproduction: `pytest tests/sim -k "activation and wander and 17-"`. More seeds: SWAPPER_SIM_SEEDS=5000.
 """
 
 from __future__ import annotations

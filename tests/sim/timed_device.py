@@ -1,9 +1,9 @@
 """A device of host memory whose streams, kernels and link take virtual time; and a model whose sizes are those of a real one.
 
-The product runs on it as on an accelerator. Nothing waits: each call adds to clocks. `now` is the time of the host's
-thread. A kernel begins when the host has queued it and its stream is free, and a copy when the link's direction is
-free too. A wait for an event sets the host's clock to the event's time. So a hook that waits leaves a gap on the
-compute stream, as on a real device, and the length of a step is that of the product's own order of calls.
+The product runs on it as on an accelerator. Nothing waits: each call adds to clocks. `now` is the time of the host's thread. A
+kernel begins when the host has queued it and its stream is free, and a copy when the link's direction is free too. A wait for an
+event sets the host's clock to the event's time. So a hook that waits leaves a gap on the compute stream, as on a real device, and
+the length of a step is that of the product's own order of calls.
 
 Bytes are a SCALE-th of the real ones, and so are the link's and the kernels' rates: a step takes the real one's time.
 """
@@ -22,7 +22,7 @@ from infer.host_device import Event, HostDevice, Module, Stream
 from torch import nn
 
 import swapper
-from swapper.paging.planning import budget
+from swapper.paging import layout
 from swapper.train.updates.device_sweep import DeviceSweep
 
 SCALE = 256
@@ -247,7 +247,7 @@ class Decoder(nn.Module):
 def _scaled(device: TimedDevice) -> Iterator[None]:
     """A context in which the plan's sizes are a SCALE-th, and updates of slices take the device's time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "RESIDENT_SLICE_BYTES", budget.RESIDENT_SLICE_BYTES // SCALE)
+        patch.setattr(layout, "RESIDENT_SLICE_BYTES", layout.RESIDENT_SLICE_BYTES // SCALE)
         update = DeviceSweep._update_by_kernels
 
         def timed(self: Any, run: Any) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swapper.errors import BudgetError
 from swapper.io.tensor_bytes import SECTOR_BYTES
-from swapper.paging.planning.budget import (
+from swapper.paging.layout import (
     ARENA_ALIGNMENT_BYTES,
     SMALL_SECTION_BYTES,
     Budget,

@@ -17,7 +17,6 @@ from e2e.processes import run_python, started_python
 from rich.console import Console
 from typer.testing import CliRunner
 
-from swapper.bench.corpus import Corpus
 from swapper.bench.drive import (
     DriveSpeed,
     StepLimit,
@@ -26,8 +25,7 @@ from swapper.bench.drive import (
     measure_drive,
     step_bytes,
 )
-from swapper.bench.gpt import Gpt, GptConfig, make_gpt
-from swapper.bench.plain import PlainTraining
+from swapper.bench.plain import Corpus, Gpt, GptConfig, PlainTraining, make_gpt
 from swapper.cli import app, demo_ranks
 from swapper.cli.demo_ranks import RanksTask
 from swapper.cli.doctor import filesystem_of

@@ -1,9 +1,8 @@
 """Every Python block of the README and of the guides runs as it is written, and the commands that pages name exist.
 
-The blocks of a page run in order, in one namespace, in an empty directory. `<!-- python` to `-->` is a block that
-readers do not see: what the page takes as given. `<!-- needs: MODULE -->` before a block skips it without that
-module. `<!-- printed -->` before a block of text: the page's code prints it. Pages of docs/reference show fragments,
-which must parse (tests/unit/test_docs.py).
+The blocks of a page run in order, in one namespace, in an empty directory. `<!-- python` to `-->` is a block that readers do not
+see: what the page takes as given. `<!-- needs: MODULE -->` before a block skips it without that module. `<!-- printed -->` before
+a block of text: the page's code prints it. Pages of docs/reference show fragments, which must parse (tests/unit/test_docs.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules of imports between folders. The architecture is one-way; these rules keep it so.
 
-Each line of PYTHON_LAYERS is a layer, from the bottom up. A folder (or a module next to the folders) imports from its
-own layer and from those below.
+Each line of PYTHON_LAYERS is a layer, from the bottom up. A folder (or a module next to the folders) imports from its own layer and
+from those below.
 """
 
 from __future__ import annotations

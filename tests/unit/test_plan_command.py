@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from swapper.bench.gpt import GptConfig, make_gpt
+from swapper.bench.plain import GptConfig, make_gpt
 from swapper.cli import app
 from swapper.cli.planning.forecast import ROUGH_PAGES, Forecaster, Machine, Setting
 from swapper.cli.planning.model_source import layers_of, make_model, with_layers

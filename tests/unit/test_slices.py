@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from swapper.io.tensor_bytes import SECTOR_BYTES
-from swapper.paging.planning.layout import TensorSpec, plan_group
+from swapper.paging.layout import TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.inventory import find_places, find_trainables, make_sections, take_inventory
 from swapper.train.layout.slices import (

@@ -1,9 +1,8 @@
 """Reads for torch.distributed.checkpoint: straight into the targets of a plan, or through a buffer for other parts.
 
-[Note: encoded items] Where one process has a dictionary in place of a tensor of encoded optimizer state, the
-directory of a sharded model's snapshot has items: `NAME.codec`, and a tensor for each part, `NAME.code` and
-`NAME.scale`, cut by rows as the parameter is. An item is read by torch.load, which computes nothing, so torch's own
-reader has the parts. `StorageReader` has NAME too, in fp32.
+[Note: encoded items] Where one process has a dictionary in place of a tensor of encoded optimizer state, the directory of a sharded
+model's snapshot has items: `NAME.codec`, and a tensor for each part, `NAME.code` and `NAME.scale`, cut by rows as the parameter is.
+An item is read by torch.load, which computes nothing, so torch's own reader has the parts. `StorageReader` has NAME too, in fp32.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Forecasts a training step: of one model, on a machine that need not be there, with given settings, by the plan and
-its dry run.
+"""Forecasts a training step: of one model, on a machine that need not be there, with given settings, by the plan and its dry run.
 
-[Note: what is assumed] Host memory, drives and the rate of updates are a node's, shared by its ranks alike; flops,
-device, link and network are a rank's. Several ranks have the shards of `fully_shard` with a mixed-precision policy: a
-part of the rows of each parameter, in fp32, without other masters. Parameters are gathered in 16 bits for each
-forward and backward, and gradients reduced, while others compute; without `network` that takes no time. With a
-device, updates run on the CPU. Activations are outside.
+[Note: what is assumed] Host memory, drives and the rate of updates are a node's, shared by its ranks alike; flops, device, link and
+network are a rank's. Several ranks have the shards of `fully_shard` with a mixed-precision policy: a part of the rows of each
+parameter, in fp32, without other masters. Parameters are gathered in 16 bits for each forward and backward, and gradients reduced,
+while others compute; without `network` that takes no time. With a device, updates run on the CPU. Activations are outside.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Searches over forecasts: the smallest memory, the next upgrade, settings that none dominates, the largest model for
-a time."""
+"""Searches over forecasts: the smallest memory, the next upgrade, settings that none dominates, the largest model for a time."""
 
 from __future__ import annotations
 

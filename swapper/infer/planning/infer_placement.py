@@ -17,7 +17,7 @@ from swapper.device.device_placement import DevicePlacement, place_on_device
 from swapper.errors import BudgetError, InvariantError
 from swapper.infer.planning.streaming_plan import StreamingPlan, with_cuts, with_lookups, with_single_experts
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
-from swapper.paging.planning.budget import PoolSize, divide_host_memory
+from swapper.paging.layout import PoolSize, divide_host_memory
 from swapper.runtime.sizes import format_bytes
 
 AHEAD_BYTES = 64 << 20

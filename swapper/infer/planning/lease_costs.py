@@ -1,5 +1,4 @@
-"""Measures what paging takes of the processors in a loaded model: its modules' hooks, and the leases of their groups,
-count too."""
+"""Measures what paging takes of the processors in a loaded model: its modules' hooks, and the leases of their groups, count too."""
 
 from __future__ import annotations
 
@@ -10,16 +9,16 @@ from typing import cast
 import torch
 from torch import nn
 
-from swapper.infer.mapping.matching import Recipe
-from swapper.infer.runtime.infer_hooks import InferenceHooks
-from swapper.infer.runtime.weights import GroupWeights, PagedWeight
+from swapper.infer.infer_hooks import InferenceHooks
+from swapper.infer.matching import Recipe
+from swapper.infer.weights import GroupWeights, PagedWeight
 from swapper.modules.groups import Unit
 from swapper.modules.guarded import FaultHandler
 from swapper.modules.home import HostHome
 from swapper.modules.operations import cold_seconds
 from swapper.modules.paging_costs import Act, measure_paging_costs
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page, Section
 from swapper.paging.virtual_drive import PagingCosts
 

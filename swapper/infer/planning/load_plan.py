@@ -1,7 +1,7 @@
 """Plans a load without carrying it out, and predicts its seconds: of the first token, and of each token after it.
 
-A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive, between computing that is measured
-here. The first pass reads every weight; later ones read what does not stay.
+A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive, between computing that is measured here. The first
+pass reads every weight; later ones read what does not stay.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import nn
 
 from swapper.errors import ConfigError
 from swapper.formats.sources import Rename, Source, open_source
-from swapper.infer.mapping.matching import Match, Weight, match
-from swapper.infer.operators.experts import are_experts
-from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
+from swapper.infer.experts import are_experts
+from swapper.infer.matching import Match, Weight, match
 from swapper.infer.planning.infer_placement import Fit, fit
 from swapper.infer.planning.lease_costs import measure_lease_costs, measure_resident_lease
 from swapper.infer.planning.streaming_plan import build_streaming_plan
-from swapper.infer.runtime.streaming import paged_sections
-from swapper.infer.runtime.weights import MadeMemory
+from swapper.infer.streaming import paged_sections
+from swapper.infer.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
+from swapper.infer.weights import MadeMemory
 from swapper.io.drives import find_tuning
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.groups import by_module
@@ -32,8 +32,8 @@ from swapper.modules.operations import ROUNDS, OperationTimes, cold_seconds, mid
 from swapper.options import parse_host_memory
 from swapper.paging.capped_drive import open_drive
 from swapper.paging.dry_run import DryRun, Task
-from swapper.paging.planning.budget import resident_bytes
-from swapper.paging.planning.schedule import Access
+from swapper.paging.layout import resident_bytes
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section
 from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
 from swapper.runtime.sizes import format_bytes, parse_bytes_a_second

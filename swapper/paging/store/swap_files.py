@@ -4,27 +4,24 @@ All files have one layout, and two of them, the turns, alternate. A page's newes
 names file `committed` for it. A page is written to the turn that the commit does not name for it, so that the committed content
 stays whole during a step, at no extra I/O: a step rewrites what it touches anyway.
 
-[Note: frozen files] A file that is published as a snapshot is frozen: it may be the user's too, by hard link, and the
-store never writes to it again. Another takes its turn. It stays until it is published and no page needs it. On disk a
-frozen file is one whose first part has no write permission or a second name, so that a run recognizes it after a
-crash.
+[Note: frozen files] A file that is published as a snapshot is frozen: it may be the user's too, by hard link, and the store never
+writes to it again. Another takes its turn. It stays until it is published and no page needs it. On disk a frozen file is one
+whose first part has no write permission or a second name, so that a run recognizes it after a crash.
 
-[Note: turns of a resumed run] A commit names the turns too that have nothing of it. Such a file may have been
-published since, and removed; and a run that is killed again and again before its next commit makes new turns each
-time, as all that the commit needs may be frozen. So a resumed run takes as many of these files as it has turns for,
-where they are still there, and removes the others.
+[Note: turns of a resumed run] A commit names the turns too that have nothing of it. Such a file may have been published since, and
+removed; and a run that is killed again and again before its next commit makes new turns each time, as all that the commit needs may
+be frozen. So a resumed run takes as many of these files as it has turns for, where they are still there, and removes the others.
 
-[Note: checksums] The engine's thread takes the CRC-32 of what it writes: a commit names it, and the engine compares
-every read with it (`check_reads`), unless the page is torn ([Note: unannounced writes], frames.py). So bytes that a
-drive, memory or another program has changed do not become part of a step, and no commit names a page that was found
-changed. Without `check_reads` only reads for a resume or a rollback are compared, and in a run that never commits the
-optimizer's state, most of what a step writes, has no checksum: the snapshot's thread takes it then, by reading. The
-costs are in docs/decisions/checks-of-reads.md.
+[Note: checksums] The engine's thread takes the CRC-32 of what it writes: a commit names it, and the engine compares every read with
+it (`check_reads`), unless the page is torn ([Note: unannounced writes], frames.py). So bytes that a drive, memory or another
+program has changed do not become part of a step, and no commit names a page that was found changed. Without `check_reads` only
+reads for a resume or a rollback are compared, and in a run that never commits the optimizer's state, most of what a step writes,
+has no checksum: the snapshot's thread takes it then, by reading. The costs are in docs/decisions/checks-of-reads.md.
 
-[Note: external sections] A section may begin with the content of a file of the user's (ExternalBytes, layout.py). Its
-pages have offsets in the swap files as others have, where they take no space: they are read from the user's file
-until they are changed, if ever, and changed pages are written to the swap files. They have no checksums until then:
-the file's size and times stand for those, and the first read of a page gives what later ones are compared with.
+[Note: external sections] A section may begin with the content of a file of the user's (ExternalBytes, layout.py). Its pages have
+offsets in the swap files as others have, where they take no space: they are read from the user's file until they are changed, if
+ever, and changed pages are written to the swap files. They have no checksums until then: the file's size and times stand for
+those, and the first read of a page gives what later ones are compared with.
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ from swapper.io.drives import Drives
 from swapper.io.engines import Engine, Transfer
 from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.paging.store import page_files
-from swapper.paging.store.page_files import ExternalFiles, FileStatus, SwapFile, status_of
-from swapper.paging.store.page_store import Damages, as_changed
+from swapper.paging.store.page_files import Damages, ExternalFiles, FileStatus, SwapFile, as_changed, status_of
 
 TURNS = 2
 """Files that alternate, so that one of them stays as the last commit has it."""

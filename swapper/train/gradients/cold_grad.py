@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError, StateError
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.tensors import torch_private
 from swapper.tensors.guarded_tensor import GuardedTensor

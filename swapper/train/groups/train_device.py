@@ -19,10 +19,10 @@ wait neither for them nor for the copies of their slices. It waits for what was 
 (scalars of the optimizer's on the device), and for gradients that stay. The caller's stream waits for it when the backward
 is over. All other results go by host memory, or are waited for by who uses them (resident state).
 
-[Note: what stays is updated there] The parameters of an image that stays are updated in it, and not copied to the
-device again. Pages that are on NVMe are written with the slice that updates them, as each commit needs them. Of what
-is in host memory no byte is copied in a step: it has an earlier content (`DeviceCopy.is_dirty`) until something reads
-it: a commit, a snapshot, a change from outside, an eviction, closing.
+[Note: what stays is updated there] The parameters of an image that stays are updated in it, and not copied to the device again.
+Pages that are on NVMe are written with the slice that updates them, as each commit needs them. Of what is in host memory no byte
+is copied in a step: it has an earlier content (`DeviceCopy.is_dirty`) until something reads it: a commit, a snapshot, a change
+from outside, an eviction, closing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
 from swapper.modules.groups import Group
 from swapper.modules.home import DeviceHome
+from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import Slot
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section
 from swapper.paging.store.page_files import checksum_of
 from swapper.runtime.counters import Counters

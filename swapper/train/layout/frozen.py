@@ -17,7 +17,7 @@ from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, Rename, Source, open_source, renamed
 from swapper.formats.stored import StoredTensor, plan_runs
 from swapper.options import ExternalWeights
-from swapper.paging.planning.layout import ExternalBytes, SectionPlan, Slot, TensorSpec
+from swapper.paging.layout import ExternalBytes, SectionPlan, Slot, TensorSpec
 
 SHOWN_NAMES = 5  # in a message
 REMEDY = "leave external= out, and the model's own values are copied to the swap files"

@@ -1,9 +1,7 @@
-"""Finds what shares memory with a model's parameters before `offload` moves them: other parameters, buffers,
-attributes, others.
+"""Finds what shares memory with a model's parameters before `offload` moves them: other parameters, buffers, attributes, others.
 
-Attributes that are views of one parameter follow it to its location. Everything else is refused by name; of what is
-not the model's own (a state_dict that is kept, the graph of an earlier forward) nothing is known but its number, and
-a warning tells it.
+Attributes that are views of one parameter follow it to its location. Everything else is refused by name; of what is not the
+model's own (a state_dict that is kept, the graph of an earlier forward) nothing is known but its number, and a warning tells it.
 """
 
 from __future__ import annotations

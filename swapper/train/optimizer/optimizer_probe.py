@@ -24,16 +24,15 @@ of smaller ones: bitsandbytes of all, torchao of those in whole blocks of 256. A
 one more step, and its state must have the form that the small ones showed. Not if that state had more than
 MAX_TRIAL_STATE elements: Shampoo has two square matrices for a vector, and takes minutes for the root of a large one.
 
-[Note: what happens later] Unknown code may have rules that begin later: a warm-up, something every hundredth step. So
-more steps are tried from advanced counters: those of its state, groups and attributes that grew by one in a step are
-set to just below each whole number in its code and settings, and to large ones. There are more tensors in such a
-step, as a rule may look at places in a group, with larger and smaller gradients. What such steps do not show is found
-in the step that does it (optimizer_proxy.py).
+[Note: what happens later] Unknown code may have rules that begin later: a warm-up, something every hundredth step. So more steps
+are tried from advanced counters: those of its state, groups and attributes that grew by one in a step are set to just below each
+whole number in its code and settings, and to large ones. There are more tensors in such a step, as a rule may look at places in a
+group, with larger and smaller gradients. What such steps do not show is found in the step that does it (optimizer_proxy.py).
 
 [Note: tried once] The behavior of torch's own classes follows from their settings, and from torch's default dtype
-(counters) at `offload`: one trial serves all instances. Other classes may depend on the instance, and each has trials
-of its own: one for all values of the settings that a step itself changes (counters), else there would be one a step.
-Of numbers that only scale (a rate, betas, decay) the type and the sign count: schedules change them at every step.
+(counters) at `offload`: one trial serves all instances. Other classes may depend on the instance, and each has trials of its own:
+one for all values of the settings that a step itself changes (counters), else there would be one a step. Of numbers that only
+scale (a rate, betas, decay) the type and the sign count: schedules change them at every step.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 accelerate moves it to the device of its rank, "cpu:0" without an accelerator: the same memory, and yet a copy for torch.
 
-DDP's constructor sends the first rank's parameters to the others, from C++, which writes past the guard of cold
-parameters: into a mapping that nobody reads. So `_sync_module_states` of torch.nn.parallel.distributed leaves
-parameters of managers to this module, which sends them one by one and writes those that differ.
+DDP's constructor sends the first rank's parameters to the others, from C++, which writes past the guard of cold parameters: into
+a mapping that nobody reads. So `_sync_module_states` of torch.nn.parallel.distributed leaves parameters of managers to this
+module, which sends them one by one and writes those that differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from swapper.errors import UnsupportedError
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, handler_of
-from swapper.modules.own_hook import OwnHook, copy_without_hooks
+from swapper.modules.module_hooks import OwnHook, copy_without_hooks
 from swapper.runtime.process import is_off
 from swapper.tensors.torch_private import replace_sync_of_ddp, sync_of_ddp, without_torch_functions
 

@@ -12,11 +12,10 @@ keeps its lease). A tensor that a call received and returns is not its output: i
 long after the call's backward (T5's layers all return the position bias that the first one makes). Counting gradients
 instead would release a frozen weight that a later node still multiplies with. The others end with the backward.
 
-[Note: loops in a forward] A forward may touch parameters of other units: those stay leased until it ends, and in its
-backward. A loop over all parameters (an average that follows in MoCo, a norm) would fill the pool. So where there is
-no room, groups that were touched without autograd are released: no graph has them, and they are read again if they
-are touched again. On an accelerator they stay, since a graph made later in the same forward may have them, whose
-reads nobody would answer there.
+[Note: loops in a forward] A forward may touch parameters of other units: those stay leased until it ends, and in its backward. A
+loop over all parameters (an average that follows in MoCo, a norm) would fill the pool. So where there is no room, groups that were
+touched without autograd are released: no graph has them, and they are read again if they are touched again. On an accelerator
+they stay, since a graph made later in the same forward may have them, whose reads nobody would answer there.
 
 [Note: what a graph holds] Autograd's nodes hold their hooks, and Python's garbage collector does not traverse nodes. A
 module that keeps a tensor with a graph (RecurrentGemma its state) would so keep itself alive, and the memory of a closed
@@ -45,10 +44,9 @@ from torch.nn.utils import stateless
 
 from swapper.errors import BudgetError, StateError
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, ModuleHooks, SharedPass, tensors_of
-from swapper.modules.own_hook import OwnHook, outside_transforms
+from swapper.modules.module_hooks import Call, ModuleHooks, OwnHook, SharedPass, outside_transforms, tensors_of
 from swapper.modules.turns import Turns, frame_of_backward, frame_of_call, is_in_backward
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.runtime.free_memory import note_used
 from swapper.runtime.interrupts import close_all
 from swapper.runtime.sizes import format_bytes

@@ -20,7 +20,7 @@ from swapper.modules.guarded import is_guarded
 from swapper.modules.operations import ROUNDS, OperationTimes, Recording, middle, min_seconds, record
 from swapper.modules.paging_costs import measure_paging_costs
 from swapper.paging.dry_run import Task
-from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.layout import SectionPlan
 from swapper.paging.virtual_drive import PagingCosts
 from swapper.runtime.free_memory import HEAP_TENSOR_BYTES
 from swapper.train.layout.inventory import Inventory

@@ -1,7 +1,7 @@
 """Finds the fastest setting of a session within its budget: each combination is planned, and its step is simulated.
 
-What is chosen is a plan that was predicted, so `offload` does what was compared. The computing is measured once: a
-placement and the time of an update do not change it, only a codec changes the update.
+What is chosen is a plan that was predicted, so `offload` does what was compared. The computing is measured once: a placement and
+the time of an update do not change it, only a codec changes the update.
 """
 
 from __future__ import annotations

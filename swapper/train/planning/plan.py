@@ -16,7 +16,7 @@ from swapper.errors import ConfigError
 from swapper.formats.container import ContainerLayout
 from swapper.io.drives import Tuning
 from swapper.paging.capped_drive import open_drive
-from swapper.paging.planning.budget import Budget
+from swapper.paging.layout import Budget
 from swapper.paging.store.swap_files import TURNS
 from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.runtime.sizes import parse_bytes_a_second

@@ -14,9 +14,8 @@ from swapper.device.device_placement import DevicePlacement
 from swapper.formats.container import ContainerLayout
 from swapper.io.drives import Tuning, assign_to_drives
 from swapper.paging.dry_run import DryRun, Task
-from swapper.paging.planning.budget import Budget, read_ahead_pages
-from swapper.paging.planning.layout import SectionPlan
-from swapper.paging.planning.schedule import Access
+from swapper.paging.layout import Budget, SectionPlan, read_ahead_pages
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section, pieces_of
 from swapper.paging.virtual_drive import VirtualDrive
 from swapper.runtime.free_memory import HOLES_SHARE, kept_free_bytes

@@ -3,9 +3,9 @@
 `find_update_times` has the sweep itself update parameters on memory of a trial. So what a session does is what is measured: the
 user's own optimizers, upcast gradients, masters, decoding and encoding of state, slices. Pages are not in it: all is resident.
 
-`faster_place` compares an update on the CPU with one on an accelerator, with state copied both ways: the user's own
-optimizer updates some millions of fp32 elements on the CPU; and registered memory is copied to the device and back at
-once, as in an update there. Those copies limit it, not its kernels.
+`faster_place` compares an update on the CPU with one on an accelerator, with state copied both ways: the user's own optimizer
+updates some millions of fp32 elements on the CPU; and registered memory is copied to the device and back at once, as in an update
+there. Those copies limit it, not its kernels.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from swapper.io.registered import Registration, slabs
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.groups import Group
 from swapper.modules.operations import ColdCaches, min_seconds
+from swapper.paging.layout import TensorSpec, plan_group
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import TensorSpec, plan_group
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.train.layout.inventory import (
     Inventory,

@@ -1,15 +1,13 @@
 """Compares what ranks that train together give to `offload`: what decides the bits of a step must be the same on all.
 
-Those that hold the same model are compared: the ranks of a DDP model, or of an FSDP2 model's mesh. A model of neither
-may be one stage of several. Where bytes lie (placements, budgets, drives) changes no bit, and may differ. So may the
-places of the files that initial values come from: they are compared by what they have, of which a sample is read
-([Note: the same values]).
+Those that hold the same model are compared: the ranks of a DDP model, or of an FSDP2 model's mesh. A model of neither may be one
+stage of several. Where bytes lie (placements, budgets, drives) changes no bit, and may differ. So may the places of the files that
+initial values come from: they are compared by what they have, of which a sample is read ([Note: the same values]).
 
-[Note: the same values] What ranks give to `init=` and `external=` must have the same values, from whatever path: rows
-of two models would be trained as one, or replicas apart. Each rank says of every parameter where its values come
-from: the model, a function, by its name, or a file, by dtype and shape. Of some of the file's tensors a few bytes are
-compared too: an older checkpoint of the same model, left on one machine, differs in most of them. To read all of a
-file would cost what sharding saves.
+[Note: the same values] What ranks give to `init=` and `external=` must have the same values, from whatever path: rows of two
+models would be trained as one, or replicas apart. Each rank says of every parameter where its values come from: the model, a
+function, by its name, or a file, by dtype and shape. Of some of the file's tensors a few bytes are compared too: an older
+checkpoint of the same model, left on one machine, differs in most of them. To read all of a file would cost what sharding saves.
 """
 
 from __future__ import annotations

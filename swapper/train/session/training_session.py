@@ -29,7 +29,7 @@ from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, StateError, SwapperError
 from swapper.io.engines import Engine
 from swapper.modules.resources import Resources
-from swapper.paging.planning.schedule import Schedule
+from swapper.paging.schedule import Schedule
 from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store

@@ -1,11 +1,10 @@
 """Gives FSDP2's large buffers memory that is used again and again, instead of the heap's.
 
-[Note: memory of FSDP2] FSDP2 allocates the input and output of each all-gather, the unsharded parameters, and the
-input and output of each reduce-scatter, tens of MB, and frees them soon after. In the C library's heap, what lives
-longer begins in the places that they leave: the next one does not fit, and the heap grows to several times what is in
-use. Larger ones are mapped each time, and page faults took a fifth of a step. So they lie in one mapping as large as
-their peak (buffers.py). It is shared memory, which is not the heap's and which a forked child does not copy. What
-does not fit is torch's own, as before.
+[Note: memory of FSDP2] FSDP2 allocates the input and output of each all-gather, the unsharded parameters, and the input and
+output of each reduce-scatter, tens of MB, and frees them soon after. In the C library's heap, what lives longer begins in the
+places that they leave: the next one does not fit, and the heap grows to several times what is in use. Larger ones are mapped each
+time, and page faults took a fifth of a step. So they lie in one mapping as large as their peak (buffers.py). It is shared memory,
+which is not the heap's and which a forked child does not copy. What does not fit is torch's own, as before.
 
 gloo gathers into a copy of an all-gather's output, and reduces a copy of a reduce-scatter's input: it clones that, runs an
 all-reduce, and copies this rank's part to the output. So each rank broadcasts its part of the output instead (in a third of the

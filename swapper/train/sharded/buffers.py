@@ -1,14 +1,13 @@
-"""Computes the memory of FSDP2's own buffers in a step: gathered parameters and reduced gradients, which are outside
-the budget.
+"""Computes the memory of FSDP2's own buffers in a step: gathered parameters and reduced gradients, which are outside the budget.
 
-[Note: FSDP2's buffers] From torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py.
-`unshard` gathers into one flat buffer, of which the rank's own part is the input (with a param_dtype, a cast copy of
-the shards comes first), and copies from there into the unsharded parameters. In forward that buffer stays until the
-next group's copy. In backward the next group is gathered before this one's gradients are computed. These are copied
-into the reduce-scatter's input, which stays until the next group's; its output is cast to the parameters' dtype. gloo
-reduces a copy of the input, unless swapper has it done in place. The root's parameters stay gathered from forward to
-backward (`reshard_after_forward`), and its gradients until all others are reduced. All of these but gradients and the
-last cast lie in memory of swapper's (buffer_memory.py): that is kept, and so counts with its own peak.
+[Note: FSDP2's buffers] From torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py. `unshard` gathers
+into one flat buffer, of which the rank's own part is the input (with a param_dtype, a cast copy of the shards comes first), and
+copies from there into the unsharded parameters. In forward that buffer stays until the next group's copy. In backward the next
+group is gathered before this one's gradients are computed. These are copied into the reduce-scatter's input, which stays until the
+next group's; its output is cast to the parameters' dtype. gloo reduces a copy of the input, unless swapper has it done in place.
+The root's parameters stay gathered from forward to backward (`reshard_after_forward`), and its gradients until all others are
+reduced. All of these but gradients and the last cast lie in memory of swapper's (buffer_memory.py): that is kept, and so counts
+with its own peak.
 """
 
 from __future__ import annotations

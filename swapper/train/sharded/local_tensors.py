@@ -1,13 +1,13 @@
 """Guards the local tensors of DTensors, which FSDP2's parameters and gradients are.
 
-DTensor's dispatcher passes by torch's functions, which the other guards see: it calls ATen's operations on
-`_local_tensor`. So that is a LocalTensor where it is not what it seems:
+DTensor's dispatcher passes by torch's functions, which the other guards see: it calls ATen's operations on `_local_tensor`. So that
+is a LocalTensor where it is not what it seems:
 
-- while a deferred step is open that changes or uses shards or gradients: it finishes the step before any operation,
-on this rank alone: no collective is run, since a rank may read its shards by itself. FSDP2 gathers from
-`FSDPParam._sharded_param_data`, which stays what it is; - of a gradient on NVMe: it does what a ColdGradient does,
-and the addition by which FSDP2 accumulates; - of a shard that stayed on NVMe when its manager was closed: it refuses
-everything.
+- while a deferred step is open that changes or uses shards or gradients: it finishes the step before any operation, on this rank
+  alone: no collective is run, since a rank may read its shards by itself. FSDP2 gathers from `FSDPParam._sharded_param_data`, which
+  stays what it is;
+- of a gradient on NVMe: it does what a ColdGradient does, and the addition by which FSDP2 accumulates;
+- of a shard that stayed on NVMe when its manager was closed: it refuses everything.
 """
 
 from __future__ import annotations

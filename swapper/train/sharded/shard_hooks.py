@@ -2,10 +2,10 @@
 
 What of FSDP2 is private is used here and in shards.py alone, and looked for when a model is offloaded.
 
-[Note: when a sharded group may be updated] With updates in backward (steps/backward_progress.py). FSDP2 reduces a
-group's gradients in its `post_backward`, which autograd calls once for each `pre_forward`, or FSDP2 when the backward
-is over; after that nothing gathers the group. So a use begins with `pre_forward` and ends with `post_backward`. Where
-FSDP2 calls that less often (a module called twice), uses are left, and the group waits for `optimizer.step()`.
+[Note: when a sharded group may be updated] With updates in backward (steps/backward_progress.py). FSDP2 reduces a group's
+gradients in its `post_backward`, which autograd calls once for each `pre_forward`, or FSDP2 when the backward is over; after that
+nothing gathers the group. So a use begins with `pre_forward` and ends with `post_backward`. Where FSDP2 calls that less often (a
+module called twice), uses are left, and the group waits for `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.own_hook import OwnHook
+from swapper.modules.module_hooks import OwnHook
 from swapper.modules.turns import is_in_backward
 from swapper.paging.section import own_storage
 from swapper.tensors.torch_functions import share_memory

@@ -1,7 +1,7 @@
 """Initializes the shards of a model that was built on the meta device: no rank ever has the whole model in memory.
 
-From a checkpoint a rank reads the bytes of its own rows. A function is called with each module in turn, whose own
-parameters are whole meanwhile, as on the CPU; the rank keeps its rows of them.
+From a checkpoint a rank reads the bytes of its own rows. A function is called with each module in turn, whose own parameters are
+whole meanwhile, as on the CPU; the rank keeps its rows of them.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ from swapper.errors import InvariantError, IoError, StateError
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
-from swapper.runtime.limits import naming_limits
-from swapper.runtime.process import after_fork_in_child
+from swapper.runtime.process import after_fork_in_child, naming_limits
 from swapper.tensors.guarded_tensor import TensorWatch, watch_of
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.layout.slices import TensorLocation

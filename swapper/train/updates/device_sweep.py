@@ -10,17 +10,17 @@ The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_ker
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
 decoded for the update there, and encoded after it (slice_parts.py).
 
-[Note: who waits for a slot] The copies up into a slot wait, on their stream, for the copies down from it: for state
-in host memory Python waits for nothing. It waits for the slot's last results if the slice leases frames, since a
-frame is given to another page by Python, or if the slot has too little memory.
+[Note: who waits for a slot] The copies up into a slot wait, on their stream, for the copies down from it: for state in host memory
+Python waits for nothing. It waits for the slot's last results if the slice leases frames, since a frame is given to another page
+by Python, or if the slot has too little memory.
 
-[Note: a step goes on] A step is queued when `optimizer.step()` returns, and its copies go on during the next forward,
-as far as streams order everything: state in host memory, of parameters that are updated in their images. What reads
-that state, or a commit, waits for it (`settle`); so does the next update of a group for its own. Results are waited
-for in the step if they lease frames, or if a forward is to copy them to the device again. Of those that a codec may
-refuse, the step waits for the kernels that count such values, and not for the results. Kernels of updates may still
-read gradients then: an operation on one that is still a parameter's `grad` waits for them first (fixed_gradient.py),
-and one that was dropped is kept until its slice has arrived.
+[Note: a step goes on] A step is queued when `optimizer.step()` returns, and its copies go on during the next forward, as far as
+streams order everything: state in host memory, of parameters that are updated in their images. What reads that state, or a
+commit, waits for it (`settle`); so does the next update of a group for its own. Results are waited for in the step if they
+lease frames, or if a forward is to copy them to the device again. Of those that a codec may refuse, the step waits for the
+kernels that count such values, and not for the results. Kernels of updates may still read
+gradients then: an operation on one that is still a parameter's `grad` waits for them first (fixed_gradient.py), and one that was
+dropped is kept until its slice has arrived.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from swapper.device.copies import Downloads
 from swapper.device.device_placement import RING
 from swapper.device.device_storage import Span, merge_spans
 from swapper.errors import DeviceError, InvariantError, StateError
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.cold_grad import ColdGradient

@@ -1,10 +1,9 @@
 """Copies optimizer state to a device before its gradients are there.
 
-[Note: state ahead] The link idles until a step's first gradients are there, and a forward that follows waits for the
-groups that it needs first. So in what may be a step's last backward their state goes up already, into memory that
-nothing else has: `ahead_bytes` of the plan. It is that of the step before, and stays so until the update: whatever
-reads or changes state in between waits for updates first (`Sweep.settle`), which invalidates it. An update that finds
-its state there only queues kernels.
+[Note: state ahead] The link idles until a step's first gradients are there, and a forward that follows waits for the groups
+that it needs first. So in what may be a step's last backward their state goes up already, into memory that nothing else has:
+`ahead_bytes` of the plan. It is that of the step before, and stays so until the update: whatever reads or changes state in
+between waits for updates first (`Sweep.settle`), which invalidates it. An update that finds its state there only queues kernels.
 
 A slice has the same memory in each step, so the copies of the next step wait on their stream, and the host for nothing.
 """

@@ -22,15 +22,15 @@ from torch import nn
 from swapper.device.device import Device
 from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
 from swapper.formats.sources import Source
-from swapper.infer.mapping.adoption import MappedSource, Places, empty, fill
-from swapper.infer.mapping.matching import BufferPlace, Recipe
-from swapper.infer.operators.experts import Experts
-from swapper.infer.operators.weight_rows import PartialProduct, RowLookup, RowPrefetcher
+from swapper.infer.adoption import MappedSource, Places, empty, fill
+from swapper.infer.experts import Experts
+from swapper.infer.infer_groups import GroupMaking, InferenceDevice
+from swapper.infer.infer_hooks import InferenceHooks, PassPredictor, allow_changes, is_cyclic, refuse_changes
+from swapper.infer.matching import BufferPlace, Recipe
 from swapper.infer.planning.infer_placement import Fit
-from swapper.infer.runtime.infer_groups import GroupMaking, InferenceDevice
-from swapper.infer.runtime.infer_hooks import InferenceHooks, PassPredictor, allow_changes, is_cyclic, refuse_changes
-from swapper.infer.runtime.streaming import Streaming
-from swapper.infer.runtime.weights import (
+from swapper.infer.streaming import Streaming
+from swapper.infer.weight_rows import PartialProduct, RowLookup, RowPrefetcher
+from swapper.infer.weights import (
     CPU,
     FOR_INFERENCE,
     OTHER_MEMORY,
@@ -44,7 +44,7 @@ from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
 from swapper.modules.home import DeviceHome
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.sizes import format_bytes

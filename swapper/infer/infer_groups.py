@@ -20,14 +20,14 @@ from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import Span
 from swapper.device.model_device import ModelDevice
 from swapper.errors import BudgetError
-from swapper.infer.mapping.adoption import Places, adopt, locate, view_of
-from swapper.infer.mapping.matching import Recipe, Weight
-from swapper.infer.operators.device_experts import DeviceExperts
-from swapper.infer.operators.experts import Experts, ExpertWeights, Key, OnDemandHome
+from swapper.infer.adoption import Places, adopt, locate, view_of
+from swapper.infer.device_experts import DeviceExperts
+from swapper.infer.experts import Experts, ExpertWeights, Key, OnDemandHome
+from swapper.infer.matching import Recipe, Weight
 from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.planning.streaming_plan import StreamedGroup
-from swapper.infer.runtime.streaming import Streaming
-from swapper.infer.runtime.weights import GroupWeights, MadeMemory, PagedWeight
+from swapper.infer.streaming import Streaming
+from swapper.infer.weights import GroupWeights, MadeMemory, PagedWeight
 from swapper.modules.guarded import FaultHandler
 from swapper.modules.home import DeviceHome, GroupHome, HostHome, Update
 from swapper.paging.section import Section

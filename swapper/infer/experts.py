@@ -23,12 +23,12 @@ from torch import nn
 
 from swapper.errors import StateError
 from swapper.formats.stored import Empty
-from swapper.infer.mapping.adoption import view_of
-from swapper.infer.mapping.matching import Recipe
-from swapper.infer.mapping.tracing import recipe_of_row
-from swapper.infer.operators.device_experts import DeviceExperts
-from swapper.infer.operators.weight_rows import ReadInto
-from swapper.infer.runtime.weights import FOR_INFERENCE
+from swapper.infer.adoption import view_of
+from swapper.infer.device_experts import DeviceExperts
+from swapper.infer.matching import Recipe
+from swapper.infer.tracing import recipe_of_row
+from swapper.infer.weight_rows import ReadInto
+from swapper.infer.weights import FOR_INFERENCE
 from swapper.io.engines import Transfer, wait_for_all
 from swapper.modules.home import GroupHome, Update
 

@@ -16,8 +16,8 @@ import torch
 from swapper.device.copies import NewCopies, NewCopy
 from swapper.device.device import OUT_OF_MEMORY
 from swapper.device.registered_memory import LockedMemory
-from swapper.infer.mapping.adoption import view_of
-from swapper.infer.mapping.matching import Recipe
+from swapper.infer.adoption import view_of
+from swapper.infer.matching import Recipe
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -1,25 +1,22 @@
 """The schedule: the order in which a step uses its pages; and what follows from it: the resident set, and how far to prefetch.
 
-Pure. The schedule is a cycle of accesses, one step long, recorded once and then followed. Positions count accesses
-from the start of the run and never wrap, so that a later use has a larger number. Before anything was recorded the
-cycle is a guess from module order. If the run departs from the cycle, the schedule finds its place again, and the
-recorded order replaces the cycle at the end of the step.
+Pure. The schedule is a cycle of accesses, one step long, recorded once and then followed. Positions count accesses from the start
+of the run and never wrap, so that a later use has a larger number. Before anything was recorded the cycle is a guess from module
+order. If the run departs from the cycle, the schedule finds its place again, and the recorded order replaces the cycle at the end
+of the step.
 
-[Note: before its turn] If several things go on at once, as copies to an accelerator during updates, their order
-differs from step to step. With a `tolerance` an access that comes before its turn is no departure: the place stays,
-and the turn is skipped when it comes. A step whose accesses are all within the tolerance is not learned: the next one
-would have another order again.
+[Note: before its turn] If several things go on at once, as copies to an accelerator during updates, their order differs from step
+to step. With a `tolerance` an access that comes before its turn is no departure: the place stays, and the turn is skipped when it
+comes. A step whose accesses are all within the tolerance is not learned: the next one would have another order again.
 
-[Note: what a step leaves out] Layers may be left out by chance (layerdrop), and others in the next step; or steps
-alternate between two orders. So what the step before had is still expected, at its place: only what two steps in a
-row left out is forgotten.
+[Note: what a step leaves out] Layers may be left out by chance (layerdrop), and others in the next step; or steps alternate between
+two orders. So what the step before had is still expected, at its place: only what two steps in a row left out is forgotten.
 
-[Note: a resident set] Of pages that are used once in a cycle which does not fit, any fixed set may be resident: as
-many must be read whichever it is. But computing hides only transfers that go on at the same time: if all of one layer
-is resident and nothing of the next, the drive first idles and is then waited for. So the resident set is spread
-evenly over the cycle, with more of what comes first: it follows a time without transfers (a step's other half, where
-nothing is paged), and then much is needed at once. If some pages are used several times in a step, the resident set
-is no free choice: the page that is needed latest is evicted.
+[Note: a resident set] Of pages that are used once in a cycle which does not fit, any fixed set may be resident: as many must be
+read whichever it is. But computing hides only transfers that go on at the same time: if all of one layer is resident and nothing
+of the next, the drive first idles and is then waited for. So the resident set is spread evenly over the cycle, with more of what
+comes first: it follows a time without transfers (a step's other half, where nothing is paged), and then much is needed at once.
+If some pages are used several times in a step, the resident set is no free choice: the page that is needed latest is evicted.
 """
 
 from __future__ import annotations

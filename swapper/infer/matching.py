@@ -31,7 +31,7 @@ class Recipe:
     Attributes:
         make: computes it from `parts`; None if it is the only one of them.
         by_rows: `make` treats each row alike, that is each index of the first dimension, which all parts have.
-        node: its traced computation, if any (swapper.infer.mapping.tracing).
+        node: its traced computation, if any (swapper.infer.tracing).
     """
 
     parts: tuple[StoredTensor, ...]

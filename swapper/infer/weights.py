@@ -21,13 +21,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from swapper.checkpoint.quantization import CHUNK_ELEMENTS
 from swapper.errors import BudgetError, StateError
 from swapper.formats.stored import Empty
-from swapper.infer.mapping.matching import Recipe
+from swapper.infer.matching import Recipe
 from swapper.io.tensor_bytes import TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.modules.cold import materialize, set_cold, unguard
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.home import GroupHome
 from swapper.modules.leased_group import LeasedGroup
-from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
+from swapper.paging.layout import ARENA_ALIGNMENT_BYTES
 from swapper.paging.section import Page
 from swapper.runtime.sizes import format_bytes
 

@@ -17,10 +17,10 @@ from swapper.device.device_placement import DeviceBudget
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.sources import FileStamp, Rename, Source, open_source
 from swapper.formats.stored import ConcatenatedFile
-from swapper.infer.mapping.matching import Match, match
+from swapper.infer.loaded_model import KEY, LoadedModel
+from swapper.infer.matching import Match, match
 from swapper.infer.planning.infer_placement import fit, fit_on_device
 from swapper.infer.planning.streaming_plan import build_streaming_plan
-from swapper.infer.runtime.loaded_model import KEY, LoadedModel
 from swapper.modules.groups import Models
 from swapper.options import parse_host_memory
 from swapper.runtime.interrupts import defer_signals

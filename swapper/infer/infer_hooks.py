@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from swapper.errors import BudgetError, StateError
-from swapper.infer.runtime.weights import GroupWeights, refuse_gradient
+from swapper.infer.weights import GroupWeights, refuse_gradient
 from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
-from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
+from swapper.modules.module_hooks import Call, ModuleHooks, OwnHook, copy_without_hooks, outside_transforms, tensors_of
 from swapper.modules.turns import Turns, frame_of_call, is_running
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.tensors.torch_functions import changes_nothing
 from swapper.tensors.torch_private import is_traced
 

@@ -20,7 +20,7 @@ from swapper.checkpoint.mapped_files import FileMapping, ShownFile, guard_saves
 from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, Source
 from swapper.formats.stored import FileRange, StoredTensor
-from swapper.infer.mapping.matching import BufferPlace, Recipe, Weight
+from swapper.infer.matching import BufferPlace, Recipe, Weight
 from swapper.paging.section import Section, own_storage
 
 

@@ -26,14 +26,14 @@ from torch import nn
 from swapper.device.copies import NewCopies, NewCopy
 from swapper.errors import DeviceError
 from swapper.formats.stored import Empty, StoredTensor
-from swapper.infer.mapping.adoption import view_of
-from swapper.infer.mapping.matching import Recipe, Weight
-from swapper.infer.runtime.weights import refuse_gradient
+from swapper.infer.adoption import view_of
+from swapper.infer.matching import Recipe, Weight
+from swapper.infer.weights import refuse_gradient
 from swapper.io.engines import Transfer, wait_for_all
 from swapper.io.tensor_bytes import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import hooks_read_weights
-from swapper.modules.own_hook import outside_transforms
+from swapper.modules.module_hooks import outside_transforms
 from swapper.runtime.interrupts import defer_signals
 
 ReadInto = Callable[[StoredTensor, int, torch.Tensor], Transfer]
