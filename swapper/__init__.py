@@ -25,7 +25,7 @@ from swapper.runtime.counters import Counters
 
 if TYPE_CHECKING:
     from swapper import checkpoint
-    from swapper.durability.ticket import SnapshotTicket
+    from swapper.durability.publication import SnapshotTicket
     from swapper.infer.adoption import without_weights
     from swapper.infer.load_model import load, shared_memory
     from swapper.infer.loaded_model import LoadedModel, loaded
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 _BY_MODULE = {
-    "swapper.durability.ticket": "SnapshotTicket",
+    "swapper.durability.publication": "SnapshotTicket",
     "swapper.infer.adoption": "without_weights",
     "swapper.infer.planning.load_plan": "ExpertUse LoadPlan LoadPrediction plan_load",
     "swapper.infer.load_model": "load shared_memory",

@@ -23,8 +23,8 @@ from swapper.capabilities import Feature, check
 from swapper.device.device import Device
 from swapper.durability.beginning import begin_run
 from swapper.durability.directory import RESUME_CHOICES
+from swapper.durability.publication import SnapshotTicket
 from swapper.durability.ranks import RANKS_CHOICES, Ranks
-from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.drives import weigh
 from swapper.io.replacing import check_target, replacing

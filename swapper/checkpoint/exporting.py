@@ -19,8 +19,8 @@ import torch
 
 from swapper.checkpoint import zero
 from swapper.checkpoint.encoded_state import MARK, codecs_of
+from swapper.checkpoint.inspecting import find_run, parameters_of
 from swapper.checkpoint.quantization import KEY, AlreadyQuantized, Loss, layouts_of, losses, metadata, quantised
-from swapper.checkpoint.run_directory import find_run, parameters_of
 from swapper.checkpoint.stream import StreamWriter
 from swapper.checkpoint.torch_load import load
 from swapper.checkpoint.torch_save import save

@@ -30,10 +30,9 @@ import torch
 
 from swapper import _C
 from swapper.durability.described_layout import tensors_of
-from swapper.durability.publication import Base, Publication, SnapshotContents
+from swapper.durability.publication import Base, Publication, SnapshotContents, SnapshotTicket
 from swapper.durability.retention import Retention
 from swapper.durability.snapshot_directory import DirectoryTicket, SnapshotDirectory, check_free
-from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
 from swapper.formats.container import ContainerLayout, PreparedTail
 from swapper.formats.pickle_writer import Locate, StorageRef

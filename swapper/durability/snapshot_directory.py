@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from swapper.durability.publication import SnapshotTicket
 from swapper.durability.ranks import Ranks, describe_failure
-from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, StateError
 from swapper.formats.dcp_format import METADATA_NAME, METADATA_VERSION, ContainerItems, seal_metadata
 from swapper.formats.pickle_writer import Locate

@@ -108,7 +108,7 @@ def _load_by_planner(directory: Path, wanted: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from swapper.checkpoint.dcp.storage_reader import StorageReader
+    from swapper.checkpoint.dcp_reader import StorageReader
 
     reader = StorageReader(directory)
     reader.read_metadata()

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from swapper import _C
-from swapper.checkpoint.dcp.metadata import read_metadata
+from swapper.checkpoint.dcp_metadata import read_metadata
 from swapper.checkpoint.encoded_state import MARK
 from swapper.codecs import CODECS, StateCodec
 from swapper.errors import CheckpointError

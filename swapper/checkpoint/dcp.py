@@ -1,7 +1,15 @@
-"""Writes for torch.distributed.checkpoint: each thread of each rank makes a file; the metadata names the valid ones.
+"""Serves torch.distributed.checkpoint: a StorageWriter and a StorageReader for `dcp.save`, `async_save` and `load`.
 
-Host tensors are written from where they lie; small ones, and those on a device, through a stream's ring (stream.py). An
-overwritten checkpoint stays whole until the new one's metadata replaces its own, in one step.
+    dcp.save(state, storage_writer=swapper.checkpoint.dcp.StorageWriter("step-100"))
+    dcp.load(state, storage_reader=swapper.checkpoint.dcp.StorageReader("step-100"))
+
+The files are those of torch's own FileSystemWriter, and each side reads what the other writes. Differences: tensors
+move directly between memory and the drive, aligned, many transfers at a time; an overwritten checkpoint stays whole
+until the new one is; and a class that a `.metadata` names is not run unless it belongs to such a file.
+
+Each thread of each rank writes a file; the metadata names the valid ones. Host tensors are written from where they lie;
+small ones, and those on a device, through a stream's ring (stream.py). An overwritten checkpoint stays whole until the
+new one's metadata replaces its own, in one step.
 """
 
 from __future__ import annotations
@@ -25,12 +33,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
+from swapper.checkpoint.dcp_reader import StorageReader
 from swapper.checkpoint.stream import BLOCK_BYTES, LARGE_BYTES, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.dcp_format import METADATA_NAME, METADATA_VERSION, item_of, read_directory
 from swapper.io import beneath
 from swapper.io.replacing import sync
 from swapper.tensors.torch_private import storage_info
+
+__all__ = ["StorageReader", "StorageWriter"]
 
 SUFFIX = ".distcp"
 _MIN_BLOCKS = 2
