@@ -24,7 +24,7 @@ from typing import IO, Any
 import torch
 
 import swapper
-from swapper.bench.memory import PeakMemory
+from swapper.bench.measure import PeakMemory
 from swapper.bench.plain import Corpus, Gpt, GptConfig, make_gpt, make_optimizer
 from swapper.errors import StateError
 

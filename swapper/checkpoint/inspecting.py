@@ -9,8 +9,7 @@ from typing import Any
 
 from swapper.checkpoint.encoded_state import STATE_CODEC, codecs_of
 from swapper.checkpoint.writers import ExportTensor
-from swapper.durability.commit import CommitRecord, read_commit
-from swapper.durability.described_layout import name_of, sections_of
+from swapper.durability.commit import CommitRecord, name_of, read_commit, sections_of
 from swapper.durability.directory import COMMIT_NAME
 from swapper.durability.verify import at_rest
 from swapper.errors import CheckpointError

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from swapper import _C
-from swapper.formats.zip_writer import (
+from swapper.formats.torch_writer import (
     ROOT,
     SERIALIZATION_ID_BYTES,
     Entry,

@@ -20,8 +20,14 @@ from torch.utils.serialization import config
 from swapper.checkpoint.mapped_files import FileChanges
 from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError
-from swapper.formats.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES
-from swapper.formats.zip_writer import ROOT, descriptor_nbytes, leading_records, payload_offset
+from swapper.formats.torch_writer import (
+    LEGACY_STORAGES,
+    QUANTIZED_STORAGES,
+    ROOT,
+    descriptor_nbytes,
+    leading_records,
+    payload_offset,
+)
 from swapper.io.replacing import replacing
 from swapper.io.tensor_bytes import SECTOR_BYTES
 

@@ -19,10 +19,9 @@ from swapper import _C
 from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError
 from swapper.formats.dcp_format import Item
-from swapper.formats.pickle_writer import StorageRef, pickle_state
 from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import Box, ChunkedTensor, Piece, StoredTensor
-from swapper.formats.zip_writer import leading_records
+from swapper.formats.torch_writer import StorageRef, leading_records, pickle_state
 from swapper.io.engines import open_for, shared_engine, wait_for_all
 from swapper.io.tensor_bytes import SECTOR_BYTES
 

@@ -22,7 +22,7 @@ from swapper.durability.publication import SnapshotTicket
 from swapper.durability.ranks import Ranks, describe_failure
 from swapper.errors import CheckpointError, IoError, StateError
 from swapper.formats.dcp_format import METADATA_NAME, METADATA_VERSION, ContainerItems, seal_metadata
-from swapper.formats.pickle_writer import Locate
+from swapper.formats.torch_writer import Locate
 from swapper.io import beneath
 from swapper.io.replacing import make_parents
 from swapper.tensors.torch_private import storage_info

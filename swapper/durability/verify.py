@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swapper import _C
-from swapper.durability.commit import CommitRecord, files_of, read_commit
-from swapper.durability.described_layout import sections_of, tensors_of
+from swapper.durability.commit import CommitRecord, files_of, read_commit, sections_of, tensors_of
 from swapper.durability.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.container import (
@@ -40,8 +39,8 @@ from swapper.formats.dcp_format import MAX_METADATA_BYTES, METADATA_NAME, metada
 from swapper.formats.safetensors import read as read_safetensors
 from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at, read_filled, read_whole
 from swapper.formats.torch_file import read_torch_file
+from swapper.formats.torch_writer import LOCAL_HEADER
 from swapper.formats.zip_reader import ZipRecord, read_index, unpacked_crc32
-from swapper.formats.zip_writer import LOCAL_HEADER
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, stream
 from swapper.io.engines import open_engine

@@ -28,16 +28,17 @@ import torch
 
 from swapper import _C
 from swapper.errors import CheckpointError
-from swapper.formats.pickle_writer import Locate, pickle_state
-from swapper.formats.zip_writer import (
+from swapper.formats.torch_writer import (
     ROOT,
     Entry,
+    Locate,
     RecordBytes,
     descriptor,
     descriptor_nbytes,
     leading_records,
     local_header,
     payload_offset,
+    pickle_state,
 )
 from swapper.io.tensor_bytes import device_errors
 from swapper.runtime import records

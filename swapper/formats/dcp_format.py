@@ -29,12 +29,20 @@ import torch
 
 from swapper.errors import CheckpointError
 from swapper.formats.pickle_reader import TensorView, read_skeleton
-from swapper.formats.pickle_writer import StorageRef, pickle_state
 from swapper.formats.sources import FileStamp, Source, is_plain_name, opened, read_whole
 from swapper.formats.stored import Chunk, ChunkedTensor, ConcatenatedFile, Extent, StoredTensor, are_sizes
 from swapper.formats.torch_file import read_item
+from swapper.formats.torch_writer import (
+    ROOT,
+    Entry,
+    RecordBytes,
+    StorageRef,
+    descriptor,
+    leading_records,
+    local_header,
+    pickle_state,
+)
 from swapper.formats.unpickling import Opaque
-from swapper.formats.zip_writer import ROOT, Entry, RecordBytes, descriptor, leading_records, local_header
 from swapper.io.tensor_bytes import SECTOR_BYTES
 
 _ALIGNMENT = 64  # bytes; torch's own

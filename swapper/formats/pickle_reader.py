@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from swapper.errors import CheckpointError
-from swapper.formats.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES, span
 from swapper.formats.stored import MAX_DIMENSIONS, MAX_TENSOR_BYTES, are_sizes
+from swapper.formats.torch_writer import LEGACY_STORAGES, QUANTIZED_STORAGES, span
 from swapper.formats.unpickling import BoundedUnpickler, Global, Opaque, name_of_key
 
 MAX_DEPTH = 1000

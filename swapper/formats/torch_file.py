@@ -23,8 +23,8 @@ from swapper.errors import CheckpointError
 from swapper.formats.pickle_reader import LazyTensor, Skeleton, StorageId, TensorView, read_skeleton
 from swapper.formats.sources import FileStamp, Source, opened
 from swapper.formats.stored import StoredTensor
+from swapper.formats.torch_writer import ROOT
 from swapper.formats.zip_reader import ZipIndex, ZipRecord, read_index
-from swapper.formats.zip_writer import ROOT
 
 _MAX_PICKLE_BYTES = 1 << 30  # of a sane file; it is read whole
 _MAX_SETTING_BYTES = 100

@@ -1,6 +1,6 @@
 """Locates the records of a stored zip, as torch writes them, without trusting it.
 
-The counterpart of zip_writer.py. Python's `zipfile` trusts what it reads (overlapping records, impossible sizes). Here
+The counterpart of torch_writer.py. Python's `zipfile` trusts what it reads (overlapping records, impossible sizes). Here
 every number is checked against the file before it is used, so that a hostile or damaged file ends in a
 `CheckpointError`. No payload is read. The structures cite sections of PKWARE's APPNOTE.TXT.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from swapper.errors import CheckpointError
 from swapper.formats.sources import read_filled
-from swapper.formats.zip_writer import (
+from swapper.formats.torch_writer import (
     DIRECTORY_ENTRY,
     END,
     LOCAL_HEADER,

@@ -21,8 +21,7 @@ from swapper.device.device_storage import Span
 from swapper.device.model_device import ModelDevice
 from swapper.errors import BudgetError
 from swapper.infer.adoption import Places, adopt, locate, view_of
-from swapper.infer.device_experts import DeviceExperts
-from swapper.infer.experts import Experts, ExpertWeights, Key, OnDemandHome
+from swapper.infer.experts import DeviceExperts, Experts, ExpertWeights, Key, OnDemandHome
 from swapper.infer.matching import Recipe, Weight
 from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.planning.streaming_plan import StreamedGroup
@@ -105,12 +104,10 @@ class InferenceDevice(ModelDevice):
         self._uploads.max_in_flight = max(COPIES_IN_FLIGHT, self._passing_frames // 2)
         return DeviceHome(self, image), located
 
-    def experts(self, host_bytes: int, min_bytes: int) -> DeviceExperts[Key]:
+    def experts(self, host_bytes: int, min_bytes: int) -> DeviceExperts:
         """Return memory for experts: `host_bytes` in host memory, and here at least this much, and what images leave."""
         tier = self.tier
-        made: DeviceExperts[Key] = DeviceExperts(
-            self.copies, host_bytes, lambda nbytes: min_bytes + tier.spare_bytes(nbytes)
-        )
+        made = DeviceExperts(self.copies, host_bytes, lambda nbytes: min_bytes + tier.spare_bytes(nbytes))
         tier.shrink_others = made.shrink
         return made
 

@@ -23,7 +23,7 @@ from swapper.checkpoint.inspecting import inspect
 from swapper.cli.runs import look_at
 from swapper.durability.commit import read_commit
 from swapper.durability.directory import RETENTION_NAME
-from swapper.durability.retention import Retention
+from swapper.durability.snapshot import Retention
 from swapper.durability.verify import verify
 from swapper.errors import BudgetError, ConfigError, SwapperError
 from swapper.integrations.pretrained_options import check_directory

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from swapper.formats.container import ALIGNMENT, ChecksumChunk, ContainerLayout, PreparedTail
-from swapper.formats.pickle_writer import StorageRef
+from swapper.formats.torch_writer import StorageRef
 
 DTYPES = [
     torch.float32,

@@ -272,7 +272,7 @@ def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
 
 PEAK_MEMORY = """
 import mmap, time
-from swapper.bench.memory import PeakMemory
+from swapper.bench.measure import PeakMemory
 with PeakMemory(interval_s=0.01) as memory:
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
         held.write(bytes(64 << 20))

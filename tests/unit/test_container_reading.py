@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config
 
 from swapper.formats.container import ALIGNMENT, ContainerLayout
-from swapper.formats.pickle_writer import StorageRef
+from swapper.formats.torch_writer import StorageRef
 
 GIB = 1 << 30
 

@@ -23,8 +23,7 @@ from swapper.durability.committer import Committer
 from swapper.durability.publication import SnapshotTicket
 from swapper.durability.ranks import describe_failure
 from swapper.durability.recovery import Commit, WayBack, restore
-from swapper.durability.retention import Retention
-from swapper.durability.snapshot import Publisher
+from swapper.durability.snapshot import Publisher, Retention
 from swapper.durability.snapshot_directory import SnapshotDirectory, local_parts
 from swapper.errors import CheckpointError, StateError, SwapperError
 from swapper.io.engines import Engine
