@@ -19,8 +19,12 @@ from pathlib import Path
 
 import torch
 
-from swapper.codecs import native
-from swapper.codecs.codec import StateCodec
+from swapper.codecs.codec import (
+    DTYPE_NAMES,
+    StateCodec,
+    native_adamw_,
+    native_torch_adam_,
+)
 from swapper.device.kernels import AdamWStep
 from swapper.errors import ConfigError
 
@@ -67,7 +71,7 @@ def adamw_(
         raise ConfigError("parameters of coded state are rounded to nearest: leave seed=None")
     check_operands(parameter, gradient, states, DTYPES)
     named = [(state.codec.name, state.parts) for state in states]
-    return native.adamw_(parameter, gradient, named, step, factor, threads)
+    return native_adamw_(parameter, gradient, named, step, factor, threads)
 
 
 def check_operands(
@@ -82,7 +86,7 @@ def check_operands(
     """
     for tensor in (parameter, gradient):
         if tensor.ndim != 1 or not tensor.is_contiguous() or tensor.dtype not in dtypes or not tensor.is_cpu:
-            names = " or ".join(native.DTYPES[dtype] for dtype in dtypes)
+            names = " or ".join(DTYPE_NAMES[dtype] for dtype in dtypes)
             raise ConfigError(
                 f"parameters and gradients are {names}, contiguous, of one dimension, in host memory, "
                 f"not {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
@@ -167,9 +171,9 @@ def torch_adam_(
         ConfigError: dtypes or sizes do not fit. UnsupportedError: a codec needs bf16 parameters.
     """
     states = [state for state in (master, exp_avg, exp_avg_sq) if state is not None]
-    check_operands(parameter, gradient, states, native.DTYPES)
+    check_operands(parameter, gradient, states, DTYPE_NAMES)
     named = [(state.codec.name, state.parts) for state in states]
-    return native.torch_adam_(parameter, gradient, named, step.numbers, arithmetic.uses_fma, arithmetic.roots, threads)
+    return native_torch_adam_(parameter, gradient, named, step.numbers, arithmetic.uses_fma, arithmetic.roots, threads)
 
 
 def _roots() -> int | None:

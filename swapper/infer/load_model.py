@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from swapper.device.device import Device
-from swapper.device.device_placement import DeviceBudget
+from swapper.device.model_device import DeviceBudget
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.sources import FileStamp, Rename, Source, open_source
 from swapper.formats.stored import ConcatenatedFile

@@ -10,7 +10,7 @@ READERS = {
     "formats/unpickling.py": {"pickle._Unpickler"},  # the bounded unpickler itself
     "formats/torch_file.py": {"torch.load"},  # of what the bounded unpickler has read
     "checkpoint/torch_load.py": {"torch.load"},  # `load`: as above
-    "checkpoint/dcp_metadata.py": {"pickle._Unpickler"},  # classes of torch's, of what the bounded unpickler has read
+    "checkpoint/dcp_reader.py": {"pickle._Unpickler"},  # classes of torch's, of what the bounded unpickler has read
     "runtime/records.py": {"json.loads"},
     "io/drives.py": {"json.loads"},  # of the user's own settings
 }

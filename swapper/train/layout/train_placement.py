@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
-from swapper.device.device_placement import (
+from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
+from swapper.device.model_device import (
     EARLIER_SHARE,
     PAGES_ON_THEIR_WAY,
     RING,
@@ -14,7 +15,6 @@ from swapper.device.device_placement import (
     DevicePlacement,
     place_on_device,
 )
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.errors import BudgetError, ConfigError
 from swapper.io.tensor_bytes import round_up
 from swapper.modules.groups import largest_working_set, working_sets

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swapper.capabilities import Feature, check
-from swapper.device.device_placement import DevicePlacement
+from swapper.device.model_device import DevicePlacement
 from swapper.durability.committer import steps_between_commits
 from swapper.errors import ConfigError
 from swapper.formats.container import ContainerLayout

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from swapper.device.device_placement import DevicePlacement
+from swapper.device.model_device import DevicePlacement
 from swapper.formats.container import ContainerLayout
 from swapper.io.drives import Tuning, assign_to_drives
 from swapper.paging.dry_run import DryRun, Task

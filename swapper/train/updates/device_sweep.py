@@ -40,8 +40,8 @@ import torch
 from torch import nn
 
 from swapper.device.copies import Downloads
-from swapper.device.device_placement import RING
 from swapper.device.device_storage import Span, merge_spans
+from swapper.device.model_device import RING
 from swapper.errors import DeviceError, InvariantError, StateError
 from swapper.paging.schedule import Access
 from swapper.paging.section import Page
