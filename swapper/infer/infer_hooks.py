@@ -25,7 +25,7 @@ from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import Call, ModuleHooks, OwnHook, copy_without_hooks, outside_transforms, tensors_of
 from swapper.modules.turns import Turns, frame_of_call, is_running
 from swapper.paging.schedule import Access
-from swapper.tensors.torch_functions import changes_nothing
+from swapper.tensors.guarded_tensor import changes_nothing
 from swapper.tensors.torch_private import is_traced
 
 

@@ -48,7 +48,7 @@ from swapper.paging.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.sizes import format_bytes
-from swapper.tensors.torch_functions import Function, as_plain
+from swapper.tensors.guarded_tensor import Function, as_plain
 from swapper.tensors.torch_private import never_trace
 
 log = logging.getLogger("swapper")

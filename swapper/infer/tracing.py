@@ -18,7 +18,7 @@ from swapper.checkpoint.quantization import QuantizedLayout
 from swapper.errors import UnsupportedError
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.infer.matching import Make, Recipe, shape_of
-from swapper.tensors.torch_functions import SET_DATA, Function
+from swapper.tensors.guarded_tensor import SET_DATA, Function
 from swapper.tensors.torch_private import without_torch_functions
 
 

@@ -21,8 +21,7 @@ from torch import nn
 from swapper.errors import ColdParameterError, StateError
 from swapper.modules.guarded import RunWith, answering_handler, forget, guarded_parameters, handler_of, name_of, refuse
 from swapper.runtime.process import after_fork_in_child
-from swapper.tensors.guarded_tensor import GuardedTensor
-from swapper.tensors.torch_functions import (
+from swapper.tensors.guarded_tensor import (
     AFTER_ANOTHER,
     CHANGES_OF_FORM,
     CONVERSIONS,
@@ -31,6 +30,7 @@ from swapper.tensors.torch_functions import (
     SET_DATA,
     VIEWS,
     Function,
+    GuardedTensor,
     as_plain,
     changes_nothing,
     getters,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError
-from swapper.tensors.torch_functions import Function
+from swapper.tensors.guarded_tensor import Function
 
 RunWith = Callable[[Mapping[int, torch.Tensor]], Any]
 """An operation on parameters that have their data while it runs, or is given tensors in their places, by id."""

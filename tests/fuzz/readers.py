@@ -26,7 +26,7 @@ from swapper.durability.directory import RETENTION_NAME
 from swapper.durability.snapshot import Retention
 from swapper.durability.verify import verify
 from swapper.errors import BudgetError, ConfigError, SwapperError
-from swapper.integrations.pretrained_options import check_directory
+from swapper.integrations.transformers import check_directory
 from swapper.io.drives import read_record
 from swapper.io.files import OpenFiles, Stripes
 

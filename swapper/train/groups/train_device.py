@@ -54,7 +54,7 @@ from swapper.paging.section import Section
 from swapper.paging.store.page_files import checksum_of
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
-from swapper.tensors.torch_functions import tensors_among
+from swapper.tensors.guarded_tensor import tensors_among
 
 MORE_PAGES_ON_THEIR_WAY = 14
 """Maximum of those from spare frames, of which at most every second one is taken: a choice. With few, Python waits for kernels

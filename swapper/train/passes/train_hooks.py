@@ -50,7 +50,7 @@ from swapper.paging.schedule import Access
 from swapper.runtime.free_memory import note_used
 from swapper.runtime.interrupts import close_all
 from swapper.runtime.sizes import format_bytes
-from swapper.tensors.torch_functions import tensors_among
+from swapper.tensors.guarded_tensor import tensors_among
 from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.train_device import TrainingDevice
