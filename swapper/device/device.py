@@ -131,8 +131,14 @@ class Device:
         return self._module.nvtx.range(f"swapper: {what} {name}") if self._has_ranges else _NOTHING
 
     def refuse_capture(self, name: str) -> None:
-        """Raise UnsupportedError if the current stream records a graph, in which group `name` cannot be used."""
-        refuse_capture(self._module, name)
+        """Raise UnsupportedError if the current stream records a graph, which would have no copy of the group `name`."""
+        is_capturing = getattr(self._module, "is_current_stream_capturing", None)
+        if is_capturing is not None and is_capturing():
+            raise UnsupportedError(
+                f"a CUDA graph is being captured, and {name} is copied to the device by hooks, which a graph does not run: "
+                "capture parts of the model without weights that swapper has, or run without torch.cuda.graph and "
+                "make_graphed_callables"
+            )
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -296,16 +302,6 @@ def _why_none(module: Any) -> str:
 
 _EVAL_FRAME = "torch._dynamo.eval_frame"
 _KEY = "triton.cudagraphs"  # of inductor's options
-
-
-def refuse_capture(module: object, name: str) -> None:
-    """Raise UnsupportedError if the current stream records a graph, which would have no copy of the group `name`."""
-    is_capturing = getattr(module, "is_current_stream_capturing", None)
-    if is_capturing is not None and is_capturing():
-        raise UnsupportedError(
-            f"a CUDA graph is being captured, and {name} is copied to the device by hooks, which a graph does not run: capture "
-            "parts of the model without weights that swapper has, or run without torch.cuda.graph and make_graphed_callables"
-        )
 
 
 def refuse_compiled_graphs(name: str) -> None:

@@ -123,7 +123,10 @@ def read_index(
     if cursor != nbytes:
         raise _bad(path, f"its directory has {nbytes} bytes, of which {count} entries take {cursor}")
     alignment = _stated_alignment(part, records) if calculate else None
-    located = {name: _locate(part, entry, alignment if _is_payload(name) else None) for name, entry in records.items()}
+    located = {
+        name: _locate(part, entry, alignment if name.split("/")[1:-1] == ["data"] else None)
+        for name, entry in records.items()
+    }
     _check_apart(path, located, begin)
     if base:
         located = {
@@ -239,10 +242,6 @@ def unpacked_crc32(descriptor: int, path: Path, record: ZipRecord) -> int | None
     except zlib.error:
         return None
     return checksum if nbytes == record.unpacked_nbytes and unpacker.eof else None
-
-
-def _is_payload(name: str) -> bool:
-    return name.split("/")[1:-1] == ["data"]
 
 
 def _stated_alignment(part: _FileBytes, records: Mapping[str, ZipRecord]) -> int | None:

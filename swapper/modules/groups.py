@@ -51,7 +51,7 @@ class Unit:
 
 def partition(model: nn.Module) -> tuple[list[Group], list[Unit]]:
     """Return the model's groups and units in module order. The model itself is always a unit, if only an empty one."""
-    return _divide(model, list(_units(model)))
+    return _divide(model, [("", model, parameters_read(model), False), *_below("", model)])
 
 
 def by_module(model: nn.Module) -> tuple[list[Group], list[Unit]]:
@@ -116,11 +116,6 @@ def working_sets(units: list[Unit]) -> list[set[int]]:
             needed.update(ancestor.groups if ancestor else ())
         found.append(needed)
     return found
-
-
-def _units(model: nn.Module) -> Iterator[_FoundUnit]:
-    yield "", model, parameters_read(model), False
-    yield from _below("", model)
 
 
 def _below(prefix: str, module: nn.Module) -> Iterator[_FoundUnit]:
