@@ -265,12 +265,12 @@ def _import_safetensors() -> None:
 
 def _guard(write: Function, place: int) -> Function:
     @functools.wraps(write)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: object, **kwargs: object) -> object:
         mode = args[place + 1] if len(args) > place + 1 else kwargs.get("mode", "w")
         if len(args) <= place or (isinstance(mode, str) and "w" not in mode):
             return write(*args, **kwargs)
 
-        def write_to(target: Any) -> Any:
+        def write_to(target: object) -> object:
             return write(*args[:place], target, *args[place + 1 :], **kwargs)
 
         is_context = write.__name__ != "serialize_file"
@@ -279,13 +279,13 @@ def _guard(write: Function, place: int) -> Function:
     return guarded
 
 
-def _in_call(write_to: Function, target: Any) -> Any:
+def _in_call(write_to: Function, target: object) -> object:
     with _to_write(target) as now:
         return write_to(now)
 
 
 @contextmanager
-def _in_context(write_to: Function, target: Any) -> Iterator[Any]:
+def _in_context(write_to: Function, target: object) -> Iterator[object]:
     with _to_write(target) as now, write_to(now) as writer:
         yield writer
 

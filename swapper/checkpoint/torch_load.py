@@ -354,7 +354,7 @@ class _Loader:
         return memory
 
 
-def _mapped(map_location: Callable[[Any, str], Any], storage: torch.UntypedStorage, location: str) -> object:
+def _mapped(map_location: Callable[[object, str], object], storage: torch.UntypedStorage, location: str) -> object:
     """Apply a map_location that is a function, as torch does."""
     mapped = map_location(storage, location)
     return _restore(storage, location) if mapped is None else mapped

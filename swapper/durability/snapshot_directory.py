@@ -46,7 +46,7 @@ class SnapshotDirectory:
     """
 
     def __init__(
-        self, path: Path, hidden: Path, ranks: Ranks, has_failed: Callable[[], bool], state: dict[str, Any]
+        self, path: Path, hidden: Path, ranks: Ranks, has_failed: Callable[[], bool], state: dict[str, object]
     ) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 

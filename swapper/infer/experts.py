@@ -433,7 +433,7 @@ class OnDemandHome(GroupHome):
         del self._recipes[number]
 
 
-def _is_number(index: Any) -> bool:
+def _is_number(index: object) -> bool:
     if isinstance(index, torch.Tensor):
         return index.ndim == 0 and not index.dtype.is_floating_point and index.dtype != torch.bool
     return type(index) is int

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -120,7 +119,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
     def _is_inside(self) -> bool:
         return self.is_inside
 
-    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, unit: Unit, module: nn.Module, args: object, kwargs: object) -> None:
         with outside_transforms():
             _check_not_traced(unit)
             if not self._take_turn(unit):
@@ -134,7 +133,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
                 if self._groups[index].paged:
                     self._lease_more(call, self._groups[index])
 
-    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
         call = self._end(unit) if self._turns.is_mine else None
         if call is None:
             return None  # the pre-hook itself failed
@@ -204,7 +203,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         if self._batches is not None:
             self._batches.hold(group)
 
-    def _owned(self, output: Any) -> Any:
+    def _owned(self, output: object) -> object:
         """Return an output that keeps no memory of streamed weights. A gradient cannot flow back."""
         tensors, rebuild = tensors_of(output)
         if any(tensor.requires_grad for tensor in tensors):
@@ -287,7 +286,7 @@ def refuse_changes(module: nn.Module, name: str, is_whole: bool) -> None:
     """
     of = weakref.ref(module)
 
-    def apply(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
+    def apply(convert: Callable[[torch.Tensor], object], recurse: bool = True) -> nn.Module:
         """Do nothing if `convert` would change nothing, as `Module._apply` would; else refuse."""
         module = of()
         tensors = [] if module is None else [*module.parameters(recurse), *module.buffers(recurse)]
@@ -310,7 +309,7 @@ def refuse_changes(module: nn.Module, name: str, is_whole: bool) -> None:
         return type(module).train(module, False)
 
     copy_without_hooks(module)
-    refusals: dict[str, Callable[..., Any]] = {"_apply": apply, "train": train}
+    refusals: dict[str, Callable[..., object]] = {"_apply": apply, "train": train}
     if is_whole:
         refusals["__reduce_ex__"] = _refuse_to_copy  # pickle and copy look it up on the instance
     for method, refusal in refusals.items():
@@ -323,7 +322,7 @@ def allow_changes(module: nn.Module) -> None:
             del module.__dict__[name]
 
 
-def _refuse_to_copy(protocol: Any) -> Any:
+def _refuse_to_copy(protocol: object) -> object:
     raise StateError(
         "a model that was loaded by swapper.load cannot be copied or pickled, its weights stay in the checkpoint's files: load "
         "it once more, or copy or save model.state_dict()"

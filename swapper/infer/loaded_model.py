@@ -111,7 +111,7 @@ class LoadedModel(FaultHandler):
         self._given = MappedSource(source)  # who may write to it
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
-        self._operators: dict[tuple[int, Function], Callable[..., Any]] = {}  # by parameter: of some of its rows
+        self._operators: dict[tuple[int, Function], Callable[..., object]] = {}  # by parameter: of some of its rows
         self._hooks: InferenceHooks | None = None
         self._passes = PassPredictor(
             [name for name, _ in model.named_children()] if isinstance(model, Models) else [""]
@@ -256,14 +256,14 @@ class LoadedModel(FaultHandler):
         self._check_usable()
         return self._hooks is not None and self._hooks.fault_in(parameter)
 
-    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
+    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> object:
         """Run the operation on mappings of the files."""
         result = run({id(parameter): self.whole(parameter) for parameter in parameters})
         for parameter in parameters:
             self._check_files(self._recipes[id(parameter)])
         return result
 
-    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
+    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> object:
         name = getattr(function, "__name__", function)
         raise StateError(
             f"{name} would change parameter {self._names[id(parameters[0])]}, but {FOR_INFERENCE}. To change it, {OTHER_MEMORY}"
@@ -302,7 +302,7 @@ class LoadedModel(FaultHandler):
 
     def in_part(
         self, parameter: nn.Parameter, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    ) -> object:
         self._check_usable()
         if function is torch.Tensor.copy_:  # load_state_dict, of the values that it has
             return parameter if _has_bits_of(self.whole(parameter), args[1]) else NotImplemented

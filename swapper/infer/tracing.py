@@ -195,7 +195,7 @@ def _is_same(func: Any, name: str, args: Any, first: Traced, result: torch.Tenso
     return name == "__get__" and result.shape == first.shape and result.dtype == first.dtype  # .data
 
 
-def _cast(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+def _cast(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
     """Do `tensor.to` without a device, which others decide."""
     dtype = next((a for a in (*args, options.get("dtype")) if isinstance(a, torch.dtype)), tensor.dtype)
     return tensor.to(dtype)
@@ -215,7 +215,7 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_") and name not in ("requires_grad_", "detach_", "share_memory_")
 
 
-def _note_change(name: str, changed: Any, result: Any) -> Any:
+def _note_change(name: str, changed: object, result: object) -> object:
     """Record a change in place. The result may be discarded, such as initial values."""
     if not isinstance(changed, Traced) or changed.node.stored is not None or changed.node.is_view:
         raise _refusal(name)
@@ -227,7 +227,7 @@ def _refusal(name: str) -> UnsupportedError:
     return UnsupportedError(f"a checkpoint's tensor would be changed in place by {name} while it is loaded")
 
 
-def _collect(tree: Any, leaves: dict[int, StoredTensor]) -> None:
+def _collect(tree: object, leaves: dict[int, StoredTensor]) -> None:
     """Collect the stored tensors in `tree`.
 
     Raises:

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,8 +80,8 @@ class RowLookup:
 
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, max_norm: float | None = None,
-        *of_gradients: Any, **also: Any,
-    ) -> Any:  # fmt: skip
+        *of_gradients: object, **also: object,
+    ) -> object:  # fmt: skip
         """Return the rows of the table at `input`, as F.embedding does; NotImplemented if it would change the table.
 
         Raises:
@@ -226,7 +225,7 @@ class PartialProduct:
     parts: RowPrefetcher
     device: torch.device
 
-    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> object:
         """Return the product, as F.linear does; NotImplemented if it is not one of rows.
 
         Args:

@@ -170,7 +170,7 @@ def check_directory(path: str | os.PathLike[str]) -> None:
     )
 
 
-def open_weights(path: str | os.PathLike[str], config: Any, use_safetensors: bool | None) -> Source:
+def open_weights(path: str | os.PathLike[str], config: object, use_safetensors: bool | None) -> Source:
     """Open the weights that transformers would take.
 
     Args:
@@ -422,7 +422,7 @@ def _read_generation_config(model: Any, path: str | os.PathLike[str], options: d
 def _take_experts_one_by_one(model: nn.Module) -> None:
     """Choose the mixture-of-experts form that indexes experts, so that only the used ones are read."""
     for name, module in model.named_modules():
-        config: Any = getattr(module, "config", None)
+        config: object = getattr(module, "config", None)
         if name.split(".")[-1] == "experts" and hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"
 

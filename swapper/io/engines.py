@@ -226,7 +226,7 @@ class EngineOfDrives(SeveralEngines):
         options: of `swapper._C.Engine`, for each.
     """
 
-    def __init__(self, directories: Sequence[Path], backend: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, directories: Sequence[Path], backend: str, options: Mapping[str, object]) -> None:
         by_drive: dict[str, _C.Engine] = {}
         self._by_directory: dict[str, _C.Engine] = {}
         try:

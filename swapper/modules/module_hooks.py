@@ -36,7 +36,7 @@ class OwnHook:
     `__reduce__` may copy it: the copy does nothing.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
 
     @not_traced
@@ -93,7 +93,7 @@ def hookable(parameter: torch.Tensor) -> Iterator[None]:
 _NO_CHANGE: AbstractContextManager[Any] = nullcontext()
 
 
-def outside_transforms() -> AbstractContextManager[Any]:
+def outside_transforms() -> AbstractContextManager[object]:
     """Return a context within which no transform of torch.func (grad, vjp, jvp, vmap, functionalize) runs.
 
     A transform wraps every tensor that is made, for as long as it lasts: a commit, a transfer or an update must not see that.
@@ -158,11 +158,11 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
             self._handles.append(unit.module.register_forward_hook(after, always_call=True))
 
     @abstractmethod
-    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, unit: Unit, module: nn.Module, args: object, kwargs: object) -> None:
         """The forward of `unit` begins."""
 
     @abstractmethod
-    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
         """The forward of `unit` is over, or was stopped, also by what `_before` raised. Returns what it is to return."""
 
     @abstractmethod
@@ -245,7 +245,7 @@ def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Te
         fields = [f.name for f in dataclasses.fields(output) if hasattr(output, f.name)]
         tensors, rebuild = tensors_of([getattr(output, name) for name in fields])
 
-        def rebuild_dataclass(new: list[torch.Tensor]) -> Any:
+        def rebuild_dataclass(new: list[torch.Tensor]) -> object:
             for name, value in zip(fields, rebuild(new), strict=True):
                 try:
                     setattr(output, name, value)
@@ -259,7 +259,7 @@ def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Te
         return _tensors_of_object(output)
     parts = [tensors_of(leaf) for leaf in leaves]
 
-    def rebuild_tree(new: list[torch.Tensor]) -> Any:
+    def rebuild_tree(new: list[torch.Tensor]) -> object:
         taken = iter(new)
         built = [rebuild([next(taken) for _ in tensors]) for tensors, rebuild in parts]
         return pytree.tree_unflatten(built, spec)
@@ -267,14 +267,14 @@ def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Te
     return [tensor for tensors, _ in parts for tensor in tensors], rebuild_tree
 
 
-def _tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+def _tensors_of_object(output: object) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], object]]:
     attributes = getattr(output, "__dict__", None)
     if not attributes or callable(output):
         return [], lambda new: output
     values = {name: of for name, of in attributes.items() if isinstance(of, torch.Tensor | list | tuple | dict)}
     tensors, rebuild = tensors_of(list(values.values()))
 
-    def rebuild_object(new: list[torch.Tensor]) -> Any:
+    def rebuild_object(new: list[torch.Tensor]) -> object:
         attributes.update(zip(values, rebuild(new), strict=True))
         return output
 

@@ -27,7 +27,7 @@ def getters(*names: str) -> set[Function]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
-def _named(names: str, *spaces: Any) -> set[Function]:
+def _named(names: str, *spaces: object) -> set[Function]:
     return {getattr(space, name) for space in spaces for name in names.split() if hasattr(space, name)}
 
 
@@ -136,7 +136,7 @@ CONVERSIONS: frozenset[Function] = frozenset(
 """Conversions, which training loops and pipelines call by habit. One that changes nothing (`.float()` of fp32) needs no data."""
 
 
-def changes_nothing(convert: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> bool:
+def changes_nothing(convert: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> bool:
     """Return whether `convert(tensor)` would be `tensor` itself, by asking it of a small one that is like it.
 
     Args:
@@ -160,7 +160,7 @@ def written_among(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return tensors_among([*by_place, *by_name, kwargs.get("out")])
 
 
-def tensors_among(tree: Any) -> list[torch.Tensor]:
+def tensors_among(tree: object) -> list[torch.Tensor]:
     """Return the tensors in the arguments or the result of a function: in lists, tuples and dictionaries, at any depth."""
     found: list[torch.Tensor] = []
     pending = [tree]
@@ -175,7 +175,7 @@ def tensors_among(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: object) -> Iterator[object]:
     """Yield what lies in lists, tuples and dictionaries, at any depth."""
     if isinstance(tree, list | tuple):
         for item in tree:
@@ -220,7 +220,7 @@ class GuardedTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         return cls._operate(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return self._text()
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -233,7 +233,7 @@ class GuardedTensor(torch.Tensor):
         return self._instead("__reduce_ex__").__reduce_ex__(protocol)
 
     @staticmethod
-    def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _operate(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Do torch's function `func`, which needs data or may need it, with these arguments; some are of this class."""
         raise NotImplementedError
 
@@ -276,7 +276,7 @@ class TensorWatch:
     def used(self, tensor: torch.Tensor) -> None:
         """It is done: raise if its result may be wrong."""
 
-    def changes_nothing(self, func: Function, args: Sequence[Any]) -> bool:
+    def changes_nothing(self, func: Function, args: Sequence[object]) -> bool:
         """Return whether `func`, which writes to a tensor, need not be done."""
         return False
 
@@ -301,7 +301,7 @@ class WatchedTensor(GuardedTensor):
     swapper_watch: TensorWatch
 
     @staticmethod
-    def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _operate(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         for tensor in tensors_among((args, kwargs)):
             if type(tensor) is WatchedTensor:  # yet: one use may end several watches
                 tensor.swapper_watch.use(tensor)
@@ -340,7 +340,7 @@ class WatchedTensor(GuardedTensor):
         return copied
 
 
-def watch_of(tensor: Any) -> TensorWatch | None:
+def watch_of(tensor: object) -> TensorWatch | None:
     return tensor.swapper_watch if type(tensor) is WatchedTensor else None
 
 
@@ -350,11 +350,11 @@ def unwatch(tensor: torch.Tensor) -> None:
     del tensor.swapper_watch  # type: ignore[attr-defined]
 
 
-def _watched_among(tree: Any) -> list[WatchedTensor]:
+def _watched_among(tree: object) -> list[WatchedTensor]:
     return [tensor for tensor in tensors_among(tree) if type(tensor) is WatchedTensor]
 
 
-_ARRAYS: set[Callable[..., Any]] = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+_ARRAYS: set[Callable[..., object]] = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 
 
 def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Sequence[WatchedTensor]) -> Any:
