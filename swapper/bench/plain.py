@@ -200,7 +200,7 @@ def _tokens(text: bytes, vocabulary: int) -> torch.Tensor:
     return tokens
 
 
-def make_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Iterable[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
     """Make the optimizer of the demo, the example and the benchmark."""
     return torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
 

@@ -194,7 +194,7 @@ def _write_item(writer: StreamWriter, name: str, item: WriteItem, data: Any) -> 
     return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=storage_info()(name, offset, nbytes))
 
 
-def _write_bytes(writer: StreamWriter, data: Any) -> tuple[int, int]:
+def _write_bytes(writer: StreamWriter, data: bytes | memoryview) -> tuple[int, int]:
     offset = writer.position
     writer.append(bytes(data))
     return offset, writer.position - offset

@@ -148,7 +148,9 @@ class Ranks:
         start: random, and the same on all ranks; another one when they start again. Set by the code that opens the run.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, *, is_early: bool = False) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None, *, is_early: bool = False
+    ) -> None:
         self.rank = rank
         self.size = size
         self.has_failed = False

@@ -106,7 +106,7 @@ def fake_tensors() -> Any:
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 
-def storage_info() -> Any:
+def storage_info() -> type:
     """Return the class of a place in DCP's metadata: (relative_path, offset, length), which DCP pickles."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
