@@ -1,4 +1,4 @@
-"""What demo, examples and benchmarks train: a small GPT, real text that every machine has, and plain torch as the reference.
+"""Trains in plain torch: a small GPT, on real text that every machine has, for the demo, examples and benchmarks.
 
 Does not import swapper, so that the demo can load it in a process of its own that never does. The model has pre-norm layers
 in a ModuleList, learned positions, causal attention, a GELU MLP, an output projection that is not tied.
