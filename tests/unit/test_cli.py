@@ -23,7 +23,6 @@ from swapper.bench.drive import (
     check_directory,
     choose_directory,
     measure_drive,
-    step_bytes,
 )
 from swapper.bench.plain import Corpus, Gpt, GptConfig, PlainTraining, make_gpt
 from swapper.cli import app, demo_ranks
@@ -249,18 +248,6 @@ def test_the_limit_is_the_longest_of_reads_writes_and_compute():
 def test_the_limit_knows_a_drive_that_shares_one_speed_between_reads_and_writes():
     limit = StepLimit.of(DriveSpeed(1e9, 1e9, 1e9), 1e9, 1e9, 0.0)
     assert (limit.seconds, limit.cause) == (2.0, "reads and writes")
-
-
-def test_a_step_moves_what_the_documented_formula_says():
-    assert step_bytes(1, parameters_on_nvme=False, masters=True) == (12, 12)
-    assert step_bytes(1, parameters_on_nvme=True, masters=True) == (16, 14)
-    assert step_bytes(2, parameters_on_nvme=True, masters=True, muon=1) == (28, 24)
-    assert step_bytes(1, parameters_on_nvme=False, masters=False) == (8, 8)
-    assert step_bytes(1, parameters_on_nvme=True, masters=False) == (20, 12)
-    assert step_bytes(1000, parameters_on_nvme=False, masters=True, state_codec="split") == (10125, 10125)
-    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="bf16") == (12125, 8125)
-    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="8bit") == (9187, 5187)
-    assert step_bytes(1000, parameters_on_nvme=True, masters=False, state_codec="8bit") == (14187, 6187)
 
 
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
