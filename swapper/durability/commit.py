@@ -46,9 +46,8 @@ def _numbers(dtype: torch.dtype) -> records.Shape:
     return check
 
 
-def _swap_name(value: Any) -> None:
-    records.name(value)
-    if not value.endswith(".swap"):
+def _swap_name(value: object) -> None:
+    if not records.name(value).endswith(".swap"):
         raise ValueError(f"it is {value!r}, not the name of a swap file")
 
 
