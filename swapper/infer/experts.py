@@ -33,9 +33,8 @@ from swapper.formats.stored import Empty
 from swapper.infer.adoption import view_of
 from swapper.infer.matching import Recipe
 from swapper.infer.tracing import recipe_of_row
-from swapper.infer.weight_rows import ReadInto
+from swapper.infer.weight_rows import Reading, ReadInto
 from swapper.infer.weights import FOR_INFERENCE
-from swapper.io.engines import Transfer, wait_for_all
 from swapper.modules.home import GroupHome, Update
 
 Key = tuple[str, int, int]
@@ -204,13 +203,12 @@ def find_recipes(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[Re
 
 
 @dataclass
-class _CachedWeight:
+class _CachedWeight(Reading):
     """One recipe's memory: the file's bytes, or the result if that is no larger."""
 
     recipe: Recipe
     memory: list[torch.Tensor] = field(default_factory=list)
     parts: list[torch.Tensor] = field(default_factory=list)
-    tickets: list[Transfer] = field(default_factory=list)
     leases: int = 0
     value: torch.Tensor | None = None
     version: int = 0  # of the value, when it was made
@@ -222,14 +220,6 @@ class _CachedWeight:
     @property
     def was_changed(self) -> bool:
         return self.value is not None and self.value._version != self.version
-
-    @property
-    def is_read(self) -> bool:
-        return all(ticket.done and ticket.error is None for ticket in self.tickets)
-
-    def wait(self) -> None:
-        wait_for_all(self.tickets)
-        self.tickets = []
 
     def ready(self, empty: Empty) -> torch.Tensor:
         """Return the value, in host memory: in `empty`'s if it is larger than what is stored, and computed at each use."""
@@ -246,11 +236,6 @@ class _CachedWeight:
         if value.nbytes <= self.recipe.stored_bytes:
             self.value, self.parts, self.memory, self.version = value, [], [], value._version
         return value
-
-    def settle(self) -> None:
-        """Wait for a read that may be in flight, perhaps prefetched and never used, before the memory is freed."""
-        for ticket in self.tickets:
-            ticket.exception()
 
 
 class Experts:

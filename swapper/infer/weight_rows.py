@@ -242,15 +242,10 @@ class PartialProduct:
 
 
 @dataclass
-class _PartRead:
-    """A part that is read, or was, and is used next."""
+class Reading:
+    """Reads into one piece of memory; they may be in flight, perhaps prefetched and never used."""
 
-    of: int  # id of its map: it must not keep the model alive
-    recipes: Sequence[Recipe]
-    slot: int
-    sources: list[tuple[int, StoredTensor]] = field(default_factory=list)  # offset in the slot, and what it is
-    tickets: list[Transfer] = field(default_factory=list)
-    copy: NewCopy | None = None  # to the device
+    tickets: list[Transfer] = field(default_factory=list, kw_only=True)
 
     @property
     def is_read(self) -> bool:
@@ -259,6 +254,22 @@ class _PartRead:
     def wait(self) -> None:
         wait_for_all(self.tickets)
         self.tickets = []
+
+    def settle(self) -> None:
+        """Wait until all are over, whatever their outcome: the memory is used next, or freed."""
+        for ticket in self.tickets:
+            ticket.exception()
+
+
+@dataclass
+class _PartRead(Reading):
+    """A part that is read, or was, and is used next."""
+
+    of: int  # id of its map: it must not keep the model alive
+    recipes: Sequence[Recipe]
+    slot: int
+    sources: list[tuple[int, StoredTensor]] = field(default_factory=list)  # offset in the slot, and what it is
+    copy: NewCopy | None = None  # to the device
 
     def matrices(self, memory: torch.Tensor, offsets: Iterable[int], empty: Empty = torch.empty) -> list[torch.Tensor]:
         """Return the results of the recipes, whose parts `memory` has at `offsets`, in memory from `empty`."""
@@ -356,8 +367,8 @@ class RowPrefetcher:
 
     def _forget(self) -> None:
         """Drop all parts; wait for reads in flight, since their slots are used next."""
-        for ticket in (ticket for part in self._reading for ticket in part.tickets):
-            ticket.exception()
+        for part in self._reading:
+            part.settle()
         for copy in (part.copy for part in self._reading if part.copy is not None):
             if self._copies is not None:
                 with contextlib.suppress(DeviceError):
