@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import swapper
-from swapper.bench.corpus import Corpus
-from swapper.bench.gpt import Gpt, GptConfig
+from swapper.bench.plain import Corpus, Gpt, GptConfig
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 import swapper
-from swapper.bench.corpus import Corpus
-from swapper.bench.gpt import Gpt, GptConfig
+from swapper.bench.plain import Corpus, Gpt, GptConfig
 
 
 def parse_arguments() -> argparse.Namespace:

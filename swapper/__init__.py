@@ -25,12 +25,13 @@ from swapper.runtime.counters import Counters
 
 if TYPE_CHECKING:
     from swapper import checkpoint
-    from swapper.durability.ticket import SnapshotTicket
-    from swapper.infer.mapping.adoption import without_weights
+    from swapper.durability.publication import SnapshotTicket
+    from swapper.infer.adoption import without_weights
+    from swapper.infer.load_model import shared_memory
+    from swapper.infer.loaded_model import LoadedModel, loaded
     from swapper.infer.planning.load_plan import LoadPlan, plan_load
     from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction
-    from swapper.infer.runtime.load_model import load, shared_memory
-    from swapper.infer.runtime.loaded_model import LoadedModel, loaded
+    from swapper.infer.runtime.load_model import load
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
     from swapper.options import Accelerator, CommitPolicy, ExternalWeights
@@ -82,12 +83,12 @@ __all__ = [
 ]
 
 _BY_MODULE = {
-    "swapper.durability.ticket": "SnapshotTicket",
-    "swapper.infer.mapping.adoption": "without_weights",
+    "swapper.durability.publication": "SnapshotTicket",
+    "swapper.infer.adoption": "without_weights",
     "swapper.infer.planning.load_plan": "LoadPlan plan_load",
     "swapper.infer.planning.planned_load": "ExpertUse LoadPrediction",
-    "swapper.infer.runtime.load_model": "load shared_memory",
-    "swapper.infer.runtime.loaded_model": "LoadedModel loaded",
+    "swapper.infer.load_model": "load shared_memory",
+    "swapper.infer.loaded_model": "LoadedModel loaded",
     "swapper.io": "AioHandle GdsFile GdsHandle Operation gds_deregister_buffer gds_register_buffer",
     "swapper.manager": "SwapManager",
     "swapper.options": "Accelerator CommitPolicy ExternalWeights",

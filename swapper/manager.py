@@ -20,20 +20,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.capabilities import Feature, check
-from swapper.checkpoint.replacing import check_target, replacing
 from swapper.device.device import Device
 from swapper.durability.beginning import begin_run
 from swapper.durability.directory import RESUME_CHOICES
+from swapper.durability.publication import SnapshotTicket
 from swapper.durability.ranks import RANKS_CHOICES, Ranks
-from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import ConfigError, StateError, UnsupportedError
-from swapper.io.tuning import weigh
+from swapper.io.drives import weigh
+from swapper.io.replacing import check_target, replacing
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, check_at_once, parse_choice, parse_host_memory
-from swapper.runtime.counters import Counters
+from swapper.runtime.counters import MAX_SPANS, Counters, Trace, asked_for
 from swapper.runtime.interrupts import close_all, defer_signals
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import LimitWatch, StepClock, StepStats
-from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back, unwrapped, wrapped_as
 from swapper.train.planning.plan import Plan
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request

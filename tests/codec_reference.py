@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from swapper.codecs import GROUP, CodedState
-from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
+from swapper.device.kernels import AdamWSlice, AdamWStep, reference_
 
 NAN = 0x7FC0
 """The upper half of the one NaN that is written: as a value and as the scale of a group that cannot be held."""

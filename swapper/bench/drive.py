@@ -23,11 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.codecs import CODECS
 from swapper.errors import DirectoryError
 from swapper.io.engines import is_in_memory
 from swapper.runtime.sizes import format_bytes
-from swapper.train.layout.state_codecs import PRESETS
 
 THREADS = 8  # transfers in flight each way: a choice
 PIECE_BYTES = 1 << 20  # a choice
@@ -239,34 +237,3 @@ class StepLimit:
             "reads and writes": self.both_s,
             "compute": self.compute_s,
         }
-
-
-def step_bytes(
-    parameters: int, *, parameters_on_nvme: bool, masters: bool, state_codec: str = "exact", muon: int = 0
-) -> tuple[int, int]:
-    """Return the bytes that one AdamW step (reads, writes) with the optimizer state on NVMe.
-
-    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8, and less with a codec; of the
-    `muon` parameters that Muon updates, with one fp32 momentum instead of two moments, 4 fewer. Parameters on NVMe are
-    read in forward and in backward and written once: 2 bytes each with fp32 masters, else 4. They are read by the update
-    too, unless it writes them from masters that are whole.
-
-    Args:
-        parameters: how many.
-        parameters_on_nvme: else only the state is.
-        masters: parameters are bf16 and have fp32 masters.
-        state_codec: as of `manager.offload`. Default: "exact".
-        muon: how many of the parameters Muon updates.
-    """
-    codecs = PRESETS[state_codec]
-    moments = sum(_bytes_of(codecs.get(key)) for key in ("exp_avg", "exp_avg_sq"))
-    state = (moments + (_bytes_of(codecs.get("master")) if masters else 0)) * parameters - (moments - 4) * muon
-    if not parameters_on_nvme:
-        return int(state), int(state)
-    width, uses = (2, 3 if "master" in codecs else 2) if masters else (4, 3)
-    return int(state + uses * width * parameters), int(state + width * parameters)
-
-
-def _bytes_of(codec: str | None) -> float:
-    """Return the bytes of an element in a codec; None: fp32."""
-    return 4 if codec is None else sum(part.dtype.itemsize / part.elements for part in CODECS[codec].layout)

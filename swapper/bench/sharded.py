@@ -24,10 +24,8 @@ from typing import IO, Any
 import torch
 
 import swapper
-from swapper.bench.corpus import Corpus
-from swapper.bench.gpt import Gpt, GptConfig, make_gpt
-from swapper.bench.memory import PeakMemory
-from swapper.bench.plain import make_optimizer
+from swapper.bench.measure import PeakMemory
+from swapper.bench.plain import Corpus, Gpt, GptConfig, make_gpt, make_optimizer
 from swapper.errors import StateError
 
 

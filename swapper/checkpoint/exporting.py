@@ -1,6 +1,6 @@
 """Exports a checkpoint of any format as another format, in memory that does not depend on its size.
 
-It first locates the source's tensors (sources.py, dcp_directory.py, pickle_reader.py), then reads and writes them at
+It first locates the source's tensors (sources.py, dcp_format.py, pickle_reader.py), then reads and writes them at
 once (stream.py). The result appears under its name when it is complete, file or directory, or not at all.
 """
 
@@ -19,9 +19,8 @@ import torch
 
 from swapper.checkpoint import zero
 from swapper.checkpoint.encoded_state import MARK, codecs_of
+from swapper.checkpoint.inspecting import find_run, parameters_of
 from swapper.checkpoint.quantization import KEY, AlreadyQuantized, Loss, layouts_of, losses, metadata, quantised
-from swapper.checkpoint.replacing import new_directory, replacing
-from swapper.checkpoint.run_directory import find_run, parameters_of
 from swapper.checkpoint.stream import StreamWriter
 from swapper.checkpoint.torch_load import load
 from swapper.checkpoint.torch_save import save
@@ -35,13 +34,13 @@ from swapper.checkpoint.writers import (
     write_torch,
 )
 from swapper.errors import CheckpointError
-from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, read_directory
+from swapper.formats.dcp_format import METADATA_NAME, METADATA_VERSION, read_directory
+from swapper.formats.pickle_reader import Skeleton
 from swapper.formats.sources import FileStamp, Source, open_source
 from swapper.formats.stored import ChunkedTensor, StoredTensor
-from swapper.formats.torch_zip.pickle_reader import Skeleton
-from swapper.formats.torch_zip.torch_file import read_torch_file
-from swapper.formats.torch_zip.unpickling import Opaque
-from swapper.io.mounts import make_parents
+from swapper.formats.torch_file import read_torch_file
+from swapper.formats.unpickling import Opaque
+from swapper.io.replacing import make_parents, new_directory, replacing
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
 from swapper.tensors.torch_private import storage_info

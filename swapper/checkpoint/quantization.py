@@ -20,8 +20,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from swapper.checkpoint.writers import ExportTensor, Payloads
-from swapper.device.kernels.compiler import has_triton, uses_kernel
-from swapper.device.kernels.quantized import FLOATS, dequantise_, quantise
+from swapper.device.kernels import FLOATS, dequantise_, has_triton, quantise, uses_kernel
 from swapper.errors import CheckpointError
 from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import Empty, StoredTensor

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from swapper import _C
-from swapper.formats.torch_zip.zip_writer import (
+from swapper.formats.torch_writer import (
     ROOT,
     SERIALIZATION_ID_BYTES,
     Entry,
@@ -32,9 +32,8 @@ from swapper.formats.torch_zip.zip_writer import (
     local_header,
     serialization_id,
 )
-from swapper.io.alignment import SECTOR_BYTES
-from swapper.io.elements import device_errors
 from swapper.io.engines import drain, open_for, reserve, shared_engine
+from swapper.io.tensor_bytes import SECTOR_BYTES, device_errors
 
 BLOCK_BYTES = 2 << 20  # a choice
 BLOCKS = 8  # 16 MiB in all: a choice

@@ -26,19 +26,18 @@ from torch.utils.serialization import config
 
 from swapper import _C
 from swapper.checkpoint.encoded_state import decode_state, in_nameless_file
-from swapper.checkpoint.mapping.save_guard import guard_saves
+from swapper.checkpoint.mapped_files import guard_saves
 from swapper.checkpoint.stream import Checksum
 from swapper.errors import CheckpointError, IoError
+from swapper.formats.pickle_reader import StorageId, check_pickles
 from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, FileStamp, opened, read_at
-from swapper.formats.torch_zip.bounded_load import repacked
-from swapper.formats.torch_zip.pickle_reader import StorageId, check_pickles
-from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
-from swapper.formats.torch_zip.zip_reader import ZipRecord, unpacked_crc32
-from swapper.io.alignment import SECTOR_BYTES
+from swapper.formats.torch_file import TorchFile, read_torch_file, repacked
+from swapper.formats.zip_reader import ZipRecord, unpacked_crc32
 from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import drain, open_for, shared_engine, wait_for_all
 from swapper.io.staging import Staging
-from swapper.runtime.limits import naming_limits
+from swapper.io.tensor_bytes import SECTOR_BYTES
+from swapper.runtime.process import naming_limits
 
 MapLocation = Callable[[Any, str], Any] | Mapping[str, str] | torch.device | str | None
 
@@ -355,7 +354,7 @@ class _Loader:
         return memory
 
 
-def _mapped(map_location: Callable[[Any, str], Any], storage: torch.UntypedStorage, location: str) -> object:
+def _mapped(map_location: Callable[[object, str], object], storage: torch.UntypedStorage, location: str) -> object:
     """Apply a map_location that is a function, as torch does."""
     mapped = map_location(storage, location)
     return _restore(storage, location) if mapped is None else mapped

@@ -17,13 +17,19 @@ from pathlib import Path
 import torch
 from torch.utils.serialization import config
 
-from swapper.checkpoint.mapping.mapped_files import FileChanges
-from swapper.checkpoint.replacing import replacing
+from swapper.checkpoint.mapped_files import FileChanges
 from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError
-from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES
-from swapper.formats.torch_zip.zip_writer import ROOT, descriptor_nbytes, leading_records, payload_offset
-from swapper.io.alignment import SECTOR_BYTES
+from swapper.formats.torch_writer import (
+    LEGACY_STORAGES,
+    QUANTIZED_STORAGES,
+    ROOT,
+    descriptor_nbytes,
+    leading_records,
+    payload_offset,
+)
+from swapper.io.replacing import replacing
+from swapper.io.tensor_bytes import SECTOR_BYTES
 
 SMALL_MEAN_BYTES = 32 << 10
 """Bytes. With a smaller mean storage torch's own alignment is kept: gaps would exceed 6 % of the file."""
@@ -99,7 +105,8 @@ class _Pickler(pickle.Pickler):
 def _write(
     path: Path, pickled: bytes, storages: Sequence[torch.UntypedStorage], sizes: Sequence[int], alignment: int
 ) -> None:
-    checksums, pinned = bool(config.save.compute_crc32), _is_pinned(storages)
+    checksums, on_device = bool(config.save.compute_crc32), any(storage.device.type == "cuda" for storage in storages)
+    pinned = on_device and bool(config.save.use_pinned_memory_for_d2h)
     with StreamWriter(path, _nbytes(pickled, sizes, alignment), checksums=checksums, pinned=pinned) as stream:
         archive = Archive(stream, alignment)
         for name, content in leading_records(pickled, alignment):
@@ -127,8 +134,3 @@ def _append(stream: StreamWriter, storage: torch.UntypedStorage, nbytes: int, ch
         stream.append_memory(storage.data_ptr(), nbytes, storage, checksum)
     else:
         stream.append_device(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), checksum)
-
-
-def _is_pinned(storages: Sequence[torch.UntypedStorage]) -> bool:
-    devices = {storage.device.type for storage in storages}
-    return bool(config.save.use_pinned_memory_for_d2h) and "cuda" in devices

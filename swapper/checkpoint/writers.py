@@ -18,13 +18,12 @@ import torch
 from swapper import _C
 from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError
-from swapper.formats.dcp_items import Item
+from swapper.formats.dcp_format import Item
 from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import Box, ChunkedTensor, Piece, StoredTensor
-from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
-from swapper.formats.torch_zip.zip_writer import leading_records
-from swapper.io.alignment import SECTOR_BYTES
+from swapper.formats.torch_writer import StorageRef, leading_records, pickle_state
 from swapper.io.engines import open_for, shared_engine, wait_for_all
+from swapper.io.tensor_bytes import SECTOR_BYTES
 
 PIECES_AHEAD = 2  # reads in flight while one is converted
 PIECE_ELEMENTS = 4 << 20  # bounds the memory of a conversion: a choice

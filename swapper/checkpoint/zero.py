@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from swapper.checkpoint.writers import ExportTensor
 from swapper.errors import CheckpointError, IoError
+from swapper.formats.pickle_reader import TensorView
 from swapper.formats.sources import FileStamp
 from swapper.formats.stored import StoredTensor, are_sizes
-from swapper.formats.torch_zip.pickle_reader import TensorView
-from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
+from swapper.formats.torch_file import TorchFile, read_torch_file
 
 T = TypeVar("T")
 LATEST = "latest"

@@ -34,7 +34,7 @@ from swapper.bench.measure import (
 )
 from swapper.cli.command import ARGUMENT, check_output, make_console, reported
 from swapper.errors import ConfigError
-from swapper.io.tuning import Tuning, keep_tuning
+from swapper.io.drives import Tuning, keep_tuning
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -194,7 +194,7 @@ def _show_losses(console: Console, quantize: str, losses: Mapping[str, Loss]) ->
 
 
 @contextmanager
-def _bar(console: Console, title: str, nbytes: int) -> Iterator[Any]:
+def _bar(console: Console, title: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with make_progress(console, TextColumn("{task.description}"), *columns) as bar:
         task = bar.add_task(escape(title), total=nbytes)

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import Progress, ProgressColumn
 
 from swapper.errors import ConfigError, SwapperError
-from swapper.io.mounts import make_parents
+from swapper.io.replacing import make_parents
 
 INTERRUPTED = 130  # exit code, 128 + SIGINT
 PIPED_COLUMNS = 4096

@@ -26,16 +26,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 
 import swapper
 from swapper.bench import plain
-from swapper.bench.corpus import Corpus
 from swapper.bench.drive import StepLimit, check_directory, choose_directory, measure_drive
-from swapper.bench.gpt import GptConfig, make_gpt
-from swapper.bench.memory import PeakMemory, pss_bytes
+from swapper.bench.measure import PeakMemory, pss_bytes
+from swapper.bench.plain import Corpus, GptConfig, make_gpt
 from swapper.cli import demo_ranks
 from swapper.cli.command import make_console, make_progress, reported
 from swapper.cli.demo_ranks import Watch, megabytes, print_facts, steady
 from swapper.errors import CheckpointError, ConfigError
-from swapper.io.mounts import make_parents
-from swapper.paging.planning.budget import OR_PLACE_MORE
+from swapper.io.replacing import make_parents
+from swapper.paging.layout import OR_PLACE_MORE
 from swapper.runtime.sizes import parse_bytes
 
 LEARNING_RATE = 3e-4  # usual for AdamW, not tuned

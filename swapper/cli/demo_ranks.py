@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swapper.bench.drive import DriveSpeed, StepLimit, measure_drive
-from swapper.bench.gpt import GptConfig
+from swapper.bench.plain import GptConfig
 from swapper.bench.sharded import StartedRanks
 
 STATE_BYTES = 12

@@ -25,10 +25,9 @@ from rich.table import Table
 from swapper import _C
 from swapper.cli.command import make_console
 from swapper.errors import SwapperError, UnsupportedError
-from swapper.io.drives import read_record
+from swapper.io.drives import find_tuning, read_record, tuning_path
 from swapper.io.engines import is_in_memory, shared_engine
-from swapper.io.gds.cufile import open_cufile
-from swapper.io.tuning import find_tuning, tuning_path
+from swapper.io.handle.cufile import open_cufile
 from swapper.options import parse_host_memory
 from swapper.runtime.sizes import format_bytes
 

@@ -45,7 +45,7 @@ from swapper.forecast.search import (
     smallest_budget,
 )
 from swapper.forecast.virtual_drive import DriveRates
-from swapper.io.tuning import Tuning, find_tuning, tuning_path
+from swapper.io.drives import Tuning, find_tuning, tuning_path
 from swapper.options import UPDATES
 from swapper.runtime.sizes import format_bytes, parse_bytes, parse_bytes_a_second
 from swapper.train.layout.state_codecs import PRESETS

@@ -21,9 +21,8 @@ from rich.markup import escape
 
 from swapper.cli.command import check_output, make_console, reported
 from swapper.errors import CheckpointError, ConfigError
-from swapper.runtime.counters import FAMILIES
+from swapper.runtime.counters import ENVIRONMENT, FAMILIES, TRACKS
 from swapper.runtime.records import parse_json
-from swapper.runtime.trace import ENVIRONMENT, TRACKS
 
 PAGE = Path(__file__).with_name("report_page.html")
 BINS = 240

@@ -23,8 +23,7 @@ from typing import Annotated
 import typer
 
 from swapper.cli.command import make_console, print_table, reported
-from swapper.durability.commit import CommitRecord, named_files, read_commit
-from swapper.durability.described_layout import plans_of
+from swapper.durability.commit import CommitRecord, named_files, plans_of, read_commit
 from swapper.durability.directory import COMMIT_NAME, LockedDirectory
 from swapper.errors import CheckpointError, ConfigError, DirectoryError, SwapperError
 from swapper.io import beneath

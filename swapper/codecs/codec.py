@@ -1,5 +1,8 @@
 """Lists the codecs of optimizer state: what parts each has, what it needs, and how values become parts and back.
 
+`native_...` call the kernels of csrc/codecs/ with the addresses of tensors, which the caller has checked and keeps.
+`isa` is one of `_C.codec_isas()`, the fastest if empty: the bits are the same.
+
 Runs begin at a multiple of 32 elements of their tensor, so that groups are the same however a tensor is cut. What is decoded
 encodes to the same bits again: a state is the same whether it was coded once or between any steps.
 """
@@ -11,9 +14,71 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.codecs import native
-from swapper.device.kernels.compiler import ACCELERATORS, kernel, uses_kernel
+from swapper import _C
+from swapper.device.kernels import ACCELERATORS, AdamWStep, kernel, uses_kernel
 from swapper.errors import ConfigError, UnsupportedError
+
+Tensors = Sequence[torch.Tensor]
+States = Sequence[tuple[str, Tensors]]
+"""The name of each state's codec, and its parts."""
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Of parameters and gradients."""
+
+
+def native_encode(
+    codec: str, value: torch.Tensor, out: Tensors, parameter: torch.Tensor | None, threads: int = 1, isa: str = ""
+) -> int:
+    return _C.codec_encode(codec, value.data_ptr(), value.numel(), _addresses(out), _address(parameter), threads, isa)
+
+
+def native_decode(
+    codec: str, parts: Tensors, out: torch.Tensor, parameter: torch.Tensor | None, threads: int = 1, isa: str = ""
+) -> None:
+    _C.codec_decode(codec, _addresses(parts), out.numel(), out.data_ptr(), _address(parameter), threads, isa)
+
+
+def native_adamw_(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    states: States,
+    step: AdamWStep,
+    factor: float,
+    threads: int = 1,
+    isa: str = "",
+) -> int:
+    beta1, beta2 = step.betas
+    numbers = (factor, step.decay, beta1, 1 - beta1, beta2, 1 - beta2, step.root_scale, step.eps, step.step_size)
+    coded = [(codec, _addresses(parts)) for codec, parts in states]
+    return _C.codec_adamw(parameter.numel(), _typed(parameter), _typed(gradient), coded, numbers, threads, isa)
+
+
+def native_torch_adam_(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    states: States,
+    numbers: tuple[float | bool, ...],
+    uses_fma: bool,
+    roots: int,
+    threads: int = 1,
+    isa: str = "",
+) -> int:
+    coded = [(codec, _addresses(parts)) for codec, parts in states]
+    return _C.codec_torch_adam(
+        parameter.numel(), _typed(parameter), _typed(gradient), coded, numbers, uses_fma, roots, threads, isa
+    )
+
+
+def _addresses(tensors: Tensors) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _typed(tensor: torch.Tensor) -> tuple[int, str]:
+    return tensor.data_ptr(), DTYPE_NAMES[tensor.dtype]
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
 
 GROUP = 32
 """Elements that share a scale, counted from the first element of a tensor."""
@@ -84,7 +149,7 @@ class StateCodec:
         if not value.numel():
             return 0
         if not uses_kernel(value.device):
-            return native.encode(self.name, value, out, parameter, threads)
+            return native_encode(self.name, value, out, parameter, threads)
         unheld = torch.zeros(1, dtype=torch.int32, device=value.device)
         kernel("codecs").encode_(self.name, value, out, parameter, unheld)
         return int(unheld.item())
@@ -129,7 +194,7 @@ class StateCodec:
         if uses_kernel(out.device):
             kernel("codecs").decode_(self.name, parts, out, parameter)
         else:
-            native.decode(self.name, parts, out, parameter, threads)
+            native_decode(self.name, parts, out, parameter, threads)
 
     def check_parts(self, numel: int, parts: Sequence[torch.Tensor], device: torch.device = CPU) -> None:
         """Refuse tensors that are not the code of `numel` values on `device`.

@@ -1,1 +1,1 @@
-"""One accelerator: device, storage, tier, copies, registered memory, placement; `kernels/`: arithmetic on state and weights."""
+"""One accelerator: device, storage, tier, copies, registered memory, placement; and its arithmetic on state and weights."""

@@ -24,8 +24,8 @@ from swapper.device.device import Device, QueuedCopy
 from swapper.device.device_storage import DeviceStorage, Span, place_in_storage
 from swapper.errors import DeviceError
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
 from swapper.paging.residency import CLEAN, DIRTY, READING, WRITING
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.runtime.counters import Counters
 

@@ -1,14 +1,23 @@
 """One accelerator: streams, events, memory and copies. Only this module uses torch's device modules.
 
-It calls them through `torch.get_device_module`, so CUDA, ROCm and XPU are alike. Calls are queued and return at once; their later
-errors, as of a lost device, become `DeviceError`. Tests put a module in front of it whose copies run as late as an event allows.
+It calls them through `torch.get_device_module`, so CUDA, ROCm and XPU are alike. Calls are queued and return at once;
+their later errors, as of a lost device, become `DeviceError`. Tests put a module in front of it whose copies run as
+late as an event allows.
 
 Finds the part of host memory (NUMA node) that a device is attached to: copies from others cross a link between processors.
+
+CUDA graphs are refused where they cannot work: a graph has the addresses of what its kernels read, and runs no hooks.
+
+[Note: graphs of compiled code] `torch.compile(mode="reduce-overhead")` records a graph of the code between two hooks, and again
+whenever an address has changed: some 128 times, each with memory of its own, for a group that is copied for each use. A group
+that stays on the device keeps its address, and its graphs work. Compiled code runs below a frame of torch's, which has the
+compiler and its options.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,14 +25,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
-from swapper.device.cuda_graphs import refuse_capture
-from swapper.errors import ConfigError, DeviceError
-from swapper.io.elements import device_errors
+from swapper.errors import ConfigError, DeviceError, UnsupportedError
 from swapper.io.registered import CudaRegistrar
+from swapper.io.tensor_bytes import device_errors
 
 SYSFS = Path("/sys")
 
@@ -122,8 +131,14 @@ class Device:
         return self._module.nvtx.range(f"swapper: {what} {name}") if self._has_ranges else _NOTHING
 
     def refuse_capture(self, name: str) -> None:
-        """Raise UnsupportedError if the current stream records a graph, in which group `name` cannot be used."""
-        refuse_capture(self._module, name)
+        """Raise UnsupportedError if the current stream records a graph, which would have no copy of the group `name`."""
+        is_capturing = getattr(self._module, "is_current_stream_capturing", None)
+        if is_capturing is not None and is_capturing():
+            raise UnsupportedError(
+                f"a CUDA graph is being captured, and {name} is copied to the device by hooks, which a graph does not run: "
+                "capture parts of the model without weights that swapper has, or run without torch.cuda.graph and "
+                "make_graphed_callables"
+            )
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -283,3 +298,37 @@ def _why_none(module: Any) -> str:
     except (RuntimeError, AssertionError, AttributeError) as error:  # AttributeError: it cannot say
         return str(error).strip().partition("\n")[0].rstrip(".")
     return "no driver, one too old, or a torch that was built without it"
+
+
+_EVAL_FRAME = "torch._dynamo.eval_frame"
+_KEY = "triton.cudagraphs"  # of inductor's options
+
+
+def refuse_compiled_graphs(name: str) -> None:
+    """Raise UnsupportedError if this thread runs compiled code that records graphs. [Note: graphs of compiled code]"""
+    if _EVAL_FRAME in sys.modules and _records_graphs(sys._getframe(1)):
+        raise UnsupportedError(
+            f"torch.compile was told to record CUDA graphs, and the memory of {name} on the device is another one at each use: "
+            "leave mode='reduce-overhead' out ('max-autotune-no-cudagraphs' works), or raise device_memory until all stays there"
+        )
+
+
+def _records_graphs(frame: FrameType | None) -> bool:
+    file = sys.modules[_EVAL_FRAME].__file__
+    while frame is not None:
+        if frame.f_code.co_filename == file and (compiler := frame.f_locals.get("callback")) is not None:
+            while hasattr(compiler, "_torchdynamo_orig_backend"):
+                compiler = compiler._torchdynamo_orig_backend
+            if getattr(compiler, "compiler_name", "") == "cudagraphs" or _asks_for_graphs(compiler):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _asks_for_graphs(compiler: object) -> bool:
+    """Return True if inductor is to record graphs: it was said for this code, or for all."""
+    config = getattr(compiler, "config", None)
+    if not isinstance(config, dict):
+        return False
+    inductor = sys.modules.get("torch._inductor.config")
+    return bool(config.get(_KEY, inductor is not None and inductor.triton.cudagraphs))

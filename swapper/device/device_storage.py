@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from swapper.device.device import Device, QueuedCopy
-from swapper.io.alignment import round_up
+from swapper.io.tensor_bytes import round_up
 
 DEVICE_ALIGNMENT_BYTES = 512
 """As torch's own allocators: kernels choose by alignment, and other kernels give other bits."""

@@ -1,25 +1,157 @@
-"""A model's part of an accelerator: images of its groups, its buffers, and the copies that fill them."""
+"""A model's part of an accelerator: how its budget is divided; images of its groups, its buffers, and the copies that fill them.
+
+On a cycle a fixed set is best ([Note: what stays], paging/prefetcher.py); here it consists of whole groups, because a group's
+storage is there or not. They are taken evenly from the cycle, so that a resident group computes between two that must be copied.
+Streaming needs memory for the largest unit's groups, and for the next ones.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
 from swapper.device.copies import PageCopy, Uploads
-from swapper.device.device import Device
-from swapper.device.device_placement import DevicePlacement
+from swapper.device.device import Device, open_device
 from swapper.device.device_storage import DeviceStorage, Span, merge_spans, place_in_storage, spans_of_page
 from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
-from swapper.errors import DeviceError, InvariantError
+from swapper.errors import BudgetError, ConfigError, DeviceError, InvariantError
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section
 from swapper.runtime.counters import Counters
+from swapper.runtime.sizes import format_bytes, parse_bytes
+
+AHEAD_BYTES = 64 << 20
+"""Memory for groups that are copied while one computes: at most an AHEAD_SHARE-th of the budget, but room for the largest."""
+AHEAD_SHARE = 8
+STEPS = 64
+"""The share that stays is searched in steps of 1/64."""
+EARLIER_SHARE = 4
+"""An earlier gradient, to which one is added, is on the device in pieces of this part of the bytes for downloads."""
+PAGES_ON_THEIR_WAY = 2
+"""Frames leased for gradients at once that a pool always has: one is copied while the next is queued."""
+RING = 3
+"""Slices on the device at once if they are updated there: one is copied up, one is updated, one is copied down."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """An accelerator, and how many bytes of its memory may be used."""
+
+    device: Device
+    nbytes: int
+
+    @classmethod
+    def parse(cls, device: str | torch.device | Device, device_memory: int | str) -> DeviceBudget | None:
+        """Return what the user asked for; None for the CPU, whose memory is host memory. "auto" is half of what is free.
+
+        Raises:
+            ConfigError: an option is not known, or they do not go together.
+            DeviceError: there is no such device.
+        """
+        opened = open_device(device)
+        if opened is not None:
+            auto = device_memory == "auto"
+            return cls(opened, opened.free_bytes() // 2 if auto else parse_bytes(device_memory, "device_memory"))
+        if device_memory != "auto":
+            raise ConfigError(f"device_memory={device_memory!r} goes with a device; on the CPU say host_memory")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlacement:
+    """How a budget is divided.
+
+    Attributes:
+        image_bytes: for all groups that are on the device at once.
+        resident_set: groups that stay once they were copied.
+        down_bytes: for gradients in flight to host memory, if any.
+        sum_bytes: for gradients that are added up there, and go to host memory in a step's last backward.
+        gradients: groups whose gradients stay until they are used.
+        state: groups whose optimizer state stays.
+        ahead_bytes: for optimizer state that is copied up before its gradients are there.
+    """
+
+    image_bytes: int
+    resident_set: frozenset[int]
+    down_bytes: int = 0
+    sum_bytes: int = 0
+    gradients: frozenset[int] = frozenset()
+    state: frozenset[int] = frozenset()
+    ahead_bytes: int = 0
+
+
+def place_on_device(
+    device_bytes: int,
+    fixed_bytes: int,
+    images: Mapping[int, int],
+    units: Sequence[Sequence[int]],
+    where: Sequence[str],
+    device: object,
+    fixed: str = "small tensors, buffers and conversions",
+) -> DevicePlacement:
+    """Return the placement that copies the fewest bytes a pass.
+
+    Args:
+        device_bytes: the budget.
+        fixed_bytes: for everything else on the device, which `fixed` names.
+        images: by group, in the order of a pass, the size of its storage.
+        units: for each unit, the groups that are in use while it runs.
+        where: the units' names.
+        device, fixed: for the message.
+
+    Raises:
+        BudgetError: with the smallest budget that works.
+    """
+    left = device_bytes - fixed_bytes
+    ahead_bytes = min(AHEAD_BYTES, max(left, 0) // AHEAD_SHARE)
+    for step in range(STEPS, -1, -1):
+        resident_set = _even(images, step)
+        if _needed(images, units, resident_set, ahead_bytes) <= left:
+            return DevicePlacement(left, resident_set)
+    working = _needed(images, units, frozenset(), None)
+    if working <= left:
+        return DevicePlacement(left, frozenset())
+    largest = max(range(len(units)), key=lambda unit: sum(images.get(group, 0) for group in units[unit]), default=0)
+    raise BudgetError(
+        f"device_memory={format_bytes(device_bytes)} is too small: on {device} this model needs at least "
+        f"{format_bytes(fixed_bytes + working)} ({fixed_bytes + working} bytes), of which {format_bytes(fixed_bytes)} are "
+        f"{fixed}, and {format_bytes(working)} what is used at once in "
+        f"{where[largest]!r}; raise device_memory",
+        option="device_memory",
+        smallest_bytes=fixed_bytes + working,
+    )
+
+
+def _even(images: Mapping[int, int], step: int) -> frozenset[int]:
+    """Return groups that are about step / STEPS of all bytes, evenly spread."""
+    resident_set, all_bytes, staying_bytes = [], 0, 0
+    for group, nbytes in images.items():
+        all_bytes += nbytes
+        if (staying_bytes + nbytes) * STEPS <= all_bytes * step:
+            resident_set.append(group)
+            staying_bytes += nbytes
+    return frozenset(resident_set)
+
+
+def _needed(
+    images: Mapping[int, int], units: Iterable[Sequence[int]], resident_set: frozenset[int], ahead_bytes: int | None
+) -> int:
+    """Return the peak of all images' bytes, with room for the next ones unless `ahead_bytes` is None."""
+    streamed = {group: nbytes for group, nbytes in images.items() if group not in resident_set}
+    kept_bytes = sum(images.values()) - sum(streamed.values())
+    if not streamed:
+        return kept_bytes
+    working_sets = {tuple(sorted(streamed[group] for group in unit if group in streamed)) for unit in units}
+    working = max((sum(sizes) for sizes in working_sets), default=0)
+    ahead = 0 if ahead_bytes is None else min(max(ahead_bytes, max(streamed.values())), sum(streamed.values()))
+    return kept_bytes + working + ahead
 
 
 class ModelDevice:

@@ -14,9 +14,9 @@ import torch
 from swapper import _C
 from swapper.device.device import Device
 from swapper.errors import InvariantError
-from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.extents import Extents
 from swapper.io.registered import Registration, slabs
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.paging.host_memory import Pool
 from swapper.paging.section import Page
 from swapper.runtime.interrupts import make_lock

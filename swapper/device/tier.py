@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from swapper.device.copies import PageCopy, Uploads
-from swapper.device.cuda_graphs import refuse_compiled_graphs
-from swapper.device.device import OUT_OF_MEMORY, Device
+from swapper.device.device import OUT_OF_MEMORY, Device, refuse_compiled_graphs
 from swapper.device.device_storage import DeviceStorage
 from swapper.errors import BudgetError, DeviceError, InvariantError
 from swapper.runtime.counters import Counters

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.durability.commit import CommitRecord, read_commit
-from swapper.durability.described_layout import sections_of
+from swapper.durability.commit import CommitRecord, read_commit, sections_of
 from swapper.durability.directory import RunDirectory, ranks_by_size
 from swapper.durability.ranks import CommitId, Held, Ranks, choose, describe, host_name, mismatch
 from swapper.durability.recovery import Commit, find_commits, resume_from
@@ -25,7 +24,7 @@ from swapper.errors import CheckpointError, ConfigError, DirectoryError, Invaria
 from swapper.io import beneath
 from swapper.paging.section import Section
 from swapper.runtime.interrupts import close_all
-from swapper.runtime.limits import naming_limits
+from swapper.runtime.process import naming_limits
 
 Weigh = Callable[[Sequence[Path]], Sequence[float]]
 HeldBySize = Mapping[int, Mapping[int, Held]]

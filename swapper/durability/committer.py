@@ -26,8 +26,8 @@ from swapper.durability.snapshot import Publisher, Snapshot
 from swapper.durability.verify import find_losses
 from swapper.errors import CheckpointError, IoError, StateError
 from swapper.io.engines import Transfer
+from swapper.paging.layout import SMALL_SECTION_BYTES
 from swapper.paging.pager import Pager
-from swapper.paging.planning.budget import SMALL_SECTION_BYTES
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.interrupts import defer_signals
 

@@ -31,7 +31,7 @@ from swapper.errors import ConfigError, DirectoryError, UnsupportedError, remedy
 from swapper.io import beneath
 from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
 from swapper.io.engines import drive_of_device
-from swapper.io.mounts import IN_MEMORY, OVER_NETWORK, is_on, make_parents
+from swapper.io.replacing import IN_MEMORY, OVER_NETWORK, is_on, make_parents
 from swapper.runtime.process import after_fork_in_child
 from swapper.runtime.sizes import format_bytes
 
@@ -60,7 +60,7 @@ class LockedDirectory:
     """One directory of a run. Owns its lock from construction until `close`.
 
     Args:
-        directory: the user's directory. It is made if it is missing, with those above it (io/mounts.py).
+        directory: the user's directory. It is made if it is missing, with those above it (io/replacing.py).
 
     Raises:
         DirectoryError: it cannot be made, is no directory, not writable, or in use; or others may write to it.
@@ -221,7 +221,7 @@ class RunDirectory:
     """Owns the locks of the run's directories from construction until `close`.
 
     Args:
-        directories: the user's directory, or several, one a drive; a missing one is made (io/mounts.py).
+        directories: the user's directory, or several, one a drive; a missing one is made (io/replacing.py).
         resume: "error" refuses a directory that holds a run, "auto" resumes it, "reshard" too or one of another number of
             ranks, "discard" deletes it.
         ranks: this process's place in the job.

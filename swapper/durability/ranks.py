@@ -148,7 +148,9 @@ class Ranks:
         start: random, and the same on all ranks; another one when they start again. Set by the code that opens the run.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, *, is_early: bool = False) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None, *, is_early: bool = False
+    ) -> None:
         self.rank = rank
         self.size = size
         self.has_failed = False
@@ -332,7 +334,10 @@ class Ranks:
             StateError: a rank does not arrive, or comes to something else; names what each comes to.
         """
         padding = [0] * (MAX_NUMBERS - len(numbers))
-        mine = torch.tensor([_mark(what), *numbers, *padding], dtype=torch.int64, device="cpu")
+        mark = zlib.crc32(
+            re.sub(r"\d+", "", what).encode()
+        )  # the same for any step: ranks at different steps meet, and say which
+        mine = torch.tensor([mark, *numbers, *padding], dtype=torch.int64, device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.size)]
         actions: list[Any] = [None] * self.size
         with _explained(what, missing):
@@ -396,11 +401,6 @@ class Ranks:
         if group is not None and _is_initialized():
             with contextlib.suppress(ValueError, RuntimeError):  # destroyed with the user's own
                 dist.destroy_process_group(group)
-
-
-def _mark(what: str) -> int:
-    """Return a number for an action, the same for any step: ranks at different steps meet, and say which."""
-    return zlib.crc32(re.sub(r"\d+", "", what).encode())
 
 
 def versions_here() -> str:

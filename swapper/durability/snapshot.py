@@ -1,5 +1,10 @@
 """Takes snapshots: the whole state as one container under the user's name, without copying bytes on the drive.
 
+`snapshot(path, keep=N)` removes the oldest that the run published by the same pattern. Two names have one pattern if
+they lie in the same directory and differ only in runs of digits: `step-90.pt`, `step-100.pt`. Only files that this
+run published with `keep=` are ever removed, and only if unchanged: the same inode, size and time of change. A file
+that somebody replaced, changed or renamed is left alone, and no longer counts.
+
 `capture` copies the state in memory, at the user's call. When the step's last writes are done, `start` makes the newest
 swap file the snapshot's: another file replaces it, and a thread (publication.py) publishes it while training continues.
 
@@ -21,6 +26,9 @@ import bisect
 import copy
 import errno
 import logging
+import os
+import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,19 +37,99 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.durability.described_layout import tensors_of
-from swapper.durability.publication import Base, Publication, SnapshotContents
-from swapper.durability.retention import Retention
+from swapper.durability.commit import tensors_of
+from swapper.durability.directory import RETENTION_NAME
+from swapper.durability.publication import Base, Publication, SnapshotContents, SnapshotTicket
 from swapper.durability.snapshot_directory import DirectoryTicket, SnapshotDirectory, check_free
-from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.pickle_writer import Locate, StorageRef
+from swapper.formats.container import ContainerLayout, PreparedTail
+from swapper.formats.torch_writer import Locate, StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
 from swapper.io.engines import Engine
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.swap_files import Store
+from swapper.runtime import records
+
+_SHAPE = records.fields(
+    {
+        "published": records.listing(
+            records.row(
+                records.path, records.whole(most=(1 << 64) - 1), records.whole(), records.whole(least=-(1 << 63))
+            )
+        )
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A snapshot that was published with `keep=`, and its identity."""
+
+    path: str
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @classmethod
+    def look(cls, path: Path) -> Published:
+        status = os.lstat(path)
+        return cls(str(path), status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @property
+    def pattern(self) -> str:
+        path = Path(self.path)
+        return str(path.with_name(re.sub(r"[0-9]+", "#", path.name)))
+
+    def is_there(self) -> bool:
+        try:
+            return Published.look(Path(self.path)) == self
+        except OSError:
+            return False
+
+
+class Retention:
+    """The removable snapshots of a run, oldest first, in a file of its directory. Thread-safe.
+
+    A snapshot published right before a kill may be missing in the file, and is then never removed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._lock = threading.Lock()
+        self._file = directory / RETENTION_NAME
+        self._published: list[Published] = []
+        if beneath.exists(self._file):
+            try:
+                found = records.unseal(beneath.read_small(self._file, records.MAX_RECORD_BYTES), _SHAPE)
+                self._published = [Published(*row) for row in found["published"]]
+            except (OSError, ValueError) as error:
+                log.warning("%s cannot be read (%s): the snapshots that it names are kept", self._file, str(error))
+
+    def published(self, path: Path, keep: int | None) -> None:
+        """Note that `path` was published. With `keep`, remove the oldest of its pattern beyond that number."""
+        if keep is None:
+            return
+        newest = Published.look(path)
+        with self._lock:
+            self._published = [*(p for p in self._published if p.is_there()), newest]
+            alike = [p for p in self._published if p.pattern == newest.pattern]
+            self._save()
+            for old in alike[:-keep]:
+                self._remove(old)
+            self._save()
+
+    def _remove(self, old: Published) -> None:
+        try:
+            Path(old.path).unlink()
+        except OSError as error:
+            log.warning("cannot remove %s for keep=: %s", old.path, error.strerror)
+            return
+        self._published.remove(old)
+
+    def _save(self) -> None:
+        rows = [[p.path, p.inode, p.nbytes, p.changed_ns] for p in self._published]
+        beneath.replace_file(self._file, records.seal({"published": rows}))
+
 
 log = logging.getLogger("swapper")
 

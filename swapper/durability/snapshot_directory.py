@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
+from swapper.durability.publication import SnapshotTicket
 from swapper.durability.ranks import Ranks, describe_failure
-from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, StateError
-from swapper.formats.dcp_directory import METADATA_NAME, METADATA_VERSION, seal_metadata
-from swapper.formats.dcp_items import ContainerItems
-from swapper.formats.torch_zip.pickle_writer import Locate
+from swapper.formats.dcp_format import METADATA_NAME, METADATA_VERSION, ContainerItems, seal_metadata
+from swapper.formats.torch_writer import Locate
 from swapper.io import beneath
-from swapper.io.mounts import make_parents
+from swapper.io.replacing import make_parents
 from swapper.tensors.torch_private import storage_info
 
 
@@ -47,7 +46,7 @@ class SnapshotDirectory:
     """
 
     def __init__(
-        self, path: Path, hidden: Path, ranks: Ranks, has_failed: Callable[[], bool], state: dict[str, Any]
+        self, path: Path, hidden: Path, ranks: Ranks, has_failed: Callable[[], bool], state: dict[str, object]
     ) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 

@@ -22,14 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swapper import _C
-from swapper.durability.commit import CommitRecord, files_of, read_commit
-from swapper.durability.described_layout import sections_of, tensors_of
+from swapper.durability.commit import CommitRecord, files_of, read_commit, sections_of, tensors_of
 from swapper.durability.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
-from swapper.formats.dcp_directory import MAX_METADATA_BYTES, METADATA_NAME, metadata_is_whole, read_directory
-from swapper.formats.safetensors import read as read_safetensors
-from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at, read_filled, read_whole
-from swapper.formats.torch_zip.container import (
+from swapper.formats.container import (
     MANIFEST_NAME,
     MAX_END_BYTES,
     ChecksumChunk,
@@ -39,9 +35,12 @@ from swapper.formats.torch_zip.container import (
     TensorPlace,
     find_seal,
 )
-from swapper.formats.torch_zip.torch_file import read_torch_file
-from swapper.formats.torch_zip.zip_reader import ZipRecord, read_index, unpacked_crc32
-from swapper.formats.torch_zip.zip_writer import LOCAL_HEADER
+from swapper.formats.dcp_format import MAX_METADATA_BYTES, METADATA_NAME, metadata_is_whole, read_directory
+from swapper.formats.safetensors import read as read_safetensors
+from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at, read_filled, read_whole
+from swapper.formats.torch_file import read_torch_file
+from swapper.formats.torch_writer import LOCAL_HEADER
+from swapper.formats.zip_reader import ZipRecord, read_index, unpacked_crc32
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, stream
 from swapper.io.engines import open_engine

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from swapper.device.device import Device
-from swapper.device.device_placement import RING
+from swapper.device.model_device import RING
 from swapper.forecast.compute import ComputeTimes
 from swapper.forecast.virtual_drive import DriveRates
 from swapper.paging.dry_run import Task

@@ -21,7 +21,7 @@ from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
 from swapper.paging.dry_run import Task
-from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.layout import SectionPlan
 from swapper.train.layout.inventory import Inventory
 from swapper.train.planning.planned_step import PlannedStep
 from swapper.train.sharded.sharded_model import ShardedModel

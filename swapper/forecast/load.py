@@ -19,15 +19,15 @@ from swapper.forecast.compute import measure_products, warn_of_products
 from swapper.forecast.measured_pass import measure_pass
 from swapper.forecast.paging_trial import measure_paging
 from swapper.forecast.virtual_drive import DriveRates, PagingCosts, open_drive
-from swapper.infer.mapping.matching import Weight
-from swapper.infer.operators.experts import are_experts
-from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
+from swapper.infer.experts import are_experts
+from swapper.infer.matching import Weight
 from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction, PlannedLoad
-from swapper.infer.runtime.streaming import paged_sections
-from swapper.infer.runtime.weights import MadeMemory
+from swapper.infer.streaming import paged_sections
+from swapper.infer.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
+from swapper.infer.weights import MadeMemory
 from swapper.modules.groups import by_module
 from swapper.paging.dry_run import DryRun, InstantDrive, Task
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section
 from swapper.runtime.stats import StepStats
 

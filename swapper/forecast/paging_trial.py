@@ -22,8 +22,8 @@ from torch import nn
 from swapper import _C
 from swapper.errors import BudgetError
 from swapper.forecast.virtual_drive import PagingCosts
-from swapper.infer.runtime.load_model import load
-from swapper.infer.runtime.loaded_model import loaded
+from swapper.infer.load_model import load
+from swapper.infer.loaded_model import loaded
 
 LAYERS, PASSES = 8, 6
 """Of a trial. The first pass counts for nothing."""

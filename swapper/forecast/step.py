@@ -16,7 +16,7 @@ from swapper.forecast import accelerator
 from swapper.forecast.accelerator import DeviceRates
 from swapper.forecast.compute import ComputeTimes, measure_step
 from swapper.forecast.virtual_drive import DriveRates, VirtualDrive, open_drive
-from swapper.io.tuning import Tuning
+from swapper.io.drives import Tuning
 from swapper.runtime.sizes import parse_bytes_a_second
 from swapper.runtime.stats import StepStats
 from swapper.train.planning.planned_step import PlannedStep

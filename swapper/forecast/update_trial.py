@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.modules.groups import Group
 from swapper.paging.dry_run import CountingStore, InstantDrive
 from swapper.paging.host_memory import Pool
+from swapper.paging.layout import TensorSpec, plan_group
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import TensorSpec, plan_group
-from swapper.paging.planning.schedule import Schedule
+from swapper.paging.schedule import Schedule
 from swapper.runtime.counters import Counters
 from swapper.train.layout.inventory import (
     Inventory,

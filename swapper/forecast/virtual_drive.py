@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from swapper.errors import InvariantError
+from swapper.io.drives import Tuning
 from swapper.io.engines import Transfer
-from swapper.io.tuning import Tuning
 from swapper.paging.dry_run import DryTransfer, InstantDrive
 from swapper.paging.section import NoWindow
 from swapper.runtime.counters import Counters

@@ -1,1 +1,1 @@
-"""Reads file formats as pure data: the location of each tensor of a checkpoint. Readers trust and run nothing."""
+"""Reads and writes file formats as pure data: the location of each tensor of a checkpoint. Readers trust and run nothing."""

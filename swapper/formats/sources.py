@@ -1,6 +1,6 @@
 """Describes a checkpoint's tensors on disk, in one form for every format.
 
-A reader of a format (safetensors.py, torch_file.py, dcp_directory.py) opens a file, trusts nothing in it, and returns a
+A reader of a format (safetensors.py, torch_file.py, dcp_format.py) opens a file, trusts nothing in it, and returns a
 `Source`: for each tensor its file, offset, size, dtype, shape and stride. It reads no payload byte. Users of a source
 (inference, which streams from the files in place; export, which copies) know no format.
 
@@ -217,7 +217,7 @@ def open_source(path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES
     target = Path(path).absolute()
     if target.is_dir():
         if (target / ".metadata").exists():
-            return _read_by("dcp_directory", target)
+            return _read_by("dcp_format", target)
         return _read_huggingface(target, suffixes)
     if target.name.endswith(INDEX_SUFFIX):
         return _sharded(target)
@@ -229,7 +229,7 @@ def open_file(path: Path) -> Source:
     with opened(path) as descriptor:
         begin = read_at(descriptor, path, 0, 9)
     if begin[:4] == ZIP_MAGIC:
-        return _read_by("torch_zip.torch_file", path)
+        return _read_by("torch_file", path)
     if begin[8:] == b"{":
         return _read_by("safetensors", path)
     if begin[:2] == PICKLE_MAGIC:

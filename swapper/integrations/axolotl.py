@@ -28,7 +28,7 @@ class SwapperArgs(BaseModel):
     """
 
     swapper_run: str | None = None
-    swapper_options: dict[str, Any] | None = None
+    swapper_options: dict[str, object] | None = None
 
 
 class SwapperPlugin(BasePlugin):  # type: ignore[misc]

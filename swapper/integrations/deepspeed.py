@@ -26,7 +26,7 @@ import torch
 from swapper.errors import UnsupportedError
 from swapper.io import AioHandle, GdsHandle
 from swapper.io.files import Target
-from swapper.io.gds.cufile import open_cufile
+from swapper.io.handle.cufile import open_cufile
 from swapper.io.handle.deepnvme import free_locked, is_locked, new_locked_tensor
 
 logger = logging.getLogger("swapper.deepspeed")
@@ -39,7 +39,7 @@ _BUILDERS = {
     "PinMemoryBuilder": "pin_memory",
     "UtilsBuilder": "utils",
 }
-_undo: list[tuple[Any, str, Any]] = []
+_undo: list[tuple[object, str, object]] = []
 _ABSENT = object()
 
 
@@ -98,7 +98,7 @@ def _builder(operator: str) -> Any:
     class SwapperBuilder:
         NAME = operator
 
-        def load(self, verbose: bool = False) -> Any:
+        def load(self, verbose: bool = False) -> object:
             return _operator(operator)
 
         def is_compatible(self, verbose: bool = False) -> bool:
@@ -107,18 +107,18 @@ def _builder(operator: str) -> Any:
     return SwapperBuilder
 
 
-def _replace(name: str, before: Any, after: type) -> None:
+def _replace(name: str, before: object, after: type) -> None:
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "deepspeed" and vars(module).get(name) is before:
             _set(module, name, after)
 
 
-def _set(thing: Any, name: str, value: Any) -> None:
+def _set(thing: object, name: str, value: object) -> None:
     _undo.append((thing, name, vars(thing).get(name, _ABSENT)))
     setattr(thing, name, value)
 
 
-def _set_item(thing: dict[str, Any], name: str, value: Any) -> None:
+def _set_item(thing: dict[str, object], name: str, value: object) -> None:
     _undo.append((thing, name, thing.get(name, _ABSENT)))
     thing[name] = value
 
@@ -176,14 +176,14 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
     return 0
 
 
-def cast_to_byte_tensor(tensors: torch.Tensor | list[torch.Tensor]) -> Any:
+def cast_to_byte_tensor(tensors: torch.Tensor | list[torch.Tensor]) -> object:
     """Return the bytes of a contiguous tensor, or of each of a list, as tensors that share them. Their shape is flat."""
     if isinstance(tensors, torch.Tensor):
         return tensors.reshape(-1).view(torch.uint8)
     return [cast_to_byte_tensor(tensor) for tensor in tensors]
 
 
-def _operator(name: str) -> Any:
+def _operator(name: str) -> object:
     operator: Any = ModuleType(f"swapper_{name}", "DeepSpeed's operator, by swapper.")
     if name == "pin_memory":
         operator.pin_handle = _PinHandle

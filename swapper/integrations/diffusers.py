@@ -14,8 +14,8 @@ import torch
 
 from swapper.device.device import Device
 from swapper.errors import CheckpointError, UnsupportedError
-from swapper.infer.mapping.adoption import without_weights
-from swapper.infer.runtime.load_model import Budgets, load
+from swapper.infer.adoption import without_weights
+from swapper.infer.load_model import Budgets, load
 
 
 def from_pretrained(

@@ -188,7 +188,7 @@ class MetricsServer:
                 self.end_headers()
                 self.wfile.write(text)
 
-            def log_message(self, *arguments: Any) -> None: ...
+            def log_message(self, *arguments: object) -> None: ...
 
         try:
             self._server = ThreadingHTTPServer((host, port), Handler)

@@ -83,14 +83,14 @@ class OffloadTrainerMixin:
 
     swapper_run: SwapManager | str | os.PathLike[str]
     swapper_at_once: int | None = 1
-    swapper_options: Mapping[str, Any] = {}
+    swapper_options: Mapping[str, object] = {}
     manager: SwapManager
     _place: _TrainerPosition
 
-    def __init__(self, *arguments: Any, **others: Any) -> None:
+    def __init__(self, *arguments: object, **others: object) -> None:
         self._is_offloaded = False
-        self._batches: list[Any] = []  # micro-batches of the step that are left
-        self._losses: list[Any] = []  # of its micro-batches that have run, and that the Trainer has not asked for
+        self._batches: list[object] = []  # micro-batches of the step that are left
+        self._losses: list[object] = []  # of its micro-batches that have run, and that the Trainer has not asked for
         super().__init__(*arguments, **others)
         trainer: Any = self  # mypy does not know the class that this is mixed into
         _check(trainer)
@@ -111,7 +111,7 @@ class OffloadTrainerMixin:
         if self.manager is not run:
             _close_at_exit(self.manager)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **others: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: object, **others: object) -> object:
         """Train as the Trainer does. A resumed run continues at its step, unless `resume_from_checkpoint` is given.
 
         Args:
@@ -132,7 +132,7 @@ class OffloadTrainerMixin:
             finally:
                 place.found = None  # a second train() starts over, as a Trainer's
 
-    def get_batch_samples(self, *arguments: Any, **others: Any) -> Any:
+    def get_batch_samples(self, *arguments: object, **others: object) -> object:
         """Collect the micro-batches of a step as the Trainer does, for `training_step`."""
         trainer: Any = self
         self._place.steps_before = self.manager.step - trainer.state.global_step
@@ -140,7 +140,7 @@ class OffloadTrainerMixin:
         self._batches, self._losses = list(collected[0]), []
         return collected
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    def training_step(self, model: object, inputs: object, num_items_in_batch: object = None) -> object:
         """Run a micro-batch, or the whole step at its first one, and return the loss.
 
         Args:
@@ -158,15 +158,15 @@ class OffloadTrainerMixin:
         with self.manager.accumulate() if self._batches else nullcontext():
             return step(inputs)
 
-    def _run_together(self, step: Callable[[Any], Any], batches: list[Any]) -> list[Any]:
+    def _run_together(self, step: Callable[[object], object], batches: list[object]) -> list[object]:
         """Run the Trainer's own step of all micro-batches, whose backwards wait for each other. Return their losses."""
         trainer: Any = self
         accelerator = trainer.accelerator
         scale = accelerator.backward  # accelerate's, or one that the user has set
         own = vars(accelerator).get("backward")
-        losses: dict[int, Any] = {}
+        losses: dict[int, object] = {}
 
-        def backward(loss: torch.Tensor, **options: Any) -> None:
+        def backward(loss: torch.Tensor, **options: object) -> None:
             scale(loss.as_subclass(_AwaitedLoss), **options)
 
         def loss_of(numbered: tuple[int, Any]) -> Any:
@@ -197,11 +197,11 @@ class OffloadTrainerMixin:
 
     # --- what a Trainer does with a model and a checkpoint, if swapper has done it ------------------------------------
 
-    def _move_model_to_device(self, model: Any, device: Any) -> None:
+    def _move_model_to_device(self, model: object, device: object) -> None:
         if self._is_offloaded:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *others: Any, **more: Any) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *others: object, **more: object) -> None:
         if not self._is_place(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, *others, **more)  # type: ignore[misc]
 
@@ -217,7 +217,7 @@ class OffloadTrainerMixin:
         else:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
-    def _run_epoch(self, *arguments: Any, **others: Any) -> None:
+    def _run_epoch(self, *arguments: object, **others: object) -> None:
         trainer: Any = self
         if trainer.state.global_step >= trainer.state.max_steps:  # a Trainer would take one more step
             trainer.control.should_training_stop = True
@@ -237,7 +237,7 @@ class _AwaitedLoss(torch.Tensor):
 
     of_thread = threading.local()
 
-    def backward(self, *arguments: Any, **options: Any) -> None:
+    def backward(self, *arguments: object, **options: object) -> None:
         """Keep this loss.
 
         Raises:
@@ -319,7 +319,7 @@ class _TrainerPosition:
         self.rng = rng_states()  # offload has just restored them
         self.steps_before = self.calls = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the Trainer's state without its history, and the schedule's.
 
         It is read after the schedule has stepped, maybe before the Trainer counts: the manager's steps count.
@@ -337,7 +337,7 @@ class _TrainerPosition:
             "scaler": None if scaler is None else scaler.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         self.found = state
 
     def write(self, folder: str) -> None:
@@ -362,7 +362,7 @@ class _TrainerPosition:
             torch.save(found["scaler"], Path(folder, SCALER_FILE))
         self.folder = folder
 
-    def _callback_states(self) -> dict[str, Any]:
+    def _callback_states(self) -> dict[str, object]:
         """Return the states of the Trainer's callbacks as they are now: its next checkpoint asks for each."""
         from transformers.trainer_callback import ExportableState, TrainerState
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from swapper import _C
 from swapper.errors import DirectoryError, IoError, remedy
-from swapper.runtime.limits import naming_limits
+from swapper.runtime.process import naming_limits
 
 SOLID_BYTES = 64 << 20
 """What may be read of a file whatever it has on the drive: a choice."""

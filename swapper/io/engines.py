@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
-from swapper.io.mounts import IN_MEMORY, is_on
-from swapper.io.tuning import find_tuning
-from swapper.runtime.limits import naming_limits
+from swapper.io.drives import find_tuning
+from swapper.io.replacing import IN_MEMORY, is_on
+from swapper.runtime.process import naming_limits
 
 log = logging.getLogger("swapper")
 
@@ -226,7 +226,7 @@ class EngineOfDrives(SeveralEngines):
         options: of `swapper._C.Engine`, for each.
     """
 
-    def __init__(self, directories: Sequence[Path], backend: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, directories: Sequence[Path], backend: str, options: Mapping[str, object]) -> None:
         by_drive: dict[str, _C.Engine] = {}
         self._by_directory: dict[str, _C.Engine] = {}
         try:

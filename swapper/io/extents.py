@@ -12,8 +12,8 @@ import torch
 from swapper import _C
 from swapper.errors import InvariantError
 from swapper.io import beneath
-from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.engines import Engine, Transfer
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 
 
 class Extents:

@@ -19,8 +19,8 @@ import torch
 
 from swapper import _C
 from swapper.errors import IoError
-from swapper.io.elements import byte_count, copy_in, copy_out, device_errors
 from swapper.io.registered import CudaRegistrar, Registrar, Registration, slabs
+from swapper.io.tensor_bytes import byte_count, copy_in, copy_out, device_errors
 
 SLOTS = 16
 SLOT_BYTES = 4 << 20

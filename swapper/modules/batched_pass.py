@@ -22,7 +22,7 @@ from swapper.errors import InvariantError
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.module_hooks import ModuleHooks
 from swapper.runtime.interrupts import defer_signals
-from swapper.runtime.limits import naming_limits
+from swapper.runtime.process import naming_limits
 from swapper.tensors.torch_private import function_modes, pop_function_mode, push_function_mode, saved_tensor_hooks
 
 
@@ -33,14 +33,14 @@ class Stopped(BaseException):
 class Batch:
     """One batch: its thread, the hooks' state of its pass, and the group that it waits for."""
 
-    def __init__(self, index: int, argument: Any) -> None:
+    def __init__(self, index: int, argument: object) -> None:
         self.index = index
         self.argument = argument
         self.thread: threading.Thread
-        self.state: Any = None
+        self.state: object = None
         self.wanted: LeasedGroup | None = None
         self.is_done = True  # until its thread has begun
-        self.result: Any = None
+        self.result: object = None
 
 
 class BatchedPass:
@@ -56,8 +56,8 @@ class BatchedPass:
     def __init__(
         self,
         hooks: ModuleHooks[Any, Any],
-        function: Callable[[Any], Any],
-        batches: Sequence[Any],
+        function: Callable[[object], object],
+        batches: Sequence[object],
         device: Device | None,
     ) -> None:
         self._device = device
@@ -117,7 +117,7 @@ class BatchedPass:
 
     # --- what differs -------------------------------------------------------------------------------------------------
 
-    def _make_batch(self, index: int, argument: Any) -> Batch:
+    def _make_batch(self, index: int, argument: object) -> Batch:
         return Batch(index, argument)
 
     def _may_run(self, batch: Batch) -> bool:
@@ -217,7 +217,7 @@ class _Modes:
         self._stream = None if device is None else (device, device.current_stream())
         self._context = contextvars.copy_context()
 
-    def run(self, function: Callable[[Any], Any], argument: Any) -> Any:
+    def run(self, function: Callable[[object], object], argument: object) -> object:
         """Return `function(argument)`, called in these modes."""
         with self._entered():
             return self._context.copy().run(function, argument)

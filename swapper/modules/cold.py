@@ -21,8 +21,7 @@ from torch import nn
 from swapper.errors import ColdParameterError, StateError
 from swapper.modules.guarded import RunWith, answering_handler, forget, guarded_parameters, handler_of, name_of, refuse
 from swapper.runtime.process import after_fork_in_child
-from swapper.tensors.guarded_tensor import GuardedTensor
-from swapper.tensors.torch_functions import (
+from swapper.tensors.guarded_tensor import (
     AFTER_ANOTHER,
     CHANGES_OF_FORM,
     CONVERSIONS,
@@ -31,6 +30,7 @@ from swapper.tensors.torch_functions import (
     SET_DATA,
     VIEWS,
     Function,
+    GuardedTensor,
     as_plain,
     changes_nothing,
     getters,
@@ -117,7 +117,7 @@ ASSIGNED_BESIDE_ALIAS = (
 )
 
 
-def _answer(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Do torch's function `func` with these arguments, some of them cold."""
     action = _ACTIONS.get(func)
     done = NotImplemented if action is None else action(func, args, kwargs)
@@ -184,7 +184,7 @@ def _differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     return func(outputs, edges, *others, **kwargs)
 
 
-def _detach(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _detach(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     first = args[0] if args else kwargs["input"]
     if type(first) is not ColdParameter:
         return _view(func, (first,), {})
@@ -195,7 +195,7 @@ def _detach(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return NotImplemented if detached is None else detached
 
 
-def _index(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _index(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     row = _in_part(args[0], func, args, kwargs)
     if row is not NotImplemented:
         return row
@@ -204,12 +204,12 @@ def _index(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _view(func, args, kwargs) if is_view else NotImplemented
 
 
-def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _by_rows(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """F.embedding and F.linear, whose weight is their second argument."""
     return _in_part(args[1] if len(args) > 1 else kwargs.get("weight"), func, args, kwargs)
 
 
-def _copy_into(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy_into(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return NotImplemented if _only_first_is_cold(args, kwargs) is None else _in_part(args[0], func, args, kwargs)
 
 
@@ -218,13 +218,13 @@ def _in_part(parameter: Any, func: Function, args: tuple[Any, ...], kwargs: dict
     return NotImplemented if fault_handler is None else fault_handler.in_part(parameter, func, args, kwargs)
 
 
-def _stride(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _stride(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """as_strided: an offset counts from the beginning of the storage, which many parameters share."""
     has_offset = len(args) > 3 or kwargs.get("storage_offset") is not None
     return _refuse_form(func, args, kwargs) if has_offset else _view(func, args, kwargs)
 
 
-def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _convert(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     first = args[0]
     if not isinstance(first, Cold):
         return _follow_form(func, args, kwargs)
@@ -270,18 +270,18 @@ def _is_all_of(view: Cold, parameter: torch.Tensor) -> bool:
         return owner_of(view) is parameter and is_same_form and view.dtype == parameter.dtype
 
 
-def _without_data_of_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_data_of_first(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return NotImplemented if _only_first_is_cold(args, kwargs) is None else native(func, args, kwargs)
 
 
-def _follow_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _follow_form(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Do a function that needs only the form of a cold argument, unless that is the first one."""
     if args and not isinstance(args[0], Cold):
         return native(func, args, kwargs)
     return _view(func, args, kwargs) if func in VIEWS else NotImplemented
 
 
-def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     first = _only_first_is_cold(args, kwargs)
     _check_views([] if first is None else [first], func)
     if first is None or not is_cold(owner_of(first)) or _fault_in([owner_of(first)], func):
@@ -292,7 +292,7 @@ def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _watched(result, [owner], {} if whole is None else {id(owner): whole}, [first], func)
 
 
-def _to_array(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _to_array(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """numpy(): a copy that cannot be written to, as an array can neither follow the parameter nor expire."""
     first = _only_first_is_cold(args, kwargs)
     if first is None or first.requires_grad:
@@ -304,7 +304,7 @@ def _to_array(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return array
 
 
-def _refuse_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse_form(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     cold = _cold_among((args, kwargs))
     if not _fault_in([owner_of(tensor) for tensor in cold], func):
         refuse(owner_of(cold[0]), func)
@@ -316,7 +316,7 @@ def _only_first_is_cold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args and isinstance(args[0], Cold) and not _cold_among((args[1:], kwargs)) else None
 
 
-_Action = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+_Action = Callable[[Function, tuple[object, ...], dict[str, object]], object]
 
 _ACTIONS: dict[Function, _Action] = {
     **dict.fromkeys(CHANGES_OF_FORM, _refuse_form),
@@ -344,7 +344,7 @@ _ACTIONS: dict[Function, _Action] = {
 # --- operations that need data ----------------------------------------------------------------------------------------
 
 
-def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _operate(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     touched = _cold_among((args, kwargs))
     owners = list({id(owner_of(tensor)): owner_of(tensor) for tensor in touched}.values())
     _check_views(touched, func)
@@ -355,14 +355,14 @@ def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     written = {id(owner_of(tensor)) for tensor in changed}
     _check_written(func, args, kwargs, changed)
 
-    def run(instead: Mapping[int, torch.Tensor]) -> Any:
+    def run(instead: Mapping[int, torch.Tensor]) -> object:
         arguments = _exchanged((args, kwargs), instead) if instead else (args, kwargs)
         views = [t for t in touched if type(t) is ColdView and id(t.swapper_owner) not in instead]
         with _as_plain_tensors(views):
             result = func(*arguments[0], **arguments[1])
         return _watched(result, owners, instead, touched, func)
 
-    def read(instead: Mapping[int, torch.Tensor]) -> Any:
+    def read(instead: Mapping[int, torch.Tensor]) -> object:
         return _with_data(away, func, "read", run, instead)
 
     return _with_data([owner for owner in away if id(owner) in written], func, "write", read, {})
@@ -370,7 +370,7 @@ def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _with_data(
     parameters: Iterable[nn.Parameter], func: Function, how: str, run: RunWith, before: Mapping[int, torch.Tensor]
-) -> Any:
+) -> object:
     """Run `run` with the data of those `parameters` that are still cold, by their fault handlers' `read` or `write`."""
     away = [parameter for parameter in parameters if is_cold(parameter) and id(parameter) not in before]
     if not away:
@@ -378,7 +378,7 @@ def _with_data(
     fault_handler = answering_handler(away[0], func)
     own = [parameter for parameter in away if handler_of(parameter) is fault_handler]
     others = [parameter for parameter in away if handler_of(parameter) is not fault_handler]
-    answer: Callable[..., Any] = getattr(fault_handler, how)
+    answer: Callable[..., object] = getattr(fault_handler, how)
     return answer(own, func, lambda instead: _with_data(others, func, how, run, {**before, **instead}))
 
 
@@ -406,7 +406,7 @@ def _check_views(touched: Iterable[Cold], func: Function) -> None:
             )
 
 
-def _check_written(func: Function, args: Any, kwargs: Any, written: Iterable[Cold]) -> None:
+def _check_written(func: Function, args: object, kwargs: object, written: Iterable[Cold]) -> None:
     """Refuse a change outside of a forward that autograd would record on a parameter: it must stay a leaf. Its `.data` may not."""
     if func == SET_DATA or not torch.is_grad_enabled():
         return
@@ -419,12 +419,12 @@ def _check_written(func: Function, args: Any, kwargs: Any, written: Iterable[Col
 
 
 def _watched(
-    result: Any,
+    result: object,
     owners: Sequence[nn.Parameter],
     instead: Mapping[int, torch.Tensor],
     touched: Sequence[Cold],
     func: Function,
-) -> Any:
+) -> object:
     """Return an operation's result, with views of parameters that become cold again as `ColdView`.
 
     Raises:
@@ -490,11 +490,11 @@ class _InPlaceOf(torch.autograd.Function):
     """Puts a tensor that shows the data of a cold one into the cold one's place in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, cold: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, cold: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
         return as_plain(shown)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: object, *gradients: torch.Tensor) -> object:
         return gradients[0], None
 
 
@@ -525,7 +525,7 @@ def owner_of(tensor: Cold) -> nn.Parameter:
     return tensor.swapper_owner if isinstance(tensor, ColdView) else tensor
 
 
-def _cold_among(tree: Any) -> list[Cold]:
+def _cold_among(tree: object) -> list[Cold]:
     return [tensor for tensor in tensors_among(tree) if isinstance(tensor, Cold)]
 
 

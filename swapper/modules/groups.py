@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FunctionType, MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +50,7 @@ class Unit:
 
 def partition(model: nn.Module) -> tuple[list[Group], list[Unit]]:
     """Return the model's groups and units in module order. The model itself is always a unit, if only an empty one."""
-    return _divide(model, list(_units(model)))
+    return _divide(model, [("", model, parameters_read(model), False), *_below("", model)])
 
 
 def by_module(model: nn.Module) -> tuple[list[Group], list[Unit]]:
@@ -116,11 +115,6 @@ def working_sets(units: list[Unit]) -> list[set[int]]:
             needed.update(ancestor.groups if ancestor else ())
         found.append(needed)
     return found
-
-
-def _units(model: nn.Module) -> Iterator[_FoundUnit]:
-    yield "", model, parameters_read(model), False
-    yield from _below("", model)
 
 
 def _below(prefix: str, module: nn.Module) -> Iterator[_FoundUnit]:
@@ -211,7 +205,7 @@ def _names_in(code: CodeType) -> set[str]:
 def _codes_of_hooks(module: nn.Module) -> Iterator[tuple[CodeType, int]]:
     """Yield the code of each forward hook, as far as it is Python's own, and the position of its argument that is the module."""
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        function: Any = hook if isinstance(hook, FunctionType | MethodType) else vars(type(hook)).get("__call__")
+        function: object = hook if isinstance(hook, FunctionType | MethodType) else vars(type(hook)).get("__call__")
         if isinstance(function, FunctionType | MethodType):
             yield function.__code__, 0 if function is hook and isinstance(hook, FunctionType) else 1
 
@@ -246,7 +240,7 @@ class Models(nn.Module):
             self.add_module(name, model)
 
 
-def as_one(models: Any) -> nn.Module:
+def as_one(models: object) -> nn.Module:
     """Return a module that is `models`, or contains them: a module, a dictionary of modules by name, or a list or tuple.
 
     Raises:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError
-from swapper.tensors.torch_functions import Function
+from swapper.tensors.guarded_tensor import Function
 
-RunWith = Callable[[Mapping[int, torch.Tensor]], Any]
+RunWith = Callable[[Mapping[int, torch.Tensor]], object]
 """An operation on parameters that have their data while it runs, or is given tensors in their places, by id."""
 
 
@@ -35,10 +35,10 @@ class FaultHandler(Protocol):
     def fault_in(self, parameter: nn.Parameter) -> bool:
         """Materialize `parameter` for the rest of the running forward. False if no forward is running that contains it."""
 
-    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
+    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> object:
         """Do an operation of torch's `function` that reads these cold parameters. Returns what `run` returns, which does it."""
 
-    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
+    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> object:
         """As `read`, where they are changed."""
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -53,8 +53,8 @@ class FaultHandler(Protocol):
         """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: do it as other operations."""
 
     def in_part(
-        self, parameter: nn.Parameter, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+        self, parameter: nn.Parameter, function: Function, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
         """Do an operation on the cold `parameter` that reads only some of it (a row, those of an embedding, a product by parts), or
         that writes what it has.
 
@@ -106,7 +106,7 @@ def handler_of(parameter: nn.Parameter) -> FaultHandler | None:
     return _fault_handlers.get(id(parameter))
 
 
-def answering_handler(parameter: nn.Parameter, operation: Any) -> FaultHandler:
+def answering_handler(parameter: nn.Parameter, operation: object) -> FaultHandler:
     """Return the fault handler of `parameter`, for `operation`, torch's function or its name.
 
     Raises:
@@ -128,12 +128,12 @@ def guarded_parameters() -> list[nn.Parameter]:
     return list(_guarded.values())
 
 
-def name_of(func: Any) -> str:
+def name_of(func: object) -> str:
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", func)
     return str(name)
 
 
-def refuse(parameter: nn.Parameter, operation: Any) -> NoReturn:
+def refuse(parameter: nn.Parameter, operation: object) -> NoReturn:
     fault_handler = handler_of(parameter)
     if fault_handler is None:
         raise ColdParameterError(

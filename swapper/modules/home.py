@@ -1,7 +1,7 @@
 """Brings a group's parameters to where kernels see them: its range of host memory, or its image on a device.
 
-A third kind is read on demand (infer/operators/experts.py). What a group is (trained, or weights that nobody changes) is another
-matter: leased_group.py.
+A third kind is read on demand (infer/experts.py). What a group is (trained, or weights that nobody changes)
+is another matter: leased_group.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from swapper.device.model_device import ModelDevice
 from swapper.device.tier import DeviceCopy
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.paging.store.page_files import checksum_of
 

@@ -1,4 +1,5 @@
-"""The base of the hooks that lease a module's parameters around its forward, for training and inference.
+"""The base of the hooks that lease a module's parameters around its forward, for training and inference; and of any
+hook of swapper's.
 
 Running forwards are a stack of calls. A forward that ends without its hooks (by Ctrl-C) leaves its call there, which is found
 when an outer forward ends, or the next one begins.
@@ -6,11 +7,13 @@ when an outer forward ends, or the next one begins.
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,11 +23,82 @@ from torch.utils.hooks import RemovableHandle
 
 from swapper.modules.groups import Unit
 from swapper.modules.leased_group import LeasedGroup, storage_of
-from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.turns import Turns
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.runtime.interrupts import close_all, defer_signals
-from swapper.tensors.torch_private import pytree
+from swapper.tensors.torch_private import innermost_transform, not_traced, pytree, without_transforms
+
+
+class OwnHook:
+    """A hook that swapper puts into a module, or in place of its `_apply`.
+
+    Deep or pickled copies of the module do not have it: see `copy_without_hooks`. A class with its own `__deepcopy__` or
+    `__reduce__` may copy it: the copy does nothing.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    @not_traced
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        with defer_signals:
+            return self._function(*arguments, **keywords)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, does nothing, and unpickles without swapper
+
+
+def copy_without_hooks(module: nn.Module) -> None:
+    """Have pickle and copy leave each OwnHook of modules of this class out, so that plain torch reads what they write."""
+    if type(module) not in copyreg.dispatch_table:
+        copyreg.pickle(type(module), _reduce)
+
+
+def _reduce(module: nn.Module) -> Any:
+    """Return what `module.__reduce_ex__` does, with the module's tables of hooks as they would be without swapper."""
+    reduced = module.__reduce_ex__(2)
+    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    state = reduced[2]
+    own = {
+        key
+        for table in state.values()
+        if isinstance(table, dict)
+        for key, hook in table.items()
+        if isinstance(getattr(hook, "hook", hook), OwnHook)  # torch wraps those of load_state_dict
+    }
+    replaced = {name for name, value in state.items() if isinstance(value, OwnHook)}
+    # torch numbers hooks across all of a module's tables, and notes by that number how some are called.
+    plain = {
+        name: type(table)((key, hook) for key, hook in table.items() if key not in own)
+        if isinstance(table, dict) and "_hooks" in name
+        else table
+        for name, table in state.items()
+        if name not in replaced
+    }
+    return (*reduced[:2], plain, *reduced[3:]) if own or replaced else reduced
+
+
+@contextmanager
+def hookable(parameter: torch.Tensor) -> Iterator[None]:
+    """Return a context in which a frozen parameter accepts hooks, for a time when it is not frozen."""
+    was = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(was)
+
+
+_NO_CHANGE: AbstractContextManager[Any] = nullcontext()
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Return a context within which no transform of torch.func (grad, vjp, jvp, vmap, functionalize) runs.
+
+    A transform wraps every tensor that is made, for as long as it lasts: a commit, a transfer or an update must not see that.
+    """
+    return _NO_CHANGE if innermost_transform() is None else without_transforms()
 
 
 class Call:
@@ -84,11 +158,11 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
             self._handles.append(unit.module.register_forward_hook(after, always_call=True))
 
     @abstractmethod
-    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, unit: Unit, module: nn.Module, args: object, kwargs: object) -> None:
         """The forward of `unit` begins."""
 
     @abstractmethod
-    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
         """The forward of `unit` is over, or was stopped, also by what `_before` raised. Returns what it is to return."""
 
     @abstractmethod
@@ -171,7 +245,7 @@ def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Te
         fields = [f.name for f in dataclasses.fields(output) if hasattr(output, f.name)]
         tensors, rebuild = tensors_of([getattr(output, name) for name in fields])
 
-        def rebuild_dataclass(new: list[torch.Tensor]) -> Any:
+        def rebuild_dataclass(new: list[torch.Tensor]) -> object:
             for name, value in zip(fields, rebuild(new), strict=True):
                 try:
                     setattr(output, name, value)
@@ -185,7 +259,7 @@ def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Te
         return _tensors_of_object(output)
     parts = [tensors_of(leaf) for leaf in leaves]
 
-    def rebuild_tree(new: list[torch.Tensor]) -> Any:
+    def rebuild_tree(new: list[torch.Tensor]) -> object:
         taken = iter(new)
         built = [rebuild([next(taken) for _ in tensors]) for tensors, rebuild in parts]
         return pytree.tree_unflatten(built, spec)
@@ -193,14 +267,14 @@ def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Te
     return [tensor for tensors, _ in parts for tensor in tensors], rebuild_tree
 
 
-def _tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+def _tensors_of_object(output: object) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], object]]:
     attributes = getattr(output, "__dict__", None)
     if not attributes or callable(output):
         return [], lambda new: output
     values = {name: of for name, of in attributes.items() if isinstance(of, torch.Tensor | list | tuple | dict)}
     tensors, rebuild = tensors_of(list(values.values()))
 
-    def rebuild_object(new: list[torch.Tensor]) -> Any:
+    def rebuild_object(new: list[torch.Tensor]) -> object:
         attributes.update(zip(values, rebuild(new), strict=True))
         return output
 

@@ -20,11 +20,11 @@ from swapper.device.device import Device
 from swapper.device.registered_memory import HostSide
 from swapper.io.engines import Engine, open_engine
 from swapper.paging.host_memory import HostMemory, MappedFrame, Pool
+from swapper.paging.layout import PoolSize
 from swapper.paging.pager import Pager
-from swapper.paging.planning.budget import PoolSize
-from swapper.paging.planning.schedule import Schedule
+from swapper.paging.schedule import Schedule
 from swapper.paging.section import Page, Section
-from swapper.paging.store.page_store import PageStore
+from swapper.paging.store.page_files import PageStore
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import close_all
 

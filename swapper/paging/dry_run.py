@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from swapper.errors import IoError
-from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Transfer
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access, Schedule
+from swapper.paging.schedule import Access, Schedule
 from swapper.paging.section import NoWindow, Page, Section
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_signals
@@ -187,7 +187,7 @@ class DryRunVictimCache:
 
 
 class DryRunParts:
-    """Reads parts of matrices in the order of a pass, again and again, some of them ahead: as infer/operators/weight_rows.py.
+    """Reads parts of matrices in the order of a pass, again and again, some of them ahead: as infer/weight_rows.py.
 
     Args:
         sizes: of the parts of a pass, in bytes.

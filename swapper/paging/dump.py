@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from swapper.paging.host_memory import Pool
-from swapper.paging.planning.schedule import Access
 from swapper.paging.residency import CLEAN, DIRTY, Residency
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 
 MAX_LINES = 12

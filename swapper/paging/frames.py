@@ -40,12 +40,11 @@ from swapper._C import File, View
 from swapper.errors import InvariantError, IoError
 from swapper.paging.dump import describe
 from swapper.paging.host_memory import Pool
-from swapper.paging.planning.schedule import Access
 from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
-from swapper.paging.store.page_store import PageStore
-from swapper.runtime.counters import Counters
-from swapper.runtime.trace import Trace
+from swapper.paging.store.page_files import PageStore
+from swapper.runtime.counters import Counters, Trace
 
 log = logging.getLogger("swapper")
 
@@ -77,7 +76,7 @@ class Frames:
         ahead: indices of pages that were read ahead of their use and not leased since.
         unsaved: by index of a page, why its last write failed, until one succeeds.
         deferred_writes: COLD or READING pages, by index, whose newest content only the victim cache has. [Note: deferred writes]
-        resident_set: indices of pages that stay in memory. [Note: a resident set], paging/planning/schedule.py
+        resident_set: indices of pages that stay in memory. [Note: a resident set], paging/schedule.py
     """
 
     def __init__(

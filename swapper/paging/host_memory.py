@@ -12,8 +12,8 @@ import torch
 
 from swapper import _C
 from swapper.errors import InvariantError
-from swapper.io.alignment import SECTOR_BYTES, round_up
-from swapper.paging.planning.budget import resident_bytes
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
+from swapper.paging.layout import resident_bytes
 from swapper.paging.section import NoWindow, Section
 
 

@@ -23,12 +23,11 @@ from swapper.errors import InvariantError, IoError
 from swapper.io.engines import Transfer
 from swapper.paging.frames import Frames, VictimCache
 from swapper.paging.host_memory import Pool
-from swapper.paging.planning.schedule import NEVER, Access, Schedule
-from swapper.paging.prefetcher import Prefetcher
+from swapper.paging.prefetcher import Prefetcher, WriteBack
 from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING
+from swapper.paging.schedule import NEVER, Access, Schedule
 from swapper.paging.section import Page
-from swapper.paging.store.page_store import PageStore
-from swapper.paging.writeback import WriteBack
+from swapper.paging.store.page_files import PageStore
 from swapper.runtime.counters import FAMILIES, Counters
 from swapper.runtime.interrupts import make_lock
 

@@ -16,7 +16,7 @@ import torch
 from swapper._C import File, View
 from swapper.errors import InvariantError, IoError
 from swapper.io.engines import Transfer
-from swapper.paging.planning.layout import SectionPlan, Slot
+from swapper.paging.layout import SectionPlan, Slot
 from swapper.paging.residency import COLD, Resident
 
 EXTERNAL = -2

@@ -26,8 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from swapper.runtime.limits import naming_limits
-from swapper.runtime.process import is_off
+from swapper.runtime.process import is_off, naming_limits
 
 UNLIMITED = 1 << 62
 """Control groups of version 1 report a number beyond this where there is no limit."""

@@ -1,4 +1,4 @@
-"""Names the changes that swapper makes in its process, beyond its own memory and the user's model, and turns them off.
+"""The process: changes that swapper makes in it, named and turned off; its limits, whose errors Python raises raw.
 
 The environment's SWAPPER_OFF names those to leave out. It is read when swapper is imported (csrc/base/process.h reads it too).
 docs/reference/environment.md says what each is for, and what is lost without it.
@@ -6,10 +6,12 @@ docs/reference/environment.md says what each is for, and what is lost without it
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from swapper.errors import ConfigError
+from swapper.errors import LIMITS, ConfigError, IoError, SwapperError, remedy
 
 VARIABLE = "SWAPPER_OFF"
 CHANGES = {
@@ -51,3 +53,30 @@ def after_fork_in_child(act: Callable[[], None]) -> None:
     """Have `act` called in each forked child."""
     if not is_off("fork"):
         os.register_at_fork(after_in_child=act)
+
+
+_NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
+"""Messages of Python's and C++'s RuntimeError."""
+
+
+@contextmanager
+def naming_limits(op: str, path: str | os.PathLike[str] = "") -> Iterator[None]:
+    """Return a context in which a limit that is reached is an error of ours, which names it.
+
+    Args:
+        op: what is done in it, as in `IoError`.
+        path: of the file, if any.
+
+    Raises:
+        IoError: a limit is reached. All other errors are as they were.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SwapperError) or error.errno not in LIMITS:
+            raise
+        raise IoError(op, str(path), 0, 0, error.errno) from error
+    except RuntimeError as error:
+        if str(error) not in _NO_THREAD:
+            raise
+        raise IoError(op, str(path), 0, 0, errno.EAGAIN, f"no thread can be started; {remedy(errno.EAGAIN)}") from error

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Shape = Callable[[object], None]
+Shape = Callable[[object], object]
 
 MAX_RECORD_BYTES = 64 << 20
 """Of a record as JSON: a list of a hundred thousand names takes 25 MB."""
@@ -104,24 +104,27 @@ def positive(value: object) -> None:
         raise ValueError(f"it is {short(value)}, not a number above 0")
 
 
-def text(value: object) -> None:
+def text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"it is {short(value)}, not text")
+    return value
 
 
-def path(value: Any) -> None:
+def path(value: object) -> str:
     """What can be a file's path."""
-    text(value)
-    is_long = any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in value.split("/"))
-    if not value or "\0" in value or is_long:
+    found = text(value)
+    is_long = any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in found.split("/"))
+    if not found or "\0" in found or is_long:
         raise ValueError(f"it is {short(value)}, not a path")
+    return found
 
 
-def name(value: Any) -> None:
+def name(value: object) -> str:
     """The plain name of a file in the record's directory."""
-    path(value)
-    if "/" in value or value in (".", ".."):
+    found = path(value)
+    if "/" in found or found in (".", ".."):
         raise ValueError(f"it is {short(value)}, not the plain name of a file beside it")
+    return found
 
 
 def nullable(shape: Shape) -> Shape:

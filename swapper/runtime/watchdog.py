@@ -23,8 +23,7 @@ from types import FrameType
 
 from swapper.runtime.counters import Counters, Wait
 from swapper.runtime.interrupts import PROMPT
-from swapper.runtime.limits import naming_limits
-from swapper.runtime.process import is_off
+from swapper.runtime.process import is_off, naming_limits
 
 log = logging.getLogger("swapper")
 

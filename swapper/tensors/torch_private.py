@@ -98,7 +98,7 @@ def is_traced() -> bool:
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 
-def storage_info() -> Any:
+def storage_info() -> type:
     """Return the class of a place in DCP's metadata: (relative_path, offset, length), which DCP pickles."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -112,7 +112,7 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def timeout_of_ranks() -> Any:
+def timeout_of_ranks() -> object:
     """Return the timeout that the user gave to init_process_group; None, torch's own, if it was not for the CPU."""
     try:
         return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from e2e.processes import started_python
 from e2e.twins import Twins, adamw
 
 import swapper
-from swapper.io import mounts
+from swapper.io import replacing
 from swapper.io.drives import Drives, DrivesRecord
 
 BUDGET = "32MiB"
@@ -54,7 +54,7 @@ def test_what_may_be_a_drive_that_is_not_mounted_is_not_made(parent: str, tmp_pa
 def test_nothing_is_made_in_the_mount_point_of_a_drive_that_is_not_mounted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mounts, "MOUNT_PARENTS", {tmp_path})
+    monkeypatch.setattr(replacing, "MOUNT_PARENTS", {tmp_path})
     (tmp_path / "nvme").mkdir()
     with pytest.raises(
         swapper.DirectoryError, match=rf"lies beneath {tmp_path}/nvme/runs, which does not exist: perhaps"
@@ -146,7 +146,7 @@ def test_a_drive_that_is_too_small_is_refused_before_anything_is_moved(
 def test_a_run_in_memory_is_told_and_goes_on(
     small_drive: Callable[[int], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drive, on_drive = small_drive(64 << 20), not mounts.is_on(mounts.IN_MEMORY, tmp_path / "file")
+    drive, on_drive = small_drive(64 << 20), not replacing.is_on(replacing.IN_MEMORY, tmp_path / "file")
     for directories in ([drive], [tmp_path / "run", drive], [tmp_path / "alone"]):
         caplog.clear()
         with swapper.SwapManager(directories, host_memory=BUDGET, resume="discard") as manager:

@@ -35,7 +35,7 @@ WAYS = {
         "csrc/memory/owned.cpp": "fork",
         "csrc/memory/truncation.cpp": "fork",
     },
-    r"setattr\(owner, last": {"swapper/checkpoint/mapping/save_guard.py": "save"},
+    r"setattr\(owner, last": {"swapper/checkpoint/mapped_files.py": "save"},
     r"atexit\.register\(|\"atexit\"\)\.attr|std::atexit": {
         "swapper/manager.py": "atexit",
         "swapper/integrations/trainer.py": "atexit",
@@ -45,7 +45,7 @@ WAYS = {
     r"replace_sync_of_ddp\((?!function)|torch_ddp\._\w+ = ": {"swapper/train/passes/preparation.py": "ddp"},
     r"Watchdog\(": {"swapper/train/session/training_session.py": "watchdog"},
     r"environ\.setdefault\(|environ\[.*\] = |putenv\(|(?<!fe)setenv\(": {
-        "swapper/io/gds/cufile.py": "CUFILE_ALLOW_COMPAT_MODE"
+        "swapper/io/handle/cufile.py": "CUFILE_ALLOW_COMPAT_MODE"
     },
     r"sys\.meta_path\.insert": {"swapper/integrations/autostart/sitecustomize.py": "SWAPPER_DEEPSPEED"},
     r"setrlimit\(|set_num_threads\(|sys\.excepthook|set_default_d\w+\(|faulthandler\.": {

@@ -12,9 +12,9 @@ from e2e.models import Net, loss_of, tokens
 from e2e.twins import adamw, smallest_budget
 
 import swapper
-from swapper.checkpoint.replacing import replacing
 from swapper.durability.commit import COMMIT_NAME, publish_commit
 from swapper.errors import REMEDIES
+from swapper.io.replacing import replacing
 
 
 def no_directory(path: Path) -> None:

@@ -19,8 +19,8 @@ from sampling import examples
 
 import swapper
 from swapper.checkpoint import load, save
-from swapper.checkpoint.replacing import new_directory, replacing
 from swapper.formats.sources import open_source
+from swapper.io.replacing import new_directory, replacing
 
 STATE = {"a": torch.arange(300_000.0), "b": torch.ones(7)}
 

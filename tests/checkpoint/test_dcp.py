@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import swapper
 from checkpoint import dcp_process
 from checkpoint.equality import bytes_of
-from swapper.checkpoint.dcp import StorageReader, StorageWriter
-from swapper.checkpoint.dcp.storage_writer import split_by_size
-from swapper.formats.dcp_directory import read_directory
+from swapper.checkpoint.dcp import StorageReader, StorageWriter, split_by_size
+from swapper.formats.dcp_format import read_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WRITERS: dict[str, Callable[..., Any]] = {"ours": StorageWriter, "stock": dcp.FileSystemWriter}

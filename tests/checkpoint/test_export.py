@@ -22,7 +22,7 @@ from swapper.checkpoint import load, save
 from swapper.checkpoint.exporting import FORMATS, export, select
 from swapper.checkpoint.inspecting import inspect
 from swapper.cli import app
-from swapper.formats.dcp_directory import read_directory
+from swapper.formats.dcp_format import read_directory
 from swapper.formats.sources import open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed.checkpoint's remarks about one process

@@ -236,7 +236,7 @@ def test_a_loaded_tensor_is_ones_own(tmp_path: Path) -> None:
 def test_what_goes_to_a_device_goes_in_pieces_and_is_checked(tmp_path: Path) -> None:
     """The same code as for a GPU, which the machine that runs this may not have: only the memory is another."""
     from swapper.checkpoint.torch_load import _Loader
-    from swapper.formats.torch_zip.torch_file import read_torch_file
+    from swapper.formats.torch_file import read_torch_file
     from swapper.io.engines import open_for
 
     save({"a": torch.arange(3_000_000.0), "b": torch.ones(3)}, tmp_path / "x.pt")

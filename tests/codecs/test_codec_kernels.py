@@ -8,7 +8,8 @@ from coded import NAMES, coded, decoded, parts_for, patterns, same, values_for
 from hypothesis import given
 
 from swapper import _C, ConfigError
-from swapper.codecs import CODECS, native
+from swapper.codecs import CODECS
+from swapper.codecs.codec import native_decode, native_encode
 
 ISAS = _C.codec_isas()
 KINDS = ("alike", "spread", "tiny", "any")
@@ -18,11 +19,11 @@ def check(name: str, value: torch.Tensor, isa: str, threads: int = 1) -> None:
     codec, parameter = CODECS[name], value.bfloat16()
     wanted, unheld = coded(codec, value, parameter)
     parts = parts_for(codec, value.numel(), fill=55)
-    assert native.encode(name, value, parts, parameter, threads, isa) == unheld
+    assert native_encode(name, value, parts, parameter, threads, isa) == unheld
     for part, other in zip(parts, wanted, strict=True):
         same(part, other)
     found = torch.empty_like(value)
-    native.decode(name, wanted, found, parameter, threads, isa)
+    native_decode(name, wanted, found, parameter, threads, isa)
     same(found, decoded(codec, wanted, parameter))
 
 
@@ -61,7 +62,7 @@ def test_parameters_that_do_not_fit_their_masters(name: str, isa: str) -> None:
     parameter = values_for(name, "any", 10_001)[:10_000].bfloat16()
     wanted, unheld = coded(CODECS[name], value, parameter)
     parts = parts_for(CODECS[name], 10_000)
-    assert native.encode(name, value, parts, parameter, isa=isa) == unheld > 9000
+    assert native_encode(name, value, parts, parameter, isa=isa) == unheld > 9000
     for part, other in zip(parts, wanted, strict=True):
         same(part, other)
 
@@ -75,12 +76,12 @@ def test_nothing_outside_of_the_parts_is_written_at_any_alignment(name: str, isa
         parameter = torch.cat([torch.ones(1), value]).bfloat16()[1:]
         wanted = coded(codec, value, parameter)[0]
         memory = [torch.full((part.numel() + 10,), 55, dtype=part.dtype) for part in wanted]
-        assert native.encode(name, value, [part[5:-5] for part in memory], parameter, isa=isa) == 0
+        assert native_encode(name, value, [part[5:-5] for part in memory], parameter, isa=isa) == 0
         for part, other in zip(memory, wanted, strict=True):
             border = torch.full((5,), 55, dtype=part.dtype)
             same(part, torch.cat([border, other, border]))
         room = torch.full((count + 10,), 55.0)
-        native.decode(name, [part[5:-5] for part in memory], room[5:-5], parameter, isa=isa)
+        native_decode(name, [part[5:-5] for part in memory], room[5:-5], parameter, isa=isa)
         same(room, torch.cat([torch.full((5,), 55.0), decoded(codec, wanted, parameter), torch.full((5,), 55.0)]))
 
 
@@ -95,8 +96,8 @@ def test_subnormal_numbers_count_even_if_torch_flushes_them(name: str, isa: str)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormal numbers")
     try:
-        native.encode(name, value, parts, None, isa=isa)
-        native.decode(name, parts, found, None, isa=isa)
+        native_encode(name, value, parts, None, isa=isa)
+        native_decode(name, parts, found, None, isa=isa)
         is_still_set = float(torch.tensor([1e-40]) * 1.0) == 0
     finally:
         torch.set_flush_denormal(False)
@@ -109,10 +110,10 @@ def test_subnormal_numbers_count_even_if_torch_flushes_them(name: str, isa: str)
 def test_unknown_names_are_refused() -> None:
     value = torch.zeros(32)
     for act, message in (
-        (lambda: native.encode("no such codec", value, [value], None), "no such codec"),
-        (lambda: native.encode("fp32", value, [value], None, isa="mmx"), "mmx"),
-        (lambda: native.encode("moment8", value, [value], None), "parts"),
-        (lambda: native.encode("split", value, [value, value], None), "parameter"),
+        (lambda: native_encode("no such codec", value, [value], None), "no such codec"),
+        (lambda: native_encode("fp32", value, [value], None, isa="mmx"), "mmx"),
+        (lambda: native_encode("moment8", value, [value], None), "parts"),
+        (lambda: native_encode("split", value, [value, value], None), "parameter"),
     ):
         with pytest.raises(ConfigError, match=message):
             act()

@@ -13,8 +13,9 @@ import torch
 from coded import noise, parts_for, same
 
 from swapper import _C, ConfigError
-from swapper.codecs import CODECS, CodedState, adamw_, native
-from swapper.device.kernels.adamw import AdamWStep
+from swapper.codecs import CODECS, CodedState, adamw_
+from swapper.codecs.codec import native_adamw_
+from swapper.device.kernels import AdamWStep
 
 EIGHT_BIT = ("master24", "moment8", "variance8")
 COMBINATIONS = (
@@ -74,7 +75,7 @@ def test_the_kernels_give_the_references_bits(
         for number in (1, 2, 30):
             step = AdamWStep(number, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
             named = [(state.codec.name, state.parts) for state in found.states]
-            assert native.adamw_(found.parameter, found.gradient, named, step, 0.37, isa=isa) == 0
+            assert native_adamw_(found.parameter, found.gradient, named, step, 0.37, isa=isa) == 0
             assert codec_reference.adamw_(wanted.parameter, wanted.gradient, wanted.states, step, 0.37) == 0
         for one, other in zip(found.tensors, wanted.tensors, strict=True):
             same(one, other)
@@ -191,7 +192,7 @@ WORKS_ON_TORCHS_THREADS = """
 import os
 import torch
 from swapper.codecs import CODECS, CodedState, adamw_
-from swapper.device.kernels.adamw import AdamWStep
+from swapper.device.kernels import AdamWStep
 
 def turns():
     return {task: int(open(f"/proc/self/task/{task}/schedstat").read().split()[2]) for task in os.listdir("/proc/self/task")}

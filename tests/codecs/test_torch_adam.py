@@ -17,8 +17,9 @@ from coded import SPECIAL, bits_of, floats_of, noise, parts_for, same
 from torch.optim import Adam, AdamW
 
 from swapper import _C, ConfigError
-from swapper.codecs import CODECS, CodedState, native
-from swapper.codecs.torch_adam import TorchAdamStep, torch_adam_
+from swapper.codecs import CODECS, CodedState
+from swapper.codecs.codec import native_torch_adam_
+from swapper.codecs.coded_adamw import TorchAdamStep, torch_adam_
 from swapper.train.optimizer.optimizer_set import kind_of
 from swapper.train.updates.one_pass import find_arithmetic, find_torchs_pass, step_of
 
@@ -72,7 +73,7 @@ class Slice:
         numbers = step_of(number, self.optimizer.param_groups[0]).numbers
         named = [(state.codec.name, state.parts) for state in self.states.values()]
         ways = arithmetic.uses_fma, arithmetic.roots
-        assert native.torch_adam_(self.parameter, gradient, named, numbers, *ways, threads, isa) == 0
+        assert native_torch_adam_(self.parameter, gradient, named, numbers, *ways, threads, isa) == 0
 
     def check(self) -> None:
         """Compare them, bit for bit."""

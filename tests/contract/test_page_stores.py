@@ -12,13 +12,13 @@ import torch
 from swapper import _C
 from swapper.errors import ChecksumError, InvariantError, IoError
 from swapper.formats.sources import FileStamp, Source
-from swapper.infer.runtime.model_files import WeightFiles
+from swapper.infer.streaming import WeightFiles
 from swapper.io.drives import Drives
 from swapper.io.engines import open_engine
 from swapper.paging.dry_run import CountingStore, InstantDrive
-from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.layout import SectionPlan
 from swapper.paging.section import Page, Section, pieces_of
-from swapper.paging.store.page_store import PageStore
+from swapper.paging.store.page_files import PageStore
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
 

@@ -15,9 +15,8 @@ from model_users import USERS, User
 from swapper.errors import IoError
 from swapper.io.drives import Drives
 from swapper.modules.resources import Resources
-from swapper.paging.planning.budget import PoolSize
-from swapper.paging.planning.layout import SectionPlan
-from swapper.paging.planning.schedule import Access, Schedule
+from swapper.paging.layout import PoolSize, SectionPlan
+from swapper.paging.schedule import Access, Schedule
 from swapper.paging.section import Section
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from swapper.device.kernels.triton import triton_adamw, triton_codecs, triton_quantized
+from swapper.device import triton_arithmetic, triton_codecs
 
 Types = dict[str, Any]
 """Of a kernel's arguments, in order: Triton's names of types, and for constants ("constant", value)."""
@@ -43,7 +43,7 @@ def adamw_types(gradient: str, parameter: str, is_stochastic: bool) -> Types:
             has_skip=True,
             has_parameter=parameter != "*fp32",
             is_stochastic=is_stochastic,
-            ELEMENTS=triton_adamw.ELEMENTS,
+            ELEMENTS=triton_arithmetic.ELEMENTS,
         ),
     }
 
@@ -52,7 +52,7 @@ def quantized_types(kernel: Any, values: str, bits: int, block: int) -> Types:
     more = {"overflown": "*i32"} if "overflown" in kernel.arg_names else {}
     floats = {"out" if "out" in kernel.arg_names else "values": values}
     sizes = dict.fromkeys(("columns", "row_bytes", "blocks"), "i32")
-    together = triton_quantized.ELEMENTS // block
+    together = triton_arithmetic.ELEMENTS // block
     return {
         "codes": "*i8",
         "scales": "*i16",
@@ -75,16 +75,16 @@ def codec_types(kernel: Any, fixed: dict[str, bool]) -> Types:
 def kernels() -> dict[str, tuple[Any, Types]]:
     words = {"bf16": "*i16", "fp16": "*fp16", "fp32": "*fp32"}
     found: dict[str, tuple[Any, Types]] = {
-        "adamw bf16": (triton_adamw._update, adamw_types("*i16", "*i16", False)),
-        "adamw bf16 stochastic": (triton_adamw._update, adamw_types("*i16", "*i16", True)),
-        "adamw fp16": (triton_adamw._update, adamw_types("*fp16", "*fp16", False)),
-        "adamw fp32": (triton_adamw._update, adamw_types("*fp32", "*fp32", False)),
+        "adamw bf16": (triton_arithmetic._update, adamw_types("*i16", "*i16", False)),
+        "adamw bf16 stochastic": (triton_arithmetic._update, adamw_types("*i16", "*i16", True)),
+        "adamw fp16": (triton_arithmetic._update, adamw_types("*fp16", "*fp16", False)),
+        "adamw fp32": (triton_arithmetic._update, adamw_types("*fp32", "*fp32", False)),
     }
     for name, (*both, fixed) in triton_codecs._KERNELS.items():
         found.update({f"{kernel.__name__} {name}": (kernel, codec_types(kernel, fixed)) for kernel in both})
     for name, pointer in words.items():
         for bits, block in ((8, 128), (4, 64)):
-            for kernel in (triton_quantized._quantise, triton_quantized._dequantise):
+            for kernel in (triton_arithmetic._quantise, triton_arithmetic._dequantise):
                 types = quantized_types(kernel, pointer, bits, block)
                 found[f"{kernel.__name__} {bits} bits {name}"] = (kernel, types)
     return found

@@ -20,8 +20,8 @@ from codec_reference import DECODE, ENCODE
 
 from swapper.checkpoint.quantization import QuantizedLayout
 from swapper.codecs import CODECS
-from swapper.device.kernels import adamw, quantized
-from swapper.device.kernels.compiler import kernel
+from swapper.device import kernels
+from swapper.device.kernels import kernel
 
 COUNT = 2 * 1024 + 1001  # two whole programs of a kernel and a part of one
 
@@ -41,9 +41,9 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert len(different) == 0, f"{len(different)} bytes differ, the first at {different[0].tolist()} of {found.dtype}"
 
 
-def a_slice(device: str, gradient: torch.dtype, parameter: torch.dtype | None, first: int = 0) -> adamw.AdamWSlice:
+def a_slice(device: str, gradient: torch.dtype, parameter: torch.dtype | None, first: int = 0) -> kernels.AdamWSlice:
     out = None if parameter is None else torch.zeros(COUNT, dtype=parameter, device=device)
-    return adamw.AdamWSlice(
+    return kernels.AdamWSlice(
         master=noise(COUNT, 1).to(device),
         exp_avg=noise(COUNT, 2, spread=0.5).to(device),
         exp_avg_sq=noise(COUNT, 3, spread=0.5).abs().to(device),
@@ -53,7 +53,7 @@ def a_slice(device: str, gradient: torch.dtype, parameter: torch.dtype | None, f
     )
 
 
-def tensors_of(part: adamw.AdamWSlice) -> list[torch.Tensor]:
+def tensors_of(part: kernels.AdamWSlice) -> list[torch.Tensor]:
     both = [part.master, part.exp_avg, part.exp_avg_sq]
     return [*both, part.parameter] if part.parameter is not None else both
 
@@ -62,9 +62,9 @@ def check_adamw(device: str, gradient: torch.dtype, parameter: torch.dtype | Non
     found, wanted = a_slice(device, gradient, parameter, 4096), a_slice("cpu", gradient, parameter, 4096)
     factor = torch.tensor([0.37])
     for number in (1, 2, 17):
-        step = adamw.AdamWStep(number, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, seed=seed)
-        kernel("adamw").update_(found, step, factor.to(device), torch.zeros(1, device=device))
-        adamw.reference_(wanted, step, factor, torch.zeros(1))
+        step = kernels.AdamWStep(number, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, seed=seed)
+        kernel("arithmetic").update_(found, step, factor.to(device), torch.zeros(1, device=device))
+        kernels.reference_(wanted, step, factor, torch.zeros(1))
     for one, other in zip(tensors_of(found), tensors_of(wanted), strict=True):
         same(one, other)
 
@@ -88,20 +88,20 @@ def adamw_stochastic(device: str) -> None:
 def adamw_does_nothing_after_an_overflow(device: str) -> None:
     part = a_slice(device, torch.bfloat16, torch.bfloat16)
     before = [tensor.clone() for tensor in tensors_of(part)]
-    kernel("adamw").update_(part, adamw.AdamWStep(1), None, torch.ones(1, device=device))
+    kernel("arithmetic").update_(part, kernels.AdamWStep(1), None, torch.ones(1, device=device))
     for tensor, old in zip(tensors_of(part), before, strict=True):
         same(tensor, old)
 
 
 def adamw_in_slices_is_adamw_of_the_whole(device: str) -> None:
     whole, cut = (a_slice(device, torch.bfloat16, torch.bfloat16) for _ in range(2))
-    step = adamw.AdamWStep(5, seed=7)
-    kernel("adamw").update_(whole, step, None, None)
+    step = kernels.AdamWStep(5, seed=7)
+    kernel("arithmetic").update_(whole, step, None, None)
     for begin, end in ((0, 64), (64, 1664), (1664, COUNT)):
         parts = {
             name: getattr(cut, name)[begin:end] for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter")
         }
-        kernel("adamw").update_(adamw.AdamWSlice(**parts, first=begin), step, None, None)
+        kernel("arithmetic").update_(kernels.AdamWSlice(**parts, first=begin), step, None, None)
     for one, other in zip(tensors_of(whole), tensors_of(cut), strict=True):
         same(one, other)
 
@@ -111,8 +111,8 @@ def adamw_of_what_is_not_finite(device: str) -> None:
     for part in (found, wanted):
         part.gradient[3], part.gradient[5] = math.inf, math.nan
     for seed in (None, 3):
-        kernel("adamw").update_(found, adamw.AdamWStep(1, seed=seed), None, None)
-        adamw.reference_(wanted, adamw.AdamWStep(1, seed=seed), None, None)
+        kernel("arithmetic").update_(found, kernels.AdamWStep(1, seed=seed), None, None)
+        kernels.reference_(wanted, kernels.AdamWStep(1, seed=seed), None, None)
         for one, other in zip(tensors_of(found), tensors_of(wanted), strict=True):
             assert torch.equal(one.cpu().isnan(), other.isnan())
             same(one.cpu().nan_to_num(), other.nan_to_num())
@@ -153,7 +153,7 @@ def quantise_says_what_is_not_finite(device: str) -> None:
         for column, value in ((0, math.nan), (255, math.inf), (100, -math.inf)):
             rows = torch.ones(2, 256, device=device)
             rows[1, column] = value
-            assert quantized.quantise(rows, bits, 32)[1].item() != 0
+            assert kernels.quantise(rows, bits, 32)[1].item() != 0
 
 
 def state_values() -> list[torch.Tensor]:

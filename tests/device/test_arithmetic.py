@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from swapper import ConfigError, UnsupportedError
-from swapper.device.kernels import adamw, quantized
-from swapper.device.kernels.adamw import philox, random_words
-from swapper.device.kernels.compiler import kernel
+from swapper.device import kernels
+from swapper.device.kernels import kernel, philox, random_words
 
 
-def slice_of(count: int, **others: torch.Tensor) -> adamw.AdamWSlice:
+def slice_of(count: int, **others: torch.Tensor) -> kernels.AdamWSlice:
     tensors = {name: torch.zeros(count) for name in ("master", "exp_avg", "exp_avg_sq", "gradient")}
-    return adamw.AdamWSlice(**{**tensors, **others})  # type: ignore[arg-type]
+    return kernels.AdamWSlice(**{**tensors, **others})  # type: ignore[arg-type]
 
 
 def test_adamw_is_torchs_but_for_the_last_bits() -> None:
@@ -28,7 +27,7 @@ def test_adamw_is_torchs_but_for_the_last_bits() -> None:
         parameter.grad = torch.randn(1000)
         part.gradient.copy_(parameter.grad)
         optimizer.step()
-        adamw.update_(part, adamw.AdamWStep(number, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1))
+        kernels.update_(part, kernels.AdamWStep(number, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1))
     torch.testing.assert_close(part.master, parameter.detach(), rtol=2e-6, atol=2e-7)
     torch.testing.assert_close(part.exp_avg, optimizer.state[parameter]["exp_avg"], rtol=1e-6, atol=1e-7)
 
@@ -58,32 +57,38 @@ def test_stochastic_rounding_is_right_on_average_and_leaves_what_needs_none() ->
     count = 40_000
     value = 1 + 0.3 / 128  # between two neighbours in bf16, 3 tenths of the way
     words = random_words(1, 1, 0, count, torch.device("cpu"))
-    rounded = adamw.stochastically_rounded(torch.full((count,), value), words).float()
+    rounded = kernels.stochastically_rounded(torch.full((count,), value), words).float()
     assert set(rounded.tolist()) == {1.0, 1.0078125}
     assert abs(rounded.mean().item() - value) < 5 * 0.0078125 * 0.46 / count**0.5
     exact = torch.tensor([1.0, -2.5, 0.0, torch.inf, -torch.inf])
-    assert torch.equal(adamw.stochastically_rounded(exact, words[:5]).float(), exact)
-    assert adamw.stochastically_rounded(torch.tensor([torch.nan]), words[:1]).isnan().all()
+    assert torch.equal(kernels.stochastically_rounded(exact, words[:5]).float(), exact)
+    assert kernels.stochastically_rounded(torch.tensor([torch.nan]), words[:1]).isnan().all()
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "act, message",
     [
-        (lambda: adamw.update_(slice_of(4, gradient=torch.zeros(5)), adamw.AdamWStep(1)), "equally long"),
-        (lambda: adamw.update_(slice_of(4, master=torch.zeros(4).half()), adamw.AdamWStep(1)), "fp32"),
-        (lambda: adamw.update_(slice_of(4, parameter=torch.zeros(4)), adamw.AdamWStep(1)), "bf16 or fp16"),
-        (lambda: adamw.update_(slice_of(4, parameter=torch.zeros(4).half()), adamw.AdamWStep(1, seed=1)), "stochastic"),
-        (lambda: adamw.update_(slice_of(4), adamw.AdamWStep(1), factor=torch.ones(2)), "factor"),
-        (lambda: adamw.update_(slice_of(4, gradient=torch.zeros(4, device="meta")), adamw.AdamWStep(1)), "one device"),
-        (lambda: adamw.AdamWStep(0), "step"),
-        (lambda: adamw.AdamWStep(1, seed=-1), "seed"),
-        (lambda: quantized.quantise(torch.zeros(2, 33), 8, 32), "whole blocks"),
-        (lambda: quantized.quantise(torch.zeros(2, 64), 5, 32), "bits"),
-        (lambda: quantized.quantise(torch.zeros(2, 64), 8, 0), "power of two"),
-        (lambda: quantized.quantise(torch.zeros(64), 8, 32), "matrix"),
+        (lambda: kernels.update_(slice_of(4, gradient=torch.zeros(5)), kernels.AdamWStep(1)), "equally long"),
+        (lambda: kernels.update_(slice_of(4, master=torch.zeros(4).half()), kernels.AdamWStep(1)), "fp32"),
+        (lambda: kernels.update_(slice_of(4, parameter=torch.zeros(4)), kernels.AdamWStep(1)), "bf16 or fp16"),
         (
-            lambda: quantized.dequantise_(torch.zeros(2, 9, dtype=torch.uint8), torch.zeros(2, 32), 8, 32),
+            lambda: kernels.update_(slice_of(4, parameter=torch.zeros(4).half()), kernels.AdamWStep(1, seed=1)),
+            "stochastic",
+        ),
+        (lambda: kernels.update_(slice_of(4), kernels.AdamWStep(1), factor=torch.ones(2)), "factor"),
+        (
+            lambda: kernels.update_(slice_of(4, gradient=torch.zeros(4, device="meta")), kernels.AdamWStep(1)),
+            "one device",
+        ),
+        (lambda: kernels.AdamWStep(0), "step"),
+        (lambda: kernels.AdamWStep(1, seed=-1), "seed"),
+        (lambda: kernels.quantise(torch.zeros(2, 33), 8, 32), "whole blocks"),
+        (lambda: kernels.quantise(torch.zeros(2, 64), 5, 32), "bits"),
+        (lambda: kernels.quantise(torch.zeros(2, 64), 8, 0), "power of two"),
+        (lambda: kernels.quantise(torch.zeros(64), 8, 32), "matrix"),
+        (
+            lambda: kernels.dequantise_(torch.zeros(2, 9, dtype=torch.uint8), torch.zeros(2, 32), 8, 32),
             "quantised rows",
         ),
     ],
@@ -101,9 +106,9 @@ def test_without_triton_the_error_says_how_to_get_it(
         import sys
         sys.modules["triton"] = None
         import swapper
-        from swapper.device.kernels.compiler import kernel
+        from swapper.device.kernels import kernel
         try:
-            kernel("adamw")
+            kernel("arithmetic")
         except swapper.UnsupportedError as error:
             print(error)
     """)
@@ -119,7 +124,7 @@ def test_another_missing_module_is_not_called_triton() -> None:
 def test_an_update_of_nothing_and_one_after_an_overflow_change_nothing() -> None:
     part = slice_of(100)
     before = [tensor.clone() for tensor in (part.master, part.exp_avg, part.exp_avg_sq)]
-    adamw.update_(part, adamw.AdamWStep(1), None, torch.ones(1))
+    kernels.update_(part, kernels.AdamWStep(1), None, torch.ones(1))
     for tensor, old in zip((part.master, part.exp_avg, part.exp_avg_sq), before, strict=True):
         assert torch.equal(tensor, old)
-    adamw.update_(slice_of(0), adamw.AdamWStep(1))
+    kernels.update_(slice_of(0), kernels.AdamWStep(1))

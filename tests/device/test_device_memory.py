@@ -17,15 +17,15 @@ from infer.host_device import HostDevice, Registering, Stream
 
 from swapper import _C
 from swapper.device.device import RANGES, Device
-from swapper.device.device_placement import place_on_device
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span, place_in_storage, spans_of_page
+from swapper.device.model_device import place_on_device
 from swapper.device.tier import DeviceTier
 from swapper.errors import BudgetError, IoError
 from swapper.infer.planning.infer_placement import Demand, place
-from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.handle import deepnvme
 from swapper.io.registered import SLAB_BYTES, CudaRegistrar, Registration, slabs
 from swapper.io.staging import SLOT_BYTES, SLOTS, Staging
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.runtime.counters import Counters
 
 SIZES = st.lists(st.integers(0, 20_000), min_size=1, max_size=12)

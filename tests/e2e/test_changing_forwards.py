@@ -18,7 +18,7 @@ from e2e.keywords import for_manager
 from e2e.models import VOCABULARY, WIDTH, Block, Net, train_step
 from e2e.twins import Twins, leased_pages, send_away
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 
 MakeTwins = Callable[..., Twins]
 STEPS = 4

@@ -15,7 +15,7 @@ import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
 from e2e.models import Net, train_step
 from e2e.twins import Twins, adamw
-from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
+from swapper.device.kernels import AdamWSlice, AdamWStep, reference_
 from swapper.train.state.optim import packed_groups
 
 __all__ = ["on_device"]

@@ -20,7 +20,7 @@ from e2e.device_twins import MIB, MakeTwins, on_device
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins
 from swapper.device.copies import Downloads
-from swapper.device.device_placement import PAGES_ON_THEIR_WAY
+from swapper.device.model_device import PAGES_ON_THEIR_WAY
 from swapper.train.gradients.device_grads import DeviceGradients
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy

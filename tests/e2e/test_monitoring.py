@@ -21,7 +21,7 @@ import swapper
 from e2e.models import layers, layers_step
 from e2e.twins import Twins
 from swapper.integrations import monitoring
-from swapper.io.tuning import Tuning, keep_tuning
+from swapper.io.drives import Tuning, keep_tuning
 from swapper.runtime.stats import IN_A_ROW, WARM_UP, LimitWatch
 
 MakeTwins = Callable[..., Twins]

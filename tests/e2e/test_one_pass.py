@@ -10,7 +10,7 @@ import torch
 
 from e2e.models import Net, train_step
 from e2e.twins import Twins
-from swapper.codecs import native
+from swapper.codecs import coded_adamw
 from swapper.train.updates.one_pass import find_arithmetic
 
 MakeTwins = Callable[..., Twins]
@@ -21,13 +21,13 @@ def updated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The elements of each pass."""
     assert find_arithmetic() is not None
     seen: list[int] = []
-    act = native.torch_adam_
+    act = coded_adamw.native_torch_adam_
 
     def noted(parameter: torch.Tensor, *arguments: Any) -> int:
         seen.append(parameter.numel())
         return act(parameter, *arguments)
 
-    monkeypatch.setattr(native, "torch_adam_", noted)
+    monkeypatch.setattr(coded_adamw, "native_torch_adam_", noted)
     return seen
 
 

@@ -16,8 +16,7 @@ from torch import nn
 import swapper
 from e2e.models import LAYER_WIDTH, layers, layers_step
 from e2e.twins import adamw
-from swapper.bench.gpt import Gpt, GptConfig
-from swapper.bench.plain import make_optimizers
+from swapper.bench.plain import Gpt, GptConfig, make_optimizers
 from swapper.forecast.compute import ComputeTimes, measure_step
 from swapper.forecast.measured_pass import measure_pass
 from swapper.forecast.paging_trial import measure_paging

@@ -17,7 +17,7 @@ import swapper
 from e2e import killed_ranks, ranks_run
 from e2e.processes import run_python, started_python
 from swapper.durability.ranks import CommitId, Held, choose
-from swapper.io.tuning import Tuning, keep_tuning
+from swapper.io.drives import Tuning, keep_tuning
 
 pytestmark = pytest.mark.slow  # each starts processes that train together
 

@@ -21,7 +21,7 @@ from e2e.stopped_calls import why_not
 from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, named_budget
 from swapper.durability.committer import Committer
 from swapper.paging.host_memory import HostMemory
-from swapper.paging.planning.layout import Slot, TensorSpec
+from swapper.paging.layout import Slot, TensorSpec
 from swapper.paging.store.swap_files import Store
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CommittedFiles

@@ -16,7 +16,7 @@ from e2e.models import layers, layers_step
 from e2e.twins import Twins
 from swapper.cli import app
 from swapper.cli.report import BINS, figures, page_of
-from swapper.io.tuning import Tuning, keep_tuning
+from swapper.io.drives import Tuning, keep_tuning
 
 MakeTwins = Callable[..., Twins]
 

@@ -17,7 +17,7 @@ from e2e.models import Net, train_step
 from e2e.processes import run_python
 from e2e.twins import Twins
 from swapper.cli import app
-from swapper.runtime.trace import LANES, TRACKS, Trace
+from swapper.runtime.counters import LANES, TRACKS, Trace
 from swapper.train.session.training_session import TrainingSession
 
 MakeTwins = Callable[..., Twins]

@@ -19,7 +19,7 @@ from e2e import corrupted, killed_run
 from swapper.cli import app
 from swapper.durability.commit import read_commit
 from swapper.durability.verify import Fault, verify
-from swapper.formats.torch_zip.container import MANIFEST_NAME
+from swapper.formats.container import MANIFEST_NAME
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from swapper.formats.torch_zip.container import _seal_tail
+from swapper.formats.container import _seal_tail
 
 Mutate = Callable[[bytes, random.Random], bytes]
 NUMBERS = (0, 1, -1, 127, 128, 255, 256, 1 << 15, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 61) - 1,

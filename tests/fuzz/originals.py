@@ -144,8 +144,7 @@ def run_directory(directory: Path) -> None:
 
 
 def stripes(directory: Path) -> None:
-    from swapper.io.files import OpenFiles
-    from swapper.io.striping import Stripes
+    from swapper.io.files import OpenFiles, Stripes
 
     for name in ("one", "two"):
         (directory / name).mkdir()

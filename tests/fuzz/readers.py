@@ -23,13 +23,12 @@ from swapper.checkpoint.inspecting import inspect
 from swapper.cli.runs import look_at
 from swapper.durability.commit import read_commit
 from swapper.durability.directory import RETENTION_NAME
-from swapper.durability.retention import Retention
+from swapper.durability.snapshot import Retention
 from swapper.durability.verify import verify
 from swapper.errors import BudgetError, ConfigError, SwapperError
-from swapper.integrations.pretrained_options import check_directory
+from swapper.integrations.transformers import check_directory
 from swapper.io.drives import read_record
-from swapper.io.files import OpenFiles
-from swapper.io.striping import Stripes
+from swapper.io.files import OpenFiles, Stripes
 
 Read = Callable[[Path], Any]
 AGREES = "-agrees"
@@ -109,7 +108,7 @@ def _load_by_planner(directory: Path, wanted: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from swapper.checkpoint.dcp.storage_reader import StorageReader
+    from swapper.checkpoint.dcp_reader import StorageReader
 
     reader = StorageReader(directory)
     reader.read_metadata()

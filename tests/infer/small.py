@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from swapper.bench.gpt import Gpt, GptConfig
+from swapper.bench.plain import Gpt, GptConfig
 
 CONFIG = GptConfig(vocabulary=512, context=32, layers=6, width=256)
 BUDGET = "6MiB"

@@ -8,7 +8,7 @@ import torch
 import swapper
 from infer import test_experts as mixture
 from infer.host_device import ORDERS, HostDevice
-from swapper.infer.operators.device_experts import DeviceExperts
+from swapper.infer.experts import DeviceExperts
 
 MIB = 1 << 20
 ALL_EXPERTS = 3 * mixture.EXPERTS * mixture.ONE_EXPERT

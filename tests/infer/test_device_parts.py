@@ -10,7 +10,7 @@ import swapper
 from infer import test_row_partitioned as wide
 from infer.host_device import ORDERS, HostDevice, Registering
 from swapper.device.copies import NewCopies
-from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPrefetcher
+from swapper.infer.weight_rows import PARTS_IN_MEMORY, RowPrefetcher
 
 MIB = 1 << 20
 ARGUMENTS = (32_768, True, torch.bfloat16)

@@ -9,7 +9,7 @@ from torch import nn
 import swapper
 from infer.host_device import ORDERS, HostDevice
 from swapper.device.copies import NewCopies
-from swapper.infer.operators import weight_rows
+from swapper.infer import weight_rows
 
 MIB = 1 << 20
 ROWS, WIDTH = 8192, 512

@@ -14,9 +14,9 @@ import swapper
 from swapper import _C
 from swapper.checkpoint.exporting import export
 from swapper.formats.sources import open_source
-from swapper.infer.mapping.matching import Recipe
-from swapper.infer.operators.experts import Experts, takes_single_experts
-from swapper.infer.runtime.model_files import WeightFiles
+from swapper.infer.experts import Experts, takes_single_experts
+from swapper.infer.matching import Recipe
+from swapper.infer.streaming import WeightFiles
 
 WIDTH, EXPERTS = 256, 8
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import swapper
 from infer.small import BUDGET, CONFIG, TOKENS, make, on_meta, run
-from swapper.bench.gpt import Gpt
+from swapper.bench.plain import Gpt
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import swapper
 from infer.small import TOKENS, make, on_meta, run
 from swapper.checkpoint.exporting import export
-from swapper.infer.runtime.weights import MadeMemory
+from swapper.infer.weights import MadeMemory
 from swapper.integrations.transformers import from_pretrained
 from swapper.paging.pager import Pager
 

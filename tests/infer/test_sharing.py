@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 import swapper
 from infer.small import CONFIG, TOKENS, make, on_meta, total_bytes
-from swapper.bench.gpt import GptConfig
-from swapper.infer.runtime.infer_hooks import PassPredictor
+from swapper.bench.plain import GptConfig
+from swapper.infer.infer_hooks import PassPredictor
 from swapper.integrations.transformers import from_pretrained
 
 SMALL = GptConfig(vocabulary=512, context=32, layers=2, width=256)

@@ -10,7 +10,7 @@ from torch import nn
 
 import swapper
 from swapper.formats.sources import StoredTensor
-from swapper.infer.mapping.tracing import Traced, recipe_of, recipe_of_row
+from swapper.infer.tracing import Traced, recipe_of, recipe_of_row
 
 
 def traced(*shape):

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import swapper
-from swapper.integrations import pretrained_options
+from swapper.integrations import transformers
 from swapper.integrations.transformers import for_training, from_pretrained, streamed
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
@@ -122,8 +122,8 @@ def test_every_option_of_the_installed_transformers_is_known():
     """A new one must be taken, passed on or refused: it is not to be accepted and ignored."""
     taken = {"config", "dtype", "torch_dtype"}
     of_others = {"_from_auto", "_from_pipeline"}  # what transformers tells itself
-    known = {*pretrained_options.NOT_TAKEN, *pretrained_options.FOR_LOADING, *pretrained_options.OF_THE_HUB}
-    known |= {*pretrained_options.WITHOUT_EFFECT, *taken, *of_others}
+    known = {*transformers.NOT_TAKEN, *transformers.FOR_LOADING, *transformers.OF_THE_HUB}
+    known |= {*transformers.WITHOUT_EFFECT, *taken, *of_others}
     of_auto = AutoModel.from_pretrained.__func__
     for function in (PreTrainedModel.from_pretrained.__func__, of_auto):
         named = inspect.signature(function).parameters.values()

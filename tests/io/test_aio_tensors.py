@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from swapper import AioHandle
-from swapper.io.elements import views_of_range
+from swapper.io.tensor_bytes import views_of_range
 
 # --- any tensor ---------------------------------------------------------------------------------------------------------
 

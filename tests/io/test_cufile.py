@@ -14,7 +14,7 @@ import torch
 from handle_bytes import noise, raw
 
 from swapper import IoError, UnsupportedError
-from swapper.io.gds.cufile import CuFile
+from swapper.io.handle.cufile import CuFile
 
 
 def aligned(nbytes: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from handle_bytes import RunPython, noise, raw
 
 from swapper import AioHandle, IoError
-from swapper.bench.memory import PeakMemory
+from swapper.bench.measure import PeakMemory
 
 
 @pytest.mark.whole

@@ -244,7 +244,7 @@ def test_tune_prints_what_deepspeed_loads(tmp_path: Path) -> None:
     script = """
 import sys
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
-from swapper.io.tuning import Tuning
+from swapper.io.drives import Tuning
 config = Tuning(262144, 64, "uring", 1e9, 1e9).deepspeed_config()
 loaded = get_aio_config(config)
 assert {key: loaded[key] for key in config["aio"]} == config["aio"], loaded

@@ -14,7 +14,7 @@ from e2e.processes import run_python
 
 import swapper
 from swapper.integrations import deepspeed as ours
-from swapper.io.gds.cufile import open_cufile
+from swapper.io.handle.cufile import open_cufile
 
 BUILDERS = """
 class AsyncIOBuilder:

@@ -24,8 +24,8 @@ from handle_bytes import noise, raw
 
 from swapper import AioHandle, ConfigError, GdsFile, GdsHandle, IoError, StateError, UnsupportedError
 from swapper.io import gds_deregister_buffer, gds_register_buffer
-from swapper.io.gds.cufile import CuFile
-from swapper.io.gds.gds_handle import PIECE_BYTES, begin_pieces, whole_sectors
+from swapper.io.handle.cufile import CuFile
+from swapper.io.handle.gds_handle import PIECE_BYTES, begin_pieces, whole_sectors
 
 RDWR = os.O_CREAT | os.O_RDWR
 SIZES = [1, 4096, 4097, 12288, 100_000, (1 << 20) + 5]

@@ -21,7 +21,7 @@ from swapper.bench.drive import measure_read
 from swapper.bench.measure import Pattern, Speed, files_for, measure_deepnvme, measure_while_computing
 from swapper.cli import app
 from swapper.cli.bench import search
-from swapper.io.tuning import Tuning, find_tuning, keep_tuning, tuning_path
+from swapper.io.drives import Tuning, find_tuning, keep_tuning, tuning_path
 
 runner = CliRunner()
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import swapper
 from swapper import ConfigError
 from swapper.cli import app
+from swapper.io.drives import Tuning, find_tuning, keep_tuning, tuning_path
 from swapper.io.engines import PAGES_DEPTH, open_engine, shared_engine
-from swapper.io.tuning import Tuning, find_tuning, keep_tuning, tuning_path
 from swapper.runtime.sizes import format_bytes
 
 TUNED = Tuning(piece_bytes=192 << 10, depth=7, backend="threads", read_bytes_per_s=1e9, write_bytes_per_s=1e9)

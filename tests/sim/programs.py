@@ -13,7 +13,7 @@ from simulated_engine import SimulationError
 from simulated_run import Lease, Run
 
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 
 TOLERANCES = (None, 1, 4)
 PATIENCE = 60

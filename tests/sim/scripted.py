@@ -11,8 +11,8 @@ from typing import Any
 from simulated_run import Run
 
 from swapper.errors import IoError
-from swapper.paging.planning.schedule import Access
 from swapper.paging.residency import Residency
+from swapper.paging.schedule import Access
 
 IDLE, SLOW, EAGER = 0.0, 0.02, 1.0
 

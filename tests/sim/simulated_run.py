@@ -18,8 +18,8 @@ from simulated_store import PAGE_BYTES, SimulatedStore, VictimCache, make_sectio
 from swapper.errors import BudgetError, IoError
 from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access, Schedule
 from swapper.paging.residency import Residency
+from swapper.paging.schedule import Access, Schedule
 from swapper.paging.section import Page
 from swapper.runtime.counters import Counters
 

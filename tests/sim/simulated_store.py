@@ -10,7 +10,7 @@ import torch
 from simulated_engine import Arena, Engine, File
 
 from swapper.io.drives import Drives
-from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.layout import SectionPlan
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_files import SwapFile
 from swapper.paging.store.swap_files import TURNS, Store

@@ -14,9 +14,9 @@ from simulated_run import Run
 from swapper.errors import BudgetError
 from swapper.paging.frames import Frames
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
 from swapper.paging.prefetcher import Prefetcher
 from swapper.paging.residency import Residency
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 
 SEEDS = range(40)

@@ -22,7 +22,7 @@ from infer.host_device import Event, HostDevice, Module, Stream
 from torch import nn
 
 import swapper
-from swapper.paging.planning import budget
+from swapper.paging import layout
 from swapper.train.updates.device_sweep import DeviceSweep
 
 SCALE = 256
@@ -247,7 +247,7 @@ class Decoder(nn.Module):
 def _scaled(device: TimedDevice) -> Iterator[None]:
     """A context in which the plan's sizes are a SCALE-th, and updates of slices take the device's time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "RESIDENT_SLICE_BYTES", budget.RESIDENT_SLICE_BYTES // SCALE)
+        patch.setattr(layout, "RESIDENT_SLICE_BYTES", layout.RESIDENT_SLICE_BYTES // SCALE)
         update = DeviceSweep._update_by_kernels
 
         def timed(self: Any, run: Any) -> Any:

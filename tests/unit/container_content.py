@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from swapper.formats.torch_zip.container import ALIGNMENT, ChecksumChunk, ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.pickle_writer import StorageRef
+from swapper.formats.container import ALIGNMENT, ChecksumChunk, ContainerLayout, PreparedTail
+from swapper.formats.torch_writer import StorageRef
 
 DTYPES = [
     torch.float32,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from swapper.bench import measure
-from swapper.bench.memory import own_bytes, pss_bytes
+from swapper.bench.measure import own_bytes, pss_bytes
 from swapper.io.engines import PAGES_DEPTH
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_plan"

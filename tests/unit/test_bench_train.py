@@ -28,6 +28,19 @@ def bench_train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def test_a_step_moves_what_the_documented_formula_says(bench_train: ModuleType) -> None:
+    step_bytes = bench_train.step_bytes
+    assert step_bytes(1, parameters_on_nvme=False, masters=True) == (12, 12)
+    assert step_bytes(1, parameters_on_nvme=True, masters=True) == (16, 14)
+    assert step_bytes(2, parameters_on_nvme=True, masters=True, muon=1) == (28, 24)
+    assert step_bytes(1, parameters_on_nvme=False, masters=False) == (8, 8)
+    assert step_bytes(1, parameters_on_nvme=True, masters=False) == (20, 12)
+    assert step_bytes(1000, parameters_on_nvme=False, masters=True, state_codec="split") == (10125, 10125)
+    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="bf16") == (12125, 8125)
+    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="8bit") == (9187, 5187)
+    assert step_bytes(1000, parameters_on_nvme=True, masters=False, state_codec="8bit") == (14187, 6187)
+
+
 def measured(moved_bytes: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the figures of the swapped process and of the one in memory, where a step moves these bytes each way."""
     swapped = {

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swapper.errors import BudgetError
-from swapper.io.alignment import SECTOR_BYTES
-from swapper.paging.planning.budget import (
+from swapper.io.tensor_bytes import SECTOR_BYTES
+from swapper.paging.layout import (
     ARENA_ALIGNMENT_BYTES,
     SMALL_SECTION_BYTES,
     Budget,

@@ -17,17 +17,14 @@ from e2e.processes import run_python, started_python
 from rich.console import Console
 from typer.testing import CliRunner
 
-from swapper.bench.corpus import Corpus
 from swapper.bench.drive import (
     DriveSpeed,
     StepLimit,
     check_directory,
     choose_directory,
     measure_drive,
-    step_bytes,
 )
-from swapper.bench.gpt import Gpt, GptConfig, make_gpt
-from swapper.bench.plain import PlainTraining
+from swapper.bench.plain import Corpus, Gpt, GptConfig, PlainTraining, make_gpt
 from swapper.cli import app, demo_ranks
 from swapper.cli.demo_ranks import RanksTask
 from swapper.cli.doctor import filesystem_of
@@ -253,18 +250,6 @@ def test_the_limit_knows_a_drive_that_shares_one_speed_between_reads_and_writes(
     assert (limit.seconds, limit.cause) == (2.0, "reads and writes")
 
 
-def test_a_step_moves_what_the_documented_formula_says():
-    assert step_bytes(1, parameters_on_nvme=False, masters=True) == (12, 12)
-    assert step_bytes(1, parameters_on_nvme=True, masters=True) == (16, 14)
-    assert step_bytes(2, parameters_on_nvme=True, masters=True, muon=1) == (28, 24)
-    assert step_bytes(1, parameters_on_nvme=False, masters=False) == (8, 8)
-    assert step_bytes(1, parameters_on_nvme=True, masters=False) == (20, 12)
-    assert step_bytes(1000, parameters_on_nvme=False, masters=True, state_codec="split") == (10125, 10125)
-    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="bf16") == (12125, 8125)
-    assert step_bytes(1000, parameters_on_nvme=True, masters=True, state_codec="8bit") == (9187, 5187)
-    assert step_bytes(1000, parameters_on_nvme=True, masters=False, state_codec="8bit") == (14187, 6187)
-
-
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
     speed = measure_drive(tmp_path, file_bytes=16 << 20, duration_s=0.2)
     assert speed.read_bytes_per_s > 0
@@ -274,7 +259,7 @@ def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
 
 PEAK_MEMORY = """
 import mmap, time
-from swapper.bench.memory import PeakMemory
+from swapper.bench.measure import PeakMemory
 with PeakMemory(interval_s=0.01) as memory:
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
         held.write(bytes(64 << 20))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.container import (
+from swapper.formats.container import (
     ALIGNMENT,
     MANIFEST_NAME,
     ChecksumChunk,

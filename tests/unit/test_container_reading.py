@@ -14,8 +14,8 @@ from sampling import examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config
 
-from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout
-from swapper.formats.torch_zip.pickle_writer import StorageRef
+from swapper.formats.container import ALIGNMENT, ContainerLayout
+from swapper.formats.torch_writer import StorageRef
 
 GIB = 1 << 30
 

@@ -15,7 +15,7 @@ from torch.utils.serialization import config
 
 import swapper
 from swapper.checkpoint import load
-from swapper.formats.torch_zip import zip_reader
+from swapper.formats import zip_reader
 
 END, END64, LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 

@@ -20,9 +20,9 @@ from swapper.checkpoint import load
 from swapper.checkpoint.exporting import export, select
 from swapper.checkpoint.inspecting import inspect
 from swapper.errors import CheckpointError, SwapperError
+from swapper.formats.pickle_reader import read_skeleton
 from swapper.formats.sources import open_source
-from swapper.formats.torch_zip.pickle_reader import read_skeleton
-from swapper.formats.torch_zip.unpickling import Global
+from swapper.formats.unpickling import Global
 
 
 def pickled(*opcodes: bytes) -> bytes:
@@ -192,7 +192,7 @@ def test_whatever_reads_a_file_refuses_them(data: bytes, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_in_a_directory_of_dcp_and_of_an_item_they_are_refused(tmp_path: Path) -> None:
-    from swapper.checkpoint.dcp.storage_reader import StorageReader
+    from swapper.checkpoint.dcp_reader import StorageReader
 
     for data in ENDLESS_WORK.values():
         (tmp_path / ".metadata").write_bytes(data)

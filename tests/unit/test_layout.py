@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swapper.durability.described_layout import describe_plans, plans_of
-from swapper.io.alignment import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
-from swapper.paging.planning.layout import (
+from swapper.durability.commit import describe_plans, plans_of
+from swapper.io.tensor_bytes import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
+from swapper.paging.layout import (
     HUGE_PAGE_BYTES,
     HUGE_PAGES_SHARE,
     TensorSpec,

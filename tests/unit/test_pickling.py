@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
+from swapper.formats.torch_writer import StorageRef, pickle_state
 
 RECORD_BYTES = 4096
 
@@ -214,8 +214,8 @@ def test_meta_tensors_may_stand_for_payload() -> None:
 
 UNREADABLE = """
 import ctypes, mmap, torch
-from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
-from swapper.formats.torch_zip.container import ChecksumChunk, ContainerLayout, PreparedTail
+from swapper.formats.torch_writer import StorageRef, pickle_state
+from swapper.formats.container import ChecksumChunk, ContainerLayout, PreparedTail
 memory = mmap.mmap(-1, 8192)
 dtypes = torch.float32, torch.float8_e4m3fn
 tensors = [torch.frombuffer(memory, dtype=dtype, count=16, offset=4096) for dtype in dtypes]

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from swapper.bench.gpt import GptConfig, make_gpt
+from swapper.bench.plain import GptConfig, make_gpt
 from swapper.cli import app
 from swapper.errors import BudgetError
 from swapper.forecast.machine import KNOWN, REACHED_FLOPS, REACHED_LINK, ROUGH_PAGES, Forecaster, Machine, Setting
@@ -37,7 +37,7 @@ from swapper.forecast.search import (
     undominated,
 )
 from swapper.forecast.virtual_drive import DriveRates
-from swapper.io.tuning import Tuning, keep_tuning
+from swapper.io.drives import Tuning, keep_tuning
 from swapper.manager import SwapManager
 from swapper.train.layout.train_placement import PREFERENCES
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swapper.paging.planning.schedule import PrefetchDistance
+from swapper.paging.schedule import PrefetchDistance
 
 CYCLE = 1000
 

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swapper.formats.read_plan import LOOSE_ITEM_BYTES, MAX_GAP_BYTES, FileRange, plan_runs
-from swapper.formats.stored import StoredTensor
-from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES
+from swapper.formats.stored import LOOSE_ITEM_BYTES, MAX_GAP_BYTES, FileRange, StoredTensor, plan_runs
+from swapper.io.tensor_bytes import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 

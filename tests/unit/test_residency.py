@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swapper.errors import InvariantError
-from swapper.io.alignment import SECTOR_BYTES
-from swapper.paging.planning.layout import SectionPlan
+from swapper.io.tensor_bytes import SECTOR_BYTES
+from swapper.paging.layout import SectionPlan
 from swapper.paging.residency import Residency
 from swapper.paging.section import Section
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from sampling import examples
 
-import swapper.paging.planning.schedule as schedule_module
-from swapper.paging.planning.schedule import FIRST_SHARE, NEVER, Access, Schedule, choose_resident_set
+import swapper.paging.schedule as schedule_module
+from swapper.paging.schedule import FIRST_SHARE, NEVER, Access, Schedule, choose_resident_set
 
 PAGES = range(6)
 

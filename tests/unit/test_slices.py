@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from swapper.io.alignment import SECTOR_BYTES
-from swapper.paging.planning.layout import TensorSpec, plan_group
+from swapper.io.tensor_bytes import SECTOR_BYTES
+from swapper.paging.layout import TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.inventory import find_places, find_trainables, make_sections, take_inventory
 from swapper.train.layout.slices import (

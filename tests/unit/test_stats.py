@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swapper.io.tuning import Tuning
+from swapper.io.drives import Tuning
 from swapper.runtime.counters import Counters
 from swapper.runtime.stats import PHASES, StepClock, StepStats
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swapper.io.striping import StripeLayout, StripeRecord
+from swapper.io.files import StripeLayout, StripeRecord
 from swapper.runtime.records import seal
 
 UNIT = 4096

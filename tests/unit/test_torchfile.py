@@ -19,7 +19,7 @@ from sampling import examples
 from swapper.errors import CheckpointError
 from swapper.formats.sources import open_source
 from swapper.formats.stored import StoredTensor
-from swapper.formats.torch_zip.torch_file import read
+from swapper.formats.torch_file import read
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64, torch.float8_e4m3fn]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "swapper"
 READERS = {
-    "formats/torch_zip/unpickling.py": {"pickle._Unpickler"},  # the bounded unpickler itself
-    "formats/torch_zip/bounded_load.py": {"torch.load"},  # of what the bounded unpickler has read
+    "formats/unpickling.py": {"pickle._Unpickler"},  # the bounded unpickler itself
+    "formats/torch_file.py": {"torch.load"},  # of what the bounded unpickler has read
     "checkpoint/torch_load.py": {"torch.load"},  # `load`: as above
-    "checkpoint/dcp/metadata.py": {"pickle._Unpickler"},  # classes of torch's, of what the bounded unpickler has read
+    "checkpoint/dcp_reader.py": {"pickle._Unpickler"},  # classes of torch's, of what the bounded unpickler has read
     "runtime/records.py": {"json.loads"},
-    "io/tuning.py": {"json.loads"},  # of the user's own settings
+    "io/drives.py": {"json.loads"},  # of the user's own settings
 }
 OF_OWN_CHILDREN = ("bench/", "cli/demo.py")
 """What reads the output and files of processes that it has started."""

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from swapper.errors import InvariantError
 from swapper.forecast.virtual_drive import DriveRates, PagingCosts, VirtualDrive, open_drive
 from swapper.paging.dry_run import DryRun, InstantDrive, Task
-from swapper.paging.planning.layout import TensorSpec, plan_group
-from swapper.paging.planning.schedule import Access
+from swapper.paging.layout import TensorSpec, plan_group
+from swapper.paging.schedule import Access
 from swapper.runtime.stats import PhaseStats, StepStats
 from swapper.train.layout.inventory import make_sections
 

@@ -15,7 +15,7 @@ from e2e.cold_table import TABLE
 from torch import nn
 from torch.nn import functional as F
 
-from swapper.tensors.torch_functions import tensors_among, written_among
+from swapper.tensors.guarded_tensor import tensors_among, written_among
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of functions that torch deprecates
 SHAPE = (8, 16)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sampling import examples
 from torch.utils.serialization import config
 
-from swapper.formats.torch_zip import zip_writer
-from swapper.formats.torch_zip.zip_writer import ZIP64_LIMIT, Entry
+from swapper.formats import torch_writer
+from swapper.formats.torch_writer import ZIP64_LIMIT, Entry
 
 ALIGNMENTS = [64, 128, 512, 4096, 8192, 32768]
 
@@ -32,16 +32,16 @@ def assert_same_bytes_as_torch(path: Path, alignment: int) -> list[Entry]:
     with path.open("rb") as file:
         for entry in entries:
             assert entry.header_offset == cursor
-            header = zip_writer.local_header(cursor, entry.name, entry.nbytes, alignment)
+            header = torch_writer.local_header(cursor, entry.name, entry.nbytes, alignment)
             assert file.read(len(header)) == header
-            offset = zip_writer.payload_offset(cursor, entry.name, entry.nbytes, alignment)
+            offset = torch_writer.payload_offset(cursor, entry.name, entry.nbytes, alignment)
             assert offset == cursor + len(header)
             file.seek(offset + entry.nbytes)
-            descriptor = zip_writer.descriptor(cursor, entry.nbytes, entry.crc32)
-            assert len(descriptor) == zip_writer.descriptor_nbytes(cursor, entry.nbytes)
+            descriptor = torch_writer.descriptor(cursor, entry.nbytes, entry.crc32)
+            assert len(descriptor) == torch_writer.descriptor_nbytes(cursor, entry.nbytes)
             assert file.read(len(descriptor)) == descriptor
             cursor = file.tell()
-        assert file.read() == zip_writer.directory(entries, cursor, 1)
+        assert file.read() == torch_writer.directory(entries, cursor, 1)
     return entries
 
 
@@ -85,7 +85,7 @@ def test_bytes_equal_those_of_torch_save_around_4_gib(tmp_path, sizes, alignment
 def test_headers_that_begin_next_to_4_gib_equal_those_of_torch(tmp_path, cursor_minus_limit) -> None:
     # The first record's size puts the header of the second exactly where the 32-bit fields stop to suffice.
     path, name = tmp_path / "edge.pt", "edge/data/0"
-    size = ZIP64_LIMIT + cursor_minus_limit - zip_writer.payload_offset(0, name, 1, 64) - 16
+    size = ZIP64_LIMIT + cursor_minus_limit - torch_writer.payload_offset(0, name, 1, 64) - 16
     assert size < ZIP64_LIMIT
     writer = torch._C.PyTorchFileWriter(str(path), True, 64)
     writer.write_record_metadata("data/0", size)
@@ -99,10 +99,10 @@ def test_headers_that_begin_next_to_4_gib_equal_those_of_torch(tmp_path, cursor_
 @pytest.mark.parametrize("count", [1, 65534, 65535, 65536, 70000])
 def test_directories_of_many_entries_are_read_back_whole(tmp_path, count) -> None:
     crc32 = zlib.crc32(b"abc")
-    content = zip_writer.local_header(0, "r/0", 3, 64) + b"abc" + zip_writer.descriptor(0, 3, crc32)
+    content = torch_writer.local_header(0, "r/0", 3, 64) + b"abc" + torch_writer.descriptor(0, 3, crc32)
     entries = [Entry(f"r/{index}", 0, 3, crc32) for index in range(count)]
     path = tmp_path / "many.zip"
-    path.write_bytes(content + zip_writer.directory(entries, len(content), 4096))
+    path.write_bytes(content + torch_writer.directory(entries, len(content), 4096))
     assert path.stat().st_size % 4096 == 0
     raw = path.read_bytes()
     end_record = raw[raw.rindex(b"PK\x05\x06") :]
@@ -117,8 +117,8 @@ def test_directories_of_many_entries_are_read_back_whole(tmp_path, count) -> Non
 )
 def test_a_directory_ends_where_the_alignment_divides_the_file(offset, count, alignment) -> None:
     entries = [Entry(f"r/data/{index}", index * 8192, 4096, index) for index in range(count)]
-    padded = zip_writer.directory(entries, offset, alignment)
-    bare = zip_writer.directory(entries, offset, 1)
+    padded = torch_writer.directory(entries, offset, alignment)
+    bare = torch_writer.directory(entries, offset, 1)
     assert (offset + len(padded)) % alignment == 0
     assert len(padded) - len(bare) < alignment
     assert padded[: len(bare) - 2] == bare[:-2]  # all but the comment and its length

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from gpu.bench import Bench, Row, each, ratio
-from swapper.device.kernels import adamw, quantized
+from swapper.device import kernels
 
 COPY = "a copy on the device"
 ADAMW = ("AdamW, one pass", "AdamW, one pass, stochastic rounding", "torch's fused AdamW, fp32")
@@ -26,12 +26,12 @@ def adamw_kernel(bench: Bench) -> Iterator[Row]:
     limit, count = copy_bandwidth(bench), bench.size(1 << 28, 4096)
     state = [torch.rand(count, device=bench.device) for _ in range(3)]
     gradient = torch.randn(count, device=bench.device, dtype=torch.bfloat16)
-    part = adamw.AdamWSlice(*state, gradient, parameter=torch.zeros_like(gradient))
+    part = kernels.AdamWSlice(*state, gradient, parameter=torch.zeros_like(gradient))
     factor, skip = torch.ones(1, device=bench.device), torch.zeros(1, device=bench.device)
 
     def by_us(figure: str, seed: int | None, bar: float | None) -> Iterator[Row]:
-        step = adamw.AdamWStep(1, seed=seed)
-        taken = bench.queued_seconds(partial(adamw.update_, part, step, factor, skip))
+        step = kernels.AdamWStep(1, seed=seed)
+        taken = bench.queued_seconds(partial(kernels.update_, part, step, factor, skip))
         yield ratio(figure, part.bytes_moved, taken, limit, COPY, bar)
 
     def by_torch() -> Iterator[Row]:
@@ -50,13 +50,13 @@ def quantised_kernels(bench: Bench) -> Iterator[Row]:
     out = torch.empty_like(rows)
 
     def row(figure: str, bits: int, block: int) -> Iterator[Row]:
-        stored, overflown = quantized.quantise(rows, bits, block)
+        stored, overflown = kernels.quantise(rows, bits, block)
         if overflown.item() != 0:
             raise AssertionError("finite values were taken for non-finite ones")
-        act = partial(quantized.quantise, rows, bits, block)
+        act = partial(kernels.quantise, rows, bits, block)
         if figure.startswith("dequantise"):
-            act = partial(quantized.dequantise_, stored, out, bits, block)
-        nbytes = quantized.bytes_moved(bits, block, columns, rows.shape[0], rows.dtype)
+            act = partial(kernels.dequantise_, stored, out, bits, block)
+        nbytes = kernels.bytes_moved(bits, block, columns, rows.shape[0], rows.dtype)
         yield ratio(figure, nbytes, bench.queued_seconds(act), limit, COPY, None)
 
     formats = ((8, 128), (8, 128), (4, 64), (4, 64))

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import deepspeed  # type: ignore[import-not-found]
 import torch
 
-from swapper.bench.gpt import Gpt, GptConfig
-from swapper.bench.memory import PeakMemory
+from swapper.bench.measure import PeakMemory
+from swapper.bench.plain import Gpt, GptConfig
 
 
 def load_file(path: Path) -> dict[str, torch.Tensor]:

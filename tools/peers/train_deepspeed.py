@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import deepspeed  # type: ignore[import-not-found]
 import torch
 
-from swapper.bench.corpus import Corpus
-from swapper.bench.gpt import GptConfig, make_gpt
-from swapper.bench.memory import PeakMemory
+from swapper.bench.measure import PeakMemory
+from swapper.bench.plain import Corpus, GptConfig, make_gpt
 
 SUB_GROUP_PARAMETERS = 30_000_000
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swapper.device.copies import COPIES_IN_FLIGHT
-from swapper.device.device_placement import DevicePlacement, place_on_device
+from swapper.device.model_device import DevicePlacement, place_on_device
 from swapper.errors import BudgetError, InvariantError
 from swapper.infer.planning.streaming_plan import StreamingPlan, with_cuts, with_lookups, with_single_experts
-from swapper.io.alignment import SECTOR_BYTES, round_up
-from swapper.paging.planning.budget import PoolSize, divide_host_memory
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
+from swapper.paging.layout import PoolSize, divide_host_memory
 from swapper.runtime.sizes import format_bytes
 
 AHEAD_BYTES = 64 << 20

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from swapper.formats.sources import Rename, Source, open_source
-from swapper.infer.mapping.matching import match
+from swapper.infer.matching import match
 from swapper.infer.planning.infer_placement import fit
 from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction, PlannedLoad
 from swapper.infer.planning.streaming_plan import build_streaming_plan
-from swapper.io.tuning import find_tuning
+from swapper.io.drives import find_tuning
 from swapper.options import parse_host_memory
 
 

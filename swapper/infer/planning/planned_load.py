@@ -8,10 +8,10 @@ from torch import nn
 
 from swapper.errors import ConfigError
 from swapper.formats.sources import Source
-from swapper.infer.mapping.matching import Match
+from swapper.infer.matching import Match
 from swapper.infer.planning.infer_placement import Fit
-from swapper.io.alignment import SECTOR_BYTES, round_up
-from swapper.paging.planning.budget import resident_bytes
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
+from swapper.paging.layout import resident_bytes
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import StepStats
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from torch import nn
 
 from swapper.device.device_storage import place_in_storage
-from swapper.formats.read_plan import FileRange, plan_runs
-from swapper.infer.mapping.matching import Match, Weight
-from swapper.infer.operators.experts import ExpertWeights, are_experts, find_recipes, takes_single_experts
-from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, can_look_up, cut
-from swapper.io.alignment import SECTOR_BYTES, round_up
+from swapper.formats.stored import FileRange, plan_runs
+from swapper.infer.experts import ExpertWeights, are_experts, find_recipes, takes_single_experts
+from swapper.infer.matching import Match, Weight
+from swapper.infer.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, can_look_up, cut
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.groups import Group, Unit, by_module, taken_parameters, working_sets
 
 SLOTS_BYTES = 256 << 10

@@ -24,7 +24,7 @@ class _AfterDeepSpeed(importlib.abc.MetaPathFinder):
             loader: Any = spec.loader
             run = loader.exec_module
 
-            def exec_module(module: Any) -> None:
+            def exec_module(module: object) -> None:
                 run(module)
                 from swapper.integrations.deepspeed import install
 

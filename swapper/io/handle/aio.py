@@ -21,13 +21,12 @@ import torch
 
 from swapper import _C
 from swapper.errors import ConfigError, DeviceError, IoError, UnsupportedError
-from swapper.io.elements import byte_count, check_tensor, copy_out, run_address
 from swapper.io.engines import Engines
-from swapper.io.files import Opened, OpenFile, OpenFiles, Target
+from swapper.io.files import STRIPE_BYTES, Opened, OpenFile, OpenFiles, Stripes, Target
 from swapper.io.handle.deepnvme import DeepNvmeMethods
 from swapper.io.handle.operation import Operation, TransferPart
 from swapper.io.staging import Move, StagedTransfer, Staging
-from swapper.io.striping import STRIPE_BYTES, Stripes
+from swapper.io.tensor_bytes import byte_count, check_tensor, copy_out, run_address
 from swapper.options import parse_choice
 
 logger = logging.getLogger("swapper.io")

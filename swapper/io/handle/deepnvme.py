@@ -14,7 +14,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -119,7 +118,7 @@ class DeepNvmeMethods:
         validate: bool,
         async_op: bool | None = None,
         file_offset: int | None = None,
-        **named: Any,
+        **named: object,
     ) -> int:
         """Read as `async_pread` if the fourth argument (`async`, a keyword of Python) is true, else as `sync_pread`.
 
@@ -137,7 +136,7 @@ class DeepNvmeMethods:
         validate: bool,
         async_op: bool | None = None,
         file_offset: int | None = None,
-        **named: Any,
+        **named: object,
     ) -> int:
         """Write; otherwise as `pread`.
 
@@ -208,7 +207,7 @@ class DeepNvmeMethods:
         """
         return self._answer(self._drain_awaited)
 
-    def new_cpu_locked_tensor(self, num_elem: int, example_tenosr: torch.Tensor, **named: Any) -> torch.Tensor:
+    def new_cpu_locked_tensor(self, num_elem: int, example_tenosr: torch.Tensor, **named: object) -> torch.Tensor:
         """Return a page-locked tensor of zeros.
 
         Args:

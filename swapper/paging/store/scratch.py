@@ -12,7 +12,7 @@ from swapper.io.drives import Drives
 from swapper.io.engines import Engine, Transfer
 from swapper.paging.section import Page
 from swapper.paging.store import page_files
-from swapper.paging.store.page_store import PageStore, as_changed
+from swapper.paging.store.page_files import PageStore, as_changed
 from swapper.paging.store.swap_files import Store
 
 

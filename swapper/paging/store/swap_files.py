@@ -37,8 +37,7 @@ from swapper.io.drives import Drives
 from swapper.io.engines import Engine, Transfer
 from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.paging.store import page_files
-from swapper.paging.store.page_files import ExternalFiles, FileStatus, SwapFile, status_of
-from swapper.paging.store.page_store import Damages, as_changed
+from swapper.paging.store.page_files import Damages, ExternalFiles, FileStatus, SwapFile, as_changed, status_of
 
 TURNS = 2
 """Files that alternate, so that one of them stays as the last commit has it."""

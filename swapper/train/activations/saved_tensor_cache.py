@@ -24,9 +24,9 @@ import torch
 from swapper._C import SteadyLock
 from swapper.device.device import Device
 from swapper.errors import IoError, StateError
-from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Engine, Transfer
 from swapper.io.extents import SpillFile
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING, Resident
 from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import make_lock

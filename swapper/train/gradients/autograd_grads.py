@@ -17,7 +17,7 @@ from torch import nn
 
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
-from swapper.modules.own_hook import hookable
+from swapper.modules.module_hooks import hookable
 from swapper.train.gradients.cold_grad import Accumulation, GradientMeta
 from swapper.train.groups.train_device import TrainingDevice
 

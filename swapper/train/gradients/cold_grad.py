@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError, StateError
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.tensors import torch_private
-from swapper.tensors.guarded_tensor import GuardedTensor
-from swapper.tensors.torch_functions import Function, tensors_among
+from swapper.tensors.guarded_tensor import Function, GuardedTensor, tensors_among
 from swapper.train.layout.slices import TensorLocation
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"

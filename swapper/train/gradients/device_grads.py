@@ -19,8 +19,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from swapper.device.device_placement import EARLIER_SHARE
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
+from swapper.device.model_device import EARLIER_SHARE
 from swapper.paging.pager import Pager
 from swapper.runtime.interrupts import defer_signals
 from swapper.train.gradients.autograd_grads import Hook

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import defer_signals
 from swapper.tensors.torch_private import after_backward, backward_task

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from swapper.errors import StateError
-from swapper.tensors.guarded_tensor import TensorWatch, unwatch, watch_of
-from swapper.tensors.torch_functions import Function
+from swapper.tensors.guarded_tensor import Function, TensorWatch, unwatch, watch_of
 
 ADVICE = (
     "to clip or scale gradients, offload with update='step' or update='deferred'; what needs one gradient alone (clipping its "

@@ -19,8 +19,8 @@ from swapper.modules.groups import Group
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.home import GroupHome, Update
 from swapper.modules.leased_group import LeasedGroup, count_uses
+from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import Slot
 from swapper.paging.section import Section
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState

@@ -40,22 +40,21 @@ from torch import nn
 
 from swapper.device.copies import CopyTimes, Downloads, PageCopy
 from swapper.device.device import OUT_OF_MEMORY, Device
-from swapper.device.device_placement import PAGES_ON_THEIR_WAY, DeviceBudget, DevicePlacement
 from swapper.device.device_storage import DeviceStorage, Span
-from swapper.device.model_device import ModelDevice
+from swapper.device.model_device import PAGES_ON_THEIR_WAY, DeviceBudget, DevicePlacement, ModelDevice
 from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
 from swapper.modules.groups import Group
 from swapper.modules.home import DeviceHome
+from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import Slot
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section
 from swapper.paging.store.page_files import checksum_of
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
-from swapper.tensors.torch_functions import tensors_among
+from swapper.tensors.guarded_tensor import tensors_among
 
 MORE_PAGES_ON_THEIR_WAY = 14
 """Maximum of those from spare frames, of which at most every second one is taken: a choice. With few, Python waits for kernels

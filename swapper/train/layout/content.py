@@ -25,9 +25,9 @@ from swapper.errors import CheckpointError, InvariantError, UnsupportedError
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import Engine, all_over, open_engine
+from swapper.paging.layout import SectionPlan, Slot, TensorSpec
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import SectionPlan, Slot, TensorSpec
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.runtime.interrupts import close_all
 from swapper.train.layout.inventory import find_places

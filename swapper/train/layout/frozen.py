@@ -1,6 +1,6 @@
 """Maps frozen parameters to the user's own files, plans their sections, and checks that the files do not change.
 
-Sections are runs of the file (formats/read_plan.py), so that bytes lie in memory as in the file. They include some
+Sections are runs of the file (formats/stored.py), so that bytes lie in memory as in the file. They include some
 neighboring bytes, up to the next sectors, which nothing uses.
 """
 
@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from swapper.errors import CheckpointError
-from swapper.formats.read_plan import plan_runs
 from swapper.formats.sources import FileStamp, Rename, Source, open_source, renamed
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import StoredTensor, plan_runs
 from swapper.options import ExternalWeights
-from swapper.paging.planning.layout import ExternalBytes, SectionPlan, Slot, TensorSpec
+from swapper.paging.layout import ExternalBytes, SectionPlan, Slot, TensorSpec
 
 SHOWN_NAMES = 5  # in a message
 REMEDY = "leave external= out, and the model's own values are copied to the swap files"

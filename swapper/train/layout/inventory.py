@@ -16,7 +16,7 @@ from swapper.formats.stored import StoredTensor
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group, Unit, partition, refuse_scripted
 from swapper.modules.guarded import is_guarded
-from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
+from swapper.paging.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.shared_memory import check_shared

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from swapper.codecs import StateCodec
-from swapper.paging.planning.layout import Slot
-from swapper.paging.planning.schedule import Access
+from swapper.paging.layout import Slot
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section
 
 CUT_ELEMENTS = 64

@@ -19,7 +19,7 @@ from torch import nn
 
 from swapper.codecs import CODECS, GROUP, StateCodec
 from swapper.errors import ConfigError, UnsupportedError
-from swapper.paging.planning.layout import TensorSpec
+from swapper.paging.layout import TensorSpec
 from swapper.train.optimizer.entries import StateForm, StateKey
 
 log = logging.getLogger("swapper")

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
-from swapper.device.device_placement import (
+from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
+from swapper.device.model_device import (
     EARLIER_SHARE,
     PAGES_ON_THEIR_WAY,
     RING,
@@ -14,12 +15,10 @@ from swapper.device.device_placement import (
     DevicePlacement,
     place_on_device,
 )
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.errors import BudgetError, ConfigError
-from swapper.io.alignment import round_up
+from swapper.io.tensor_bytes import round_up
 from swapper.modules.groups import largest_working_set, working_sets
-from swapper.paging.planning.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
-from swapper.paging.planning.layout import SectionPlan, Slot
+from swapper.paging.layout import SMALL_SECTION_BYTES, Budget, SectionPlan, Slot, divide, resident_bytes
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.slices import largest_slice_pages

@@ -15,9 +15,9 @@ from swapper.errors import BudgetError, ColdParameterError, StateError
 from swapper.modules.cold import ASSIGNED_BESIDE_ALIAS, is_cold
 from swapper.modules.guarded import FaultHandler, RunWith
 from swapper.modules.leased_group import storage_of
-from swapper.modules.own_hook import outside_transforms
+from swapper.modules.module_hooks import outside_transforms
 from swapper.paging.pager import Pager
-from swapper.tensors.torch_functions import KEEPS_NOTHING, Function
+from swapper.tensors.guarded_tensor import KEEPS_NOTHING, Function
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.layout.inventory import Inventory

@@ -20,7 +20,7 @@ from swapper.errors import StateError
 from swapper.modules.cold import aliases, is_aliasing
 from swapper.modules.groups import Models, Unit
 from swapper.modules.leased_group import storage_of
-from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
+from swapper.modules.module_hooks import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.turns import Turns
 from swapper.runtime.interrupts import close_all, defer_signals, run_uninterrupted
 from swapper.train.groups.parameter_group import GroupParameters

@@ -11,7 +11,7 @@ import torch
 
 from swapper.errors import DeviceError, StateError, UnsupportedError
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.runtime.stats import StepClock
 from swapper.tensors.torch_private import backward_task, dispatch_modes, innermost_transform
 from swapper.train.gradients.grads import Gradients

@@ -20,7 +20,7 @@ from torch import nn
 from swapper.errors import UnsupportedError
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, handler_of
-from swapper.modules.own_hook import OwnHook, copy_without_hooks
+from swapper.modules.module_hooks import OwnHook, copy_without_hooks
 from swapper.runtime.process import is_off
 from swapper.tensors.torch_private import replace_sync_of_ddp, sync_of_ddp, without_torch_functions
 

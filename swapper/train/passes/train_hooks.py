@@ -44,14 +44,13 @@ from torch.nn.utils import stateless
 
 from swapper.errors import BudgetError, StateError
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, ModuleHooks, SharedPass, tensors_of
-from swapper.modules.own_hook import OwnHook, outside_transforms
+from swapper.modules.module_hooks import Call, ModuleHooks, OwnHook, SharedPass, outside_transforms, tensors_of
 from swapper.modules.turns import Turns, frame_of_backward, frame_of_call, is_in_backward
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.runtime.free_memory import note_used
 from swapper.runtime.interrupts import close_all
 from swapper.runtime.sizes import format_bytes
-from swapper.tensors.torch_functions import tensors_among
+from swapper.tensors.guarded_tensor import tensors_among
 from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.train_device import TrainingDevice

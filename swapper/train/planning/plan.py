@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swapper.device.device_placement import DevicePlacement
+from swapper.device.model_device import DevicePlacement
 from swapper.durability.committer import steps_between_commits
-from swapper.formats.torch_zip.container import ContainerLayout
-from swapper.io.tuning import Tuning
-from swapper.paging.planning.budget import Budget
+from swapper.formats.container import ContainerLayout
+from swapper.io.drives import Tuning
+from swapper.paging.layout import Budget
 from swapper.paging.store.swap_files import TURNS
 from swapper.runtime.stats import StepStats
 from swapper.train.layout.averaging import check_averaging

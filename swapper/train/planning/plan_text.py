@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.layout import SectionPlan
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import by_family
 from swapper.train.planning.planned_step import PlannedStep

@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from swapper.device.device_placement import DevicePlacement
-from swapper.formats.torch_zip.container import ContainerLayout
-from swapper.io.drives import assign_to_drives
-from swapper.io.tuning import Tuning
+from swapper.device.model_device import DevicePlacement
+from swapper.formats.container import ContainerLayout
+from swapper.io.drives import Tuning, assign_to_drives
 from swapper.paging.dry_run import DryRun, InstantDrive, Task
-from swapper.paging.planning.budget import Budget, read_ahead_pages
-from swapper.paging.planning.layout import SectionPlan
-from swapper.paging.planning.schedule import Access
+from swapper.paging.layout import Budget, SectionPlan, read_ahead_pages
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section, pieces_of
 from swapper.runtime.free_memory import HOLES_SHARE, kept_free_bytes
 from swapper.runtime.stats import StepStats

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from swapper.capabilities import Feature, check
 from swapper.device.device import Device
-from swapper.device.device_placement import DeviceBudget
-from swapper.device.kernels.compiler import ACCELERATORS, kernel, uses_kernel
+from swapper.device.kernels import ACCELERATORS, kernel, uses_kernel
+from swapper.device.model_device import DeviceBudget
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.drives import Drives
 from swapper.modules.groups import as_one

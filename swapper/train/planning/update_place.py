@@ -17,8 +17,8 @@ from swapper import _C
 from swapper.codecs import CODECS, CodedState
 from swapper.device.device import Device
 from swapper.device.device_storage import DeviceStorage
-from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.io.registered import Registration, slabs
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
 from swapper.train.optimizer.optimizer_set import kind_of

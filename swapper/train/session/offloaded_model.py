@@ -20,9 +20,9 @@ from swapper.errors import StateError
 from swapper.modules.cold import follow
 from swapper.modules.groups import Group, changes_itself
 from swapper.modules.home import GroupHome, HostHome
-from swapper.modules.own_hook import outside_transforms
+from swapper.modules.module_hooks import outside_transforms
+from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import Slot
 from swapper.paging.residency import DIRTY, WRITING
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.counters import Counters

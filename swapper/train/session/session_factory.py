@@ -11,14 +11,20 @@ from typing import Any
 
 from swapper.capabilities import Feature, check
 from swapper.durability.beginning import Beginning, EarlierRanks
-from swapper.durability.commit import CommitRecord, named_files
-from swapper.durability.described_layout import check_group_count, check_same, check_trained, describe_plans
+from swapper.durability.commit import (
+    CommitRecord,
+    check_group_count,
+    check_same,
+    check_trained,
+    describe_plans,
+    named_files,
+)
 from swapper.durability.directory import FALLBACK_NAME
 from swapper.durability.ranks import boot_id
 from swapper.durability.recovery import follow_placement, page_bytes_of
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.io import beneath
-from swapper.io.tuning import find_tuning_of
+from swapper.io.drives import find_tuning_of
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.layout.content import GivenSource, ReshardedSource
 from swapper.train.layout.frozen import check_external

@@ -20,16 +20,15 @@ from swapper.checkpoint.encoded_state import STATE_CODEC
 from swapper.device.device import Device
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
 from swapper.durability.committer import Committer
+from swapper.durability.publication import SnapshotTicket
 from swapper.durability.ranks import describe_failure
 from swapper.durability.recovery import Commit, WayBack, restore
-from swapper.durability.retention import Retention
-from swapper.durability.snapshot import Publisher
+from swapper.durability.snapshot import Publisher, Retention
 from swapper.durability.snapshot_directory import SnapshotDirectory, local_parts
-from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, StateError, SwapperError
 from swapper.io.engines import Engine
 from swapper.modules.resources import Resources
-from swapper.paging.planning.schedule import Schedule
+from swapper.paging.schedule import Schedule
 from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store

@@ -21,8 +21,7 @@ from torch import nn
 
 from swapper.modules.leased_group import count_uses
 from swapper.tensors import torch_private
-from swapper.tensors.guarded_tensor import GuardedTensor
-from swapper.tensors.torch_functions import native, tensors_among
+from swapper.tensors.guarded_tensor import GuardedTensor, native, tensors_among
 from swapper.train.gradients.cold_grad import ColdGradient, refuse
 from swapper.train.sharded.shards import Shard
 

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.own_hook import OwnHook
+from swapper.modules.module_hooks import OwnHook
 from swapper.modules.turns import is_in_backward
 from swapper.paging.section import own_storage
-from swapper.tensors.torch_functions import share_memory
+from swapper.tensors.guarded_tensor import share_memory
 from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.groups.parameter_group import GroupParameters

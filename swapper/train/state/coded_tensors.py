@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from swapper.checkpoint.encoded_state import in_nameless_file
+from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import Slot
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.train.layout.slices import CUT_ELEMENTS, CodedTensor, ParameterLocations, TensorLocation
 from swapper.train.state.coded_run import encode
 

@@ -18,14 +18,20 @@ from typing import Any
 
 import torch
 
-from swapper.checkpoint.mapping.mapped_files import BOTH, PRIVATE, FileMapping, FilePart, WatchedMemory, check_parts
-from swapper.checkpoint.mapping.save_guard import guard_saves
+from swapper.checkpoint.mapped_files import (
+    BOTH,
+    PRIVATE,
+    FileMapping,
+    FilePart,
+    WatchedMemory,
+    check_parts,
+    guard_saves,
+)
 from swapper.errors import InvariantError, IoError, StateError
-from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
-from swapper.runtime.limits import naming_limits
-from swapper.runtime.process import after_fork_in_child
+from swapper.runtime.process import after_fork_in_child, naming_limits
 from swapper.tensors.guarded_tensor import TensorWatch, watch_of
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.layout.slices import TensorLocation

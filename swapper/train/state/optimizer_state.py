@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from swapper.errors import StateError
+from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import Slot
 from swapper.paging.section import Section
 from swapper.runtime.interrupts import defer_signals
 from swapper.train.groups.session_guard import SessionGuard

@@ -16,7 +16,7 @@ from swapper.device.copies import PageCopy
 from swapper.device.device_storage import DeviceStorage
 from swapper.device.model_device import page_copies
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.slices import ParameterLocations, TensorLocation

@@ -41,8 +41,8 @@ from torch import nn
 
 from swapper.capabilities import Feature, check
 from swapper.errors import StateError
-from swapper.modules.own_hook import OwnHook
-from swapper.paging.planning.schedule import Access
+from swapper.modules.module_hooks import OwnHook
+from swapper.paging.schedule import Access
 from swapper.runtime.interrupts import defer_signals
 from swapper.tensors.torch_private import backward_task
 from swapper.train.gradients.autograd_grads import AccumulationHooks

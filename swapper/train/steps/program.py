@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from swapper.device.model_device import page_access
 from swapper.paging.dry_run import Task
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Section
 from swapper.train.groups.group_state import CURRENT, DUE, SEALED, GroupState
 from swapper.train.layout.inventory import Inventory

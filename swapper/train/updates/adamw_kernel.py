@@ -1,4 +1,4 @@
-"""Updates with swapper's own AdamW (kernels/adamw.py), if the user chose it: one pass over a slice instead of torch's
+"""Updates with swapper's own AdamW (device/kernels.py), if the user chose it: one pass over a slice instead of torch's
 many. Encoded state may imply it: [Note: fused AdamW], one_pass.py.
 
 Its order of operations is not torch's, so it is never chosen automatically. The state is torch.optim.AdamW's, with the
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.device.kernels.adamw import PARAMETERS, AdamWSlice, AdamWStep, update_
-from swapper.device.kernels.compiler import kernel, uses_kernel
+from swapper.device.kernels import PARAMETERS, AdamWSlice, AdamWStep, kernel, update_, uses_kernel
 from swapper.errors import ConfigError, UnsupportedError
 from swapper.train.updates.sweep import Update
 
@@ -45,7 +44,7 @@ class AdamWKernel:
         for group in optimizer.param_groups:
             _check_settings(group)
         if uses_kernel(device):
-            kernel("adamw")
+            kernel("arithmetic")
 
     def check_parameters(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise ConfigError for parameters of an unsupported dtype; `dtypes` has the trained ones, by name."""

@@ -40,10 +40,10 @@ import torch
 from torch import nn
 
 from swapper.device.copies import Downloads
-from swapper.device.device_placement import RING
 from swapper.device.device_storage import Span, merge_spans
+from swapper.device.model_device import RING
 from swapper.errors import DeviceError, InvariantError, StateError
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.cold_grad import ColdGradient

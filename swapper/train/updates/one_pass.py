@@ -6,10 +6,11 @@ do the three, with the same bits. The order of operations is not torch's: result
 the last bits of fp32, far below what rounding the moments changes. Whether it is used follows from the optimizer and the
 codecs alone, so results do not depend on placements and budgets.
 
-[Note: as torch does] Other state of torch's Adam and AdamW, above all exact state, is updated by a pass with torch's bits
-(swapper/codecs/torch_adam.py): a piece's gradients are widened, and parameters rounded, in the same pass. What it does not have
-is left to the optimizer: amsgrad, `fused`, settings that are tensors, subnormal numbers flushed to zero. A trial compares it
-with torch's AdamW and Adam, once a process; if their bits differ, the optimizer itself is run.
+[Note: as torch does] Other state of torch's Adam and AdamW, above all exact state, is updated by a pass with torch's
+bits (swapper/codecs/coded_adamw.py): a piece's gradients are widened, and parameters rounded, in the same pass. What
+it does not have is left to the optimizer: amsgrad, `fused`, settings that are tensors, subnormal numbers flushed to
+zero. A trial compares it with torch's AdamW and Adam, once a process; if their bits differ, the optimizer itself is
+run.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from swapper.codecs import CODECS, CodedState, adamw_
-from swapper.codecs.torch_adam import TorchAdamStep, TorchArithmetic, arithmetics, torch_adam_
-from swapper.device.kernels.adamw import AdamWStep
+from swapper.codecs.coded_adamw import TorchAdamStep, TorchArithmetic, arithmetics, torch_adam_
+from swapper.device.kernels import AdamWStep
 from swapper.errors import StateError
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.entries import PAGED

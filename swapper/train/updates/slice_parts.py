@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from swapper.device.device_placement import RING
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, place_in_storage
+from swapper.device.model_device import RING
 from swapper.errors import StateError
-from swapper.io.alignment import round_up
+from swapper.io.tensor_bytes import round_up
 from swapper.train.gradients.cold_grad import ColdGradient, GradientMeta
 from swapper.train.layout.slices import CodedTensor, ParameterLocations, Slice, TensorLocation
 from swapper.train.layout.trainable import GroupUpdate, Trainable

@@ -29,7 +29,7 @@ from torch import nn
 from swapper.codecs import CODECS, CodedState
 from swapper.errors import InvariantError, UnsupportedError
 from swapper.paging.pager import Pager
-from swapper.paging.planning.schedule import Access
+from swapper.paging.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.free_memory import note_freed, note_temporaries
 from swapper.tensors.torch_private import without_torch_functions

@@ -1,1 +1,0 @@
-"""Defines operators that read less than a whole weight: rows of embeddings, single experts, parts of matrices."""

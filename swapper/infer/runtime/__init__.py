@@ -1,1 +1,0 @@
-"""A loaded model at run time: resources, groups, hooks."""
