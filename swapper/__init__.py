@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from swapper import checkpoint
     from swapper.durability.publication import SnapshotTicket
     from swapper.infer.adoption import without_weights
-    from swapper.infer.load_model import shared_memory
+    from swapper.infer.load_model import load, shared_memory
     from swapper.infer.loaded_model import LoadedModel, loaded
     from swapper.infer.planning.load_plan import LoadPlan, plan_load
     from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction
-    from swapper.infer.runtime.load_model import load
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
     from swapper.options import Accelerator, CommitPolicy, ExternalWeights
