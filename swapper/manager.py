@@ -38,8 +38,8 @@ from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back, un
 from swapper.train.planning.fastest import choose_fastest
 from swapper.train.planning.plan import Plan
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
-from swapper.train.session.overview import overview
-from swapper.train.session.session_factory import SessionFactory
+from swapper.train.session.first_session import FirstSession
+from swapper.train.session.parking import parked
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.user_state import UserState
 
@@ -132,8 +132,8 @@ class SwapManager:
             drives=self._directory.drives, backend=backend, check_reads=check_reads, operates=cold == "read", stall_s=stall_s,
         )  # fmt: skip
         self.current = SessionSlot(self._directory, backend, self._clock, self._user)
-        self._factory = SessionFactory(self.current, beginning)
-        self._factory.remove_strays()
+        self._first = FirstSession(self.current, beginning)
+        self._first.remove_strays()
 
     def offload(
         self,
@@ -231,15 +231,15 @@ class SwapManager:
 
         def make() -> Plan:
             request = Request.of(model, inner, options, self._options) if plan is None else plan.request
-            return self._factory.plan(request, init is not None, plan)
+            return self._first.plan(request, init is not None, plan)
 
         try:
-            paged = self._factory.open(make, init)
+            paged = self._first.open(make, init)
             if (path := asked_for(self._ranks.rank)) is not None:
                 self._recording.enter_context(self.trace(path))
             return model, None if optimizer is None else wrapped_as(optimizer, give_back(inner, paged))
         except BaseException:
-            self._factory.give_up()
+            self._first.give_up()
             raise
 
     def plan(
@@ -271,7 +271,7 @@ class SwapManager:
             params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
             device=device, device_memory=device_memory, accelerator=accelerator, external=external, state_codec=state_codec,
         )  # fmt: skip
-        return self._factory.plan(Request.of(model, unwrapped(optimizer), options, self._options), may_be_meta=True)
+        return self._first.plan(Request.of(model, unwrapped(optimizer), options, self._options), may_be_meta=True)
 
     def fastest(
         self,
@@ -366,7 +366,7 @@ class SwapManager:
             IoError: changes could not be written; at the end: the system has no memory, or the files cannot be read. The
                 manager can then only be closed.
         """
-        return self._factory.parked()
+        return parked(self.current)
 
     def one_step(self) -> AbstractContextManager[None]:
         """Return a context whose optimizer steps are one training step: counted, committed and resumed from as one.
@@ -516,7 +516,7 @@ class SwapManager:
         return partial(self._clock.observers.remove, function)
 
     def __str__(self) -> str:
-        return overview(self.current, self._clock.stats(), self._options.host_bytes)
+        return self.current.describe(self._clock.stats(), self._options.host_bytes)
 
     def dump(self) -> str:
         """Return a text about waits, leases, frames and transfers in flight, with ages and names.
@@ -611,10 +611,9 @@ class SwapManager:
                 with defer_signals:
                     self.current.end()
                     atexit.unregister(self.close)
-                    self._factory.forget()
                     endings = [owner.close for owner in (run, self._earlier) if owner is not None]
                     if run is not None:
-                        endings.append(self._factory.remove_uncommitted)
+                        endings.append(self._first.remove_uncommitted)
                     close_all([*endings, self._directory.close, self._ranks.close])
         if run is not None:
             run.publisher.raise_failure()

@@ -30,7 +30,7 @@ from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.grads import Gradients, is_gradient_aliased
 from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.groups.parameter_group import GroupParameters
-from swapper.train.groups.session_guard import SessionGuard
+from swapper.train.groups.session_guard import SessionEvents, SessionGuard
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.averaging import averaging_refused
 from swapper.train.layout.content import SectionSource, fill
@@ -47,7 +47,6 @@ from swapper.train.passes.given_model import HookTargets
 from swapper.train.passes.pass_lifecycle import PassLifecycle
 from swapper.train.passes.preparation import ModelBinding
 from swapper.train.planning.plan import Plan
-from swapper.train.session.session_events import SessionEvents
 from swapper.train.state.conditions import Conditions, Membership
 from swapper.train.state.optim import OtherOptimizers
 from swapper.train.state.optimizer_state import OptimizerState
@@ -85,9 +84,7 @@ class OffloadedModel:
         on_device: TrainingDevice | None,
     ) -> None:
         inventory, model, optimizers = plan.inventory, plan.request.model, plan.request.optimizers
-        session_guard = SessionGuard(
-            current.check, current.check_to_write, current.turns, plan.request.manager.operates
-        )
+        session_guard = SessionGuard(current, plan.request.manager.operates)
         self.model = model
         self._clock = current.clock
         self._binding: ModelBinding | None = None
@@ -378,7 +375,7 @@ class OffloadedModel:
             or self._shown_shard() is not None
         ):
             return False
-        if self._current.training_step.is_open:
+        if self._current.step_is_open:
             return False
         self._conditions.check_settings()
         return True

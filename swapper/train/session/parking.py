@@ -9,7 +9,7 @@ commit are untouched meanwhile, so a process that is killed while it is parked r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
@@ -23,7 +23,9 @@ from swapper.modules.guarded import FaultHandler, guard
 from swapper.runtime.free_memory import return_free_memory
 from swapper.runtime.interrupts import defer_signals
 from swapper.tensors.torch_private import without_torch_functions
-from swapper.train.session.relayout import DetachedSession, OpenRun, check_between_steps, detach
+from swapper.train.planning.plan import Plan
+from swapper.train.session.origin import Origin
+from swapper.train.session.relayout import check_between_steps
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
 from swapper.train.state.optim import StateOwner
@@ -85,103 +87,80 @@ class _ParkedState:
         raise StateError(f"the optimizer's state was accessed: {PARKED}")
 
 
-class Parking:
-    """Parks one manager, whose slot is `current`."""
-
-    def __init__(self, current: SessionSlot) -> None:
-        self._current = current
-        self._parameters: ParkedParameters | None = None  # of the parked model
-
-    @contextmanager
-    def parked(
-        self, open_run: OpenRun, bind: Callable[[TrainingSession], None], lend: Callable[[StateOwner], None]
-    ) -> Iterator[None]:
-        """See SwapManager.parked.
-
-        Args:
-            open_run: opens a session.
-            bind: gives the optimizers their state in a session.
-            lend: gives the optimizers a state to show.
-        """
-        current, clock = self._current, self._current.clock
-        old: DetachedSession | None = None
-        with clock.leave_out():
-            try:
+@contextmanager
+def parked(current: SessionSlot) -> Iterator[None]:
+    """See SwapManager.parked."""
+    old: tuple[Plan, Origin, ParkedParameters] | None = None
+    with current.clock.leave_out():
+        try:
+            with current.turns.turn(), defer_signals:
+                old = _park(current)
+            yield
+        finally:
+            if old is not None:
                 with current.turns.turn(), defer_signals:
-                    old = self._park(lend)
-                yield
-            finally:
-                if old is not None:
-                    with current.turns.turn(), defer_signals:
-                        self._unpark(old, open_run, bind)
+                    _unpark(current, *old)
 
-    def _park(self, lend: Callable[[StateOwner], None]) -> DetachedSession:
-        current = self._current
-        current.check()
-        run = current.running(VERB)
-        self._check(run)
-        self._write(run)
-        device = None if run.on_device is None else run.on_device.device
-        names = [entry for group in run.plan.inventory.groups for entry in group.parameters]
-        old = DetachedSession.of(run)
-        del run  # or its memory would stay
-        lend(cast("StateOwner", _ParkedState()))
-        try:
-            detach(current, VERB, OLD_GRAPH)
-        except BaseException as error:
-            current.run = None
-            current.away = f"the manager could not be parked ({error}): {REOPEN}"
-            raise
-        self._parameters = ParkedParameters(names)
-        current.away = PARKED
-        if device is not None:
-            device.release_cached()
-        return_free_memory()
-        return old
 
-    def _check(self, run: TrainingSession) -> None:
-        """Raise unless the session may be parked now. Changes nothing."""
-        check({*run.plan.request.features, Feature.PARKED})
-        self._current.training_step.check_between(VERB)
-        check_between_steps(run, VERB, REMEDY)
-        if run.model.updates.has_begun_early:
-            raise StateError(f"{VERB} before the optimizer.step() of a backward that has updated parameters: {REMEDY}")
-        if run.publisher.is_publishing or run.committer.has_snapshot:
-            raise StateError(f"{VERB} while a snapshot is being written: wait for it before, `ticket.wait()`")
-        for name, parameter in run.model.named_given_parameters():
-            if parameter.grad is not None:
-                raise StateError(f"{VERB} with gradients ({name} has one): call optimizer.zero_grad() before")
+def _park(current: SessionSlot) -> tuple[Plan, Origin, ParkedParameters]:
+    current.check()
+    run = current.running(VERB)
+    _check(current, run)
+    _write(run, current.clock.counters.step)
+    device = None if run.on_device is None else run.on_device.device
+    names = [entry for group in run.plan.inventory.groups for entry in group.parameters]
+    plan, origin = run.plan, run.to_reopen()
+    del run  # or its memory would stay
+    try:
+        current.detach(VERB, OLD_GRAPH, cast("StateOwner", _ParkedState()))
+    except BaseException as error:
+        current.leave(f"the manager could not be parked ({error}): {REOPEN}")
+        raise
+    parameters = ParkedParameters(names)
+    current.leave(PARKED, [parameter for _, parameter in names])
+    if device is not None:
+        device.release_cached()
+    return_free_memory()
+    return plan, origin, parameters
 
-    def _write(self, run: TrainingSession) -> None:
-        """Write what only memory has, and commit it if the run commits."""
-        step = self._current.clock.counters.step
-        run.model.passes.abandon()
-        run.committer.finish()
-        if run.committer.committed != step:
-            run.committer.write_all(step)
-        run.pager.flush()
-        run.committer.before_change_of_layout(VERB)
-        run.publisher.raise_failure()
 
-    def _unpark(self, old: DetachedSession, open_run: OpenRun, bind: Callable[[TrainingSession], None]) -> None:
-        current, parameters = self._current, self._parameters
-        self._parameters = None
-        if parameters is None or current.is_over:  # closed in the context, or another process's
-            return
-        parameters.release()
-        try:
-            current.run = old.reopen(open_run)
-            bind(current.run)
-        except BaseException as error:
-            parameters.leave()
-            current.away = f"the manager could not take its memory back after manager.parked() ({error}): {REOPEN}"
-            raise
-        current.away = None
+def _check(current: SessionSlot, run: TrainingSession) -> None:
+    """Raise unless the session may be parked now. Changes nothing."""
+    check({*run.plan.request.features, Feature.PARKED})
+    current.check_between_steps(VERB)
+    check_between_steps(run, VERB, REMEDY)
+    if run.model.updates.has_begun_early:
+        raise StateError(f"{VERB} before the optimizer.step() of a backward that has updated parameters: {REMEDY}")
+    if run.publisher.is_publishing or run.committer.has_snapshot:
+        raise StateError(f"{VERB} while a snapshot is being written: wait for it before, `ticket.wait()`")
+    for name, parameter in run.model.named_given_parameters():
+        if parameter.grad is not None:
+            raise StateError(f"{VERB} with gradients ({name} has one): call optimizer.zero_grad() before")
 
-    def end(self) -> None:
-        """Leave the parameters of a parked model as those of a closed manager."""
-        if self._parameters is not None:
-            self._parameters.leave()
+
+def _write(run: TrainingSession, step: int) -> None:
+    """Write what only memory has, and commit it if the run commits."""
+    run.model.passes.abandon()
+    run.committer.finish()
+    if run.committer.committed != step:
+        run.committer.write_all(step)
+    run.pager.flush()
+    run.committer.before_change_of_layout(VERB)
+    run.publisher.raise_failure()
+
+
+def _unpark(current: SessionSlot, plan: Plan, origin: Origin, parameters: ParkedParameters) -> None:
+    if current.is_over:  # closed in the context, or another process's
+        return
+    parameters.release()
+    try:
+        current.open(plan, origin)
+    except BaseException as error:
+        parameters.leave()
+        current.drop()
+        current.leave(f"the manager could not take its memory back after manager.parked() ({error}): {REOPEN}")
+        raise
+    current.leave("")
 
 
 def _without_data(parameter: nn.Parameter) -> torch.Tensor:

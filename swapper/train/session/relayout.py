@@ -15,30 +15,24 @@ If a rank does not arrive there, the others cannot know which of the two it has:
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 from swapper.durability.commit import publish_commit, read_commit
 from swapper.durability.directory import FALLBACK_NAME
 from swapper.durability.ranks import Ranks
-from swapper.durability.recovery import keep_last
 from swapper.errors import BudgetError, StateError
 from swapper.io import beneath
 from swapper.modules.turns import is_in_backward
-from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.grads import GradientStash
-from swapper.train.layout.content import CarriedSource
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.session.alike import Given, check_alike
+from swapper.train.session.origin import Origin
 from swapper.train.session.session_slot import SessionSlot
-from swapper.train.session.training_session import Origin, TrainingSession
-
-OpenRun = Callable[[Plan, Origin], TrainingSession]
+from swapper.train.session.training_session import TrainingSession
 
 VERB = "train more parameters"
 DETACHED = (
@@ -47,121 +41,118 @@ DETACHED = (
 )
 
 
-class Relayout:
-    """Replaces the session of a manager's slot, which is empty if neither the new one nor the old one could be opened."""
+def train_more(current: SessionSlot, add: Callable[[], None]) -> None:
+    """Train all parameters in the optimizers' groups after `add`. If that fails, nothing has changed.
 
-    def __init__(self, current: SessionSlot, open_run: OpenRun) -> None:
-        self._current = current
-        self._directory = current.directory
-        self._open_run = open_run
+    Args:
+        current: holds the session, which is replaced; empty if neither the new one nor the old one could be opened.
+        add: adds the optimizer's new group, if any.
 
-    def train_more(self, add: Callable[[], None], step: int) -> None:
-        """Train all parameters in the optimizer's groups after `add`. If that fails, nothing has changed.
-
-        Args:
-            add: adds the optimizer's new group, if any.
-            step: the last one.
-
-        Raises:
-            StateError: in the middle of a forward, a backward or a gather; or other ranks come to another result.
-            BudgetError: the budget is too small; names the smallest that works.
-            UnsupportedError: the optimizer has parameters that are not of the model, or cannot be paged with its new group.
-            DirectoryError: the drive has no space for the new files.
-            IoError: a transfer failed.
-        """
-        run = self._current.running(VERB)
-        with self._current.clock.counters.waiting("rank", f"to {VERB}, which another does not, or not yet"):
-            self._ranks_of(run.plan).settle(VERB, partial(_write_all, run, step), lambda _: None)
-        run.committer.before_change_of_layout("add trained parameters")
-        run.publisher.raise_failure()
-        before, members = run.plan, run.plan.request.optimizers.members
-        del run  # or a traceback would keep it
-        counts = [len(member.param_groups) for member in members]
-
-        def undo() -> None:
-            for member, count in zip(members, counts, strict=True):
-                del member.param_groups[count:]
-
-        def prepare() -> tuple[Plan | None, Given]:
-            add()
-            plan = _plan_more(before)
-            if plan is not None:
-                self._directory.require_space(plan.space_by_drive())
-            return plan, Given.of(before.request)
-
+    Raises:
+        StateError: in the middle of a step, a forward, a backward or a gather; or other ranks come to another result.
+        BudgetError: the budget is too small; names the smallest that works.
+        UnsupportedError: the optimizer has parameters that are not of the model, or cannot be paged with its new group.
+        DirectoryError: the drive has no space for the new files.
+        IoError: a transfer failed.
+    """
+    with current.turns.turn():
+        current.check()
+        current.check_between_steps("training more parameters")
+        counters = current.clock.counters
+        with counters.waiting("rank", f"to {VERB}, which another does not, or not yet"):
+            current.running("add_param_group").model.model.prepare_more(current.directory.ranks)
         try:
-            ranks = self._ranks_of(before)
-            (plan, ours), told = ranks.settle(VERB, prepare, lambda found: found[1].digests())
-            check_alike(ours, ranks, told, "add_param_group")
-            if plan is not None:
-                self._change(plan, step, undo)
+            _train_more(current, add, counters.step)
+        except BaseException as error:
+            if current.run is None:
+                current.training_step.fail(None, counters.step, error)
+            raise
+
+
+def _train_more(current: SessionSlot, add: Callable[[], None], step: int) -> None:
+    run = current.running(VERB)
+    before, members, ranks = run.plan, run.plan.request.optimizers.members, _ranks_of(current, run.plan)
+    with current.clock.counters.waiting("rank", f"to {VERB}, which another does not, or not yet"):
+        ranks.settle(VERB, partial(_write_all, run, step), lambda _: None)
+    run.committer.before_change_of_layout("add trained parameters")
+    run.publisher.raise_failure()
+    del run  # or a traceback would keep it
+    counts = [len(member.param_groups) for member in members]
+
+    def undo() -> None:
+        for member, count in zip(members, counts, strict=True):
+            del member.param_groups[count:]
+
+    def prepare() -> tuple[Plan | None, Given]:
+        add()
+        plan = _plan_more(before)
+        if plan is not None:
+            current.directory.require_space(plan.space_by_drive())
+        return plan, Given.of(before.request)
+
+    try:
+        (plan, ours), told = ranks.settle(VERB, prepare, lambda found: found[1].digests())
+        check_alike(ours, ranks, told, "add_param_group")
+        if plan is not None:
+            _change(current, plan, undo)
+    except BaseException:
+        undo()
+        raise
+
+
+def _ranks_of(current: SessionSlot, plan: Plan) -> Ranks:
+    """Return those that change their layouts together. Others may do so alone."""
+    are_together = plan.request.model.is_sharded or plan.commit_every is not None
+    return current.directory.ranks if are_together else Ranks()
+
+
+def _change(current: SessionSlot, plan: Plan, undo: Callable[[], None]) -> None:
+    run, ranks, directory = current.running(VERB), _ranks_of(current, plan), current.directory.path
+    old_plan, old = run.plan, run.to_reopen()
+    with (
+        closing(GradientStash(directory)) as stash,
+        closing(run.carried(plan.request.optimizers)) as content,
+    ):
+        stash.fill(run.model.gradients)
+        del run
+        current.detach(VERB, DETACHED)
+        try:
+            new = old.relaid(content, first_free_number(directory), ranks.are_together)
+            ranks.settle(VERB, lambda: current.open(plan, new, stash), lambda _: None)
         except BaseException:
             undo()
+            if current.run is not None:
+                current.detach(VERB, DETACHED)
+            if not ranks.lacks_one:
+                _reopen(current, old_plan, old, stash)
             raise
+        finally:
+            if current.run is not None and not ranks.lacks_one:
+                _remove_old_files(current, ranks)
 
-    def _ranks_of(self, plan: Plan) -> Ranks:
-        """Return those that change their layouts together. Others may do so alone."""
-        are_together = plan.request.model.is_sharded or plan.commit_every is not None
-        return self._directory.ranks if are_together else Ranks()
 
-    def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:
-        run, ranks = self._current.running(VERB), self._ranks_of(plan)
-        old = DetachedSession.of(run)
-        with (
-            closing(GradientStash(self._directory.path)) as stash,
-            closing(run.carried(plan.request.optimizers)) as content,
-        ):
-            stash.fill(run.model.gradients)
-            del run
-            detach(self._current, VERB, DETACHED)
-            try:
-                open_new = partial(self._open_new, plan, old, content, stash, step)
-                ranks.settle(VERB, open_new, lambda _: None)
-            except BaseException:
-                undo()
-                if self._current.run is not None:
-                    detach(self._current, VERB, DETACHED)
-                if not ranks.lacks_one:
-                    self._reopen(old, stash)
-                raise
-            finally:
-                if not ranks.lacks_one:
-                    self._remove_old_files(ranks)
+def _reopen(current: SessionSlot, plan: Plan, old: Origin, stash: GradientStash) -> None:
+    directory = current.directory.path
+    try:
+        run = current.open(plan, old, stash)
+        if old.last is not None and _committed_files(directory) - run.file_names:  # the new one failed after its commit
+            publish_commit(directory, old.last.data, plan.request.manager.fsync)
+    except BaseException:
+        current.drop()
+        raise
 
-    def _open_new(
-        self, plan: Plan, old: DetachedSession, content: CarriedSource, stash: GradientStash, step: int
-    ) -> None:
-        first = first_free_number(self._directory.path)
-        self._current.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits + 1))
-        new.adopt(content)
-        new.model.optimizer_state.entries.unpack(old.entries)
-        new.begin(None)
-        stash.empty_into(new.model.gradients)
-        if old.origin.last is not None and self._ranks_of(plan).are_together:
-            keep_last(self._directory.path, old.origin.last, plan.request.manager.fsync)
-        new.committer.write_all(step)
 
-    def _reopen(self, old: DetachedSession, stash: GradientStash) -> None:
-        run, last = old.reopen(self._open_run), old.origin.last
-        try:
-            stash.empty_into(run.model.gradients)
-            if last is not None and self._committed_files() - run.file_names:  # the new session failed after its commit
-                publish_commit(self._directory.path, last.data, old.plan.request.manager.fsync)
-        except BaseException:
-            run.close()
-            raise
-        self._current.run = run
+def _remove_old_files(current: SessionSlot, ranks: Ranks) -> None:
+    """Remove files that neither the session nor the commit names. [Note: before or after]"""
+    directory = current.directory
+    if ranks.are_together:
+        beneath.unlink(directory.path / FALLBACK_NAME)
+    directory.remove_strays(current.running(VERB).file_names | _committed_files(directory.path))
 
-    def _remove_old_files(self, ranks: Ranks) -> None:
-        """Remove files that neither the session nor the commit names. [Note: before or after]"""
-        if self._current.run is not None:
-            if ranks.are_together:
-                beneath.unlink(self._directory.path / FALLBACK_NAME)
-            self._directory.remove_strays(self._current.run.file_names | self._committed_files())
 
-    def _committed_files(self) -> set[str]:
-        record = read_commit(self._directory.path)
-        return set() if record is None else set(record.files.values())
+def _committed_files(directory: Path) -> set[str]:
+    record = read_commit(directory)
+    return set() if record is None else set(record.files.values())
 
 
 def _write_all(run: TrainingSession, step: int) -> None:
@@ -210,43 +201,3 @@ def check_between_steps(run: TrainingSession, verb: str, remedy: str) -> None:
                     "forward), which moves: it would keep the values of now, while in plain torch it follows the parameter. Drop "
                     f"it, or keep a copy (`p.detach().clone()`), before {verb}"
                 )
-
-
-def detach(current: SessionSlot, verb: str, why: str) -> None:
-    """Close the slot's session, all of whose content is written, and release its memory.
-
-    Args:
-        why: a sentence for accesses by graphs that were made before.
-    """
-    current.running(verb).detach(why)
-    current.run = None
-    gc.collect()
-
-
-@dataclass(frozen=True)
-class DetachedSession:
-    """The remains of a session, for opening it again."""
-
-    plan: Plan
-    origin: Origin
-    sections: list[Section]
-    entries: dict[str, Any]
-
-    @classmethod
-    def of(cls, run: TrainingSession) -> DetachedSession:
-        return cls(run.plan, run.origin, run.sections, run.model.optimizer_state.packed_entries)
-
-    def reopen(self, open_run: OpenRun) -> TrainingSession:
-        """Return the session, opened again: resident sections are read now, pages when they are needed.
-
-        Raises:
-            IoError: its files cannot be read, or the system has no memory for it.
-        """
-        run = open_run(self.plan, self.origin)
-        try:
-            run.take_over(self.sections, self.entries)
-            run.begin(None)
-        except BaseException:
-            run.close()
-            raise
-        return run

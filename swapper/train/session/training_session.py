@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from swapper.checkpoint.encoded_state import STATE_CODEC
 from swapper.device.device import Device
-from swapper.durability.commit import CommitRecord, encode_commit, files_of
+from swapper.durability.commit import CommitRecord, files_of
 from swapper.durability.committer import Committer
 from swapper.durability.ranks import describe_failure
-from swapper.durability.recovery import Commit, WayBack, restore
+from swapper.durability.recovery import WayBack, keep_last, restore
 from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
 from swapper.durability.snapshot_directory import SnapshotDirectory, local_parts
@@ -37,47 +36,18 @@ from swapper.runtime.free_memory import Watch, return_free_memory, watch_free_me
 from swapper.runtime.interrupts import close_all, defer_signals
 from swapper.runtime.process import is_off
 from swapper.runtime.watchdog import Watchdog, describe_waits
+from swapper.train.gradients.grads import GradientStash
+from swapper.train.groups.session_guard import SessionEvents
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.content import CarriedSource, CommittedFiles, SectionSource
-from swapper.train.layout.initial import Values
+from swapper.train.layout.content import CarriedSource, CommittedFiles
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.planning.plan import Plan
 from swapper.train.planning.plan_text import chosen
 from swapper.train.session.offloaded_model import OffloadedModel
-from swapper.train.session.session_events import SessionEvents
+from swapper.train.session.origin import Origin
 
 log = logging.getLogger("swapper")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The start of a session.
-
-    Attributes:
-        record: the commit to resume from, or None.
-        files: names of its existing swap files, by number.
-        committed: the committed step, or None.
-        first_file: number of its first file, if none exists.
-        last: the commit before the start: of `record`, or the last one of a session that was detached.
-        fallback: the commit before `last`, if the run can still return to that.
-        edits: number of changes of parameters from outside since the last step.
-    """
-
-    record: CommitRecord | None = None
-    files: Mapping[int, str] = field(default_factory=dict)
-    committed: int | None = None
-    first_file: int = 0
-    last: Commit | None = None
-    fallback: Commit | None = None
-    edits: int = 0
-
-    @classmethod
-    def of(cls, record: CommitRecord | None, fallback: Commit | None) -> Origin:
-        if record is None:
-            return cls()
-        last = Commit.of(record, encode_commit(record))
-        return cls(record, record.files, record.step, last=last, fallback=fallback, edits=record.edits)
 
 
 class TrainingSession:
@@ -86,7 +56,7 @@ class TrainingSession:
     Args:
         plan: of the session.
         origin: its start.
-        current: the manager's slot for sessions.
+        current: what the session tells.
         describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
 
     Attributes:
@@ -119,8 +89,7 @@ class TrainingSession:
             self._open_model(plan, origin)
             self._note_sizes(plan)
             self._log_choices(plan, origin)
-            if origin.record is not None:
-                self._restore(origin.record)
+            self._locate_content(origin)
             if not is_off("watchdog"):
                 self._watchdog = Watchdog(self._counters, self._make_describe(), plan.request.manager.stall_s)
         except BaseException:
@@ -200,28 +169,38 @@ class TrainingSession:
 
     def _log_choices(self, plan: Plan, origin: Origin) -> None:
         """Log what was chosen and why, unless the session is opened again in this process."""
-        if origin.record is not None or not origin.files:
+        if not origin.is_reopened:
             for name, text in chosen(plan, self._resources.describe()):
                 log.info("offload: %s: %s", name, text)
 
-    def _restore(self, record: CommitRecord) -> None:
-        """Restore sections and the optimizer's settings from a commit."""
-        restore(record, self.sections, self._store, self._resources.pool)
-        self.pager.back_cold_pages()
-        self.restore_settings(record)
+    def _locate_content(self, origin: Origin) -> None:
+        """Have the sections' content where the files of an earlier session have it, if they do."""
+        if origin.record is not None:
+            restore(origin.record, self.sections, self._store, self._resources.pool)
+        elif origin.is_reopened:
+            self._store.take_over(stored_pieces(self.sections), stored_pieces(origin.sections))
+            for section in self.sections:
+                if section.resident:
+                    self._store.read_now(section.piece, section.memory.data_ptr())
+        if origin.content is None:
+            self.pager.back_cold_pages()
+            self._restore_settings(origin)  # before the model changes, in case it fails
 
-    def restore_settings(self, record: CommitRecord) -> None:
+    def _restore_settings(self, origin: Origin) -> None:
         """Restore the optimizer's settings, and what of its state is not in sections.
 
         Raises:
-            CheckpointError: the record is of another optimizer.
+            CheckpointError: the commit is of another optimizer.
         """
         try:
-            self.model.restore_groups(record.param_groups, record.members)
-            self.model.optimizer_state.entries.unpack(record.state_entries)
+            if origin.settings is not None:
+                self.model.restore_groups(origin.settings.param_groups, origin.settings.members)
+            if origin.entries is not None:
+                self.model.optimizer_state.entries.unpack(origin.entries)
         except (LookupError, TypeError, ValueError) as error:
+            step = self._counters.step
             raise CheckpointError(
-                f"the commit of step {record.step} has other settings or other state than this optimizer ({error!r}): build the "
+                f"the commit of step {step} has other settings or other state than this optimizer ({error!r}): build the "
                 "same optimizer, or say resume='discard' to throw the run away"
             ) from error
 
@@ -240,13 +219,43 @@ class TrainingSession:
         """False if the session is closed or detached."""
         return self._model is not None
 
-    def adopt(self, content: SectionSource | None) -> None:
-        """Move the model to its sections, which `content` fills; None if they have their content already."""
-        for section in self.sections if content is not None else ():
+    def begin(self, origin: Origin, gradients: GradientStash | None) -> None:
+        """Move the model to its sections, install the hooks, and commit it if nothing else has the content.
+
+        Args:
+            gradients: of an earlier session.
+        """
+        request, engine, values = self.plan.request, self._resources.engine, None
+        if origin.init is not None:
+            assert engine is not None
+            values = request.model.initial_values(origin.init, engine, self.plan.inventory.external)
+        self._adopt(origin)
+        if origin.is_new:
+            self.committer.step_done(0)
+        # After that: the gradients reuse the heap memory of the model's previous parameters.
+        self._free_memory = watch_free_memory(request.manager.host_bytes)
+        self._resources.add_memory([section for section in self._grad_sections if section.resident])
+        self.model.start()
+        if values is not None:
+            self.model.initialize(values)
+            return_free_memory()  # what it made is not needed again
+        self.model.move_buffers()
+        if gradients is not None:
+            gradients.empty_into(self.model.gradients)
+        if origin.replaced is not None:
+            keep_last(self._directory.path, origin.replaced, request.manager.fsync)
+        if origin.rewrites:
+            self.committer.write_all(self._counters.step)
+
+    def _adopt(self, origin: Origin) -> None:
+        """Move the model to its sections, which the origin's content fills, unless the files have it."""
+        for section in self.sections if origin.content is not None else ():
             if section.resident and section.plan.external is not None:
                 crc32 = self._store.read_now(section.piece, section.memory.data_ptr())
                 section.piece.crc32 = section.piece.committed_crc32 = crc32
-        self.model.adopt(content)
+        self.model.adopt(origin.content)
+        if origin.content is not None:
+            self._restore_settings(origin)
         self.pager.flush()
 
     # --- relayout -----------------------------------------------------------------------------------------------------
@@ -258,25 +267,21 @@ class TrainingSession:
     @property
     def file_names(self) -> set[str]:
         """Names of all swap files."""
-        return set(self.origin.files.values())
+        return {paths[0].name for paths in self._store.paths.values()}
 
-    @property
-    def origin(self) -> Origin:
-        """The start of a session of the same plan that calls `take_over`."""
+    def to_reopen(self) -> Origin:
+        """Return the origin of a session of the same plan that goes on where this one is detached."""
         names = {number: paths[0].name for number, paths in self._store.paths.items()}
         last, fallback = self.committer.commits
-        committed, edits = self.committer.committed, self.committer.edits
-        return Origin(files=names, committed=committed, last=last, fallback=fallback, edits=edits)
-
-    def take_over(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
-        """Continue a detached session of the same plan, with its files."""
-        self._store.take_over(stored_pieces(self.sections), stored_pieces(earlier))
-        for section in self.sections:
-            if section.resident:
-                self._store.read_now(section.piece, section.memory.data_ptr())
-        self.pager.back_cold_pages()
-        self.model.adopt(None)
-        self.model.optimizer_state.entries.unpack(entries)
+        return Origin(
+            sections=self.sections,
+            entries=self.model.optimizer_state.packed_entries,
+            files=names,
+            committed=self.committer.committed,
+            last=last,
+            fallback=fallback,
+            edits=self.committer.edits,
+        )
 
     def detach(self, why: str) -> None:
         """Close, and leave the model without data for another session to adopt. Requires that everything is written."""
@@ -286,18 +291,7 @@ class TrainingSession:
             self._close(keep_cold=False)
         del self.pager, self.committer, self.publisher, self._store
 
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def begin(self, values: Values | None) -> None:
-        """Allocate the gradients, install the hooks, and fill a model without values from `values`."""
-        # After `adopt`: the gradients reuse the heap memory of the model's previous parameters.
-        self._free_memory = watch_free_memory(self.plan.request.manager.host_bytes)
-        self._resources.add_memory([section for section in self._grad_sections if section.resident])
-        self.model.start()
-        if values is not None:
-            self.model.initialize(values)
-            return_free_memory()  # what it made is not needed again
-        self.model.move_buffers()
+    # --- snapshots ----------------------------------------------------------------------------------------------------
 
     def snapshot(
         self,
@@ -364,7 +358,7 @@ class TrainingSession:
         """Return the content of a snapshot. Everything is where its tensors say, and no other snapshot is due."""
         if self.model.gathering.is_open:
             raise StateError("snapshot inside manager.gather: leave the gather first")
-        self._current.training_step.check_between("snapshot")
+        self._current.check_between_steps("snapshot")
         self.publisher.raise_failure()
         self.plan.inventory.check_files()
         self.model.passes.abandon()

@@ -1,4 +1,4 @@
-"""Tells when a training step is over: when each optimizer has stepped, or where the user's `one_step` ends.
+"""Takes training steps, and undoes one that fails half-way. It is over when each optimizer has stepped, or `one_step` ends.
 
 [Note: what one training step is] A commit is a state that the user's script can resume from: between two of its
 iterations. With one optimizer its `step()` ends an iteration. With several, swapper takes an iteration to have one
@@ -11,28 +11,43 @@ its ends is committed, counted, or put into a snapshot.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from swapper.errors import StateError
+from swapper.durability.ranks import Ranks
+from swapper.errors import InvariantError, StateError
+from swapper.paging.section import Section
+from swapper.runtime.stats import StepClock
 from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.session.training_session import TrainingSession
+from swapper.train.session.user_state import UserState
 
 
 class TrainingStep:
-    """The training step that goes on, or the last one.
+    """The training step that goes on, or the last one, in whatever session of a manager.
+
+    Args:
+        clock: divides steps into phases; has the manager's counters.
+        ranks: take the step together, or this one alone.
+        user: notes random states at its end.
 
     Attributes:
         is_open: an optimizer has stepped in it, and it is not over.
-        learn: see `Pager.end_step`.
+        failure: what has failed half-way and could not be undone, and its error; None: nothing.
     """
 
-    def __init__(self, optimizers: OptimizerSet) -> None:
+    def __init__(self, optimizers: OptimizerSet, clock: StepClock, ranks: Ranks, user: UserState) -> None:
         self._optimizers = optimizers
+        self._clock = clock
+        self._counters = clock.counters
+        self._ranks = ranks
+        self._user = user
+        self.failure: tuple[str, BaseException] | None = None
         self._steps: Counter[int] = Counter()  # by optimizer; of the last training step if none is open
         self._skipped: set[int] = set()  # optimizers whose step torch.amp.GradScaler left out
         self._is_held = False
         self.is_open = False
-        self.learn = True
+        self._learn = True  # see `Pager.end_step`
 
     def check(self, member: int) -> None:
         """Raise StateError if optimizer `member` has stepped already in this training step, and another one has not."""
@@ -55,41 +70,6 @@ class TrainingStep:
             return "the iteration is over whose manager.one_step failed"
         return f"{' and '.join(waiting)} {'has' if len(waiting) == 1 else 'have'} stepped"
 
-    def begin(self, member: int) -> None:
-        """Note that an optimizer's step begins."""
-        if not self.is_open:
-            self._steps.clear()
-            self.is_open = True
-        self._steps[member] += 1
-
-    def undo(self, member: int) -> None:
-        """Note that it was undone."""
-        self._steps[member] -= 1
-        self._steps = +self._steps
-        self.is_open = bool(self._steps)
-
-    def skip(self, member: int) -> None:
-        """Note that an optimizer's step is left out."""
-        self._skipped.add(member)
-
-    @property
-    def is_over(self) -> bool:
-        """True if nothing more belongs to it, unless a context of `hold` says so."""
-        return not self._is_held and len(self._done) == len(self._all)
-
-    def end(self) -> None:
-        self.is_open = False
-        self._skipped.clear()
-
-    @property
-    def is_first(self) -> bool:
-        """True if one optimizer has stepped, once."""
-        return self._steps.total() == 1
-
-    def may_undo(self, members: Collection[int]) -> bool:
-        """Return True if the last step of these optimizers was their only one in it."""
-        return all(self._steps[member] <= 1 for member in members)
-
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Have it go on as long as the context."""
@@ -102,9 +82,183 @@ class TrainingStep:
             self._is_held = False
 
     @property
+    def _is_over(self) -> bool:
+        """True if nothing more belongs to it, unless a context of `hold` says so."""
+        return not self._is_held and len(self._done) == len(self._all)
+
+    @property
     def _all(self) -> range:
         return range(len(self._optimizers.members))
 
     @property
     def _done(self) -> set[int]:
         return {*(self._steps if self.is_open else ()), *self._skipped}
+
+    # --- taking steps -------------------------------------------------------------------------------------------------
+
+    def take(self, run: TrainingSession, member: int, train_more: Callable[[], TrainingSession]) -> None:
+        """Take the step of `optimizer.step()`.
+
+        Args:
+            run: the session.
+            member: the optimizer's number.
+            train_more: replaces the session by one that also trains the parameters that have gradients now.
+        """
+        with self._clock.phase("step"):
+            with self._stepping(run, member, train_more) as run:
+                run.model.updates.take_step(member, self._is_over)
+            if is_over := self._is_over:
+                self._count(run)
+        if is_over:
+            self._clock.end_step()
+
+    def skip(self, run: TrainingSession, member: int) -> None:
+        """Leave out an optimizer's step."""
+        self._skipped.add(member)
+        if self._is_over:
+            self.end(run)
+
+    def end(self, run: TrainingSession) -> None:
+        """End the training step outside of `optimizer.step()`. If all optimizers have skipped theirs, there was none."""
+        if not self.is_open:
+            self._skipped.clear()
+            return
+        run.pager.end_step(self._learn)
+        self._count(run)
+        self._clock.end_step()
+
+    def begin(self, run: TrainingSession) -> None:
+        """Prepare for changes of parameters and state. The writes of the last step are done by then, on all ranks."""
+        with self._told(run):
+            run.plan.inventory.check_files()
+            run.committer.before_step()
+        run.committer.meet_ranks()
+
+    def _count(self, run: TrainingSession) -> None:
+        """Count the training step, and have it committed."""
+        self.is_open = False
+        self._skipped.clear()
+        self._counters.step += 1
+        self._user.note_rng()
+        run.committer.step_done(self._counters.step)
+
+    @contextmanager
+    def _stepping(
+        self, run: TrainingSession, member: int, train_more: Callable[[], TrainingSession]
+    ) -> Iterator[TrainingSession]:
+        """Prepare an optimizer's step, which the context takes. Yields the session that does; undoes a step that fails."""
+        self._ranks.check_still_so()
+        step, has_begun = self._counters.step + 1, run.model.updates.has_begun_early
+        with self._told(run, has_begun or self.is_open):
+            run = self._prepare(run, member, train_more)
+        if not self.is_open:
+            if not has_begun:
+                self.begin(run)
+            self._learn = run.model.updates.in_order
+        is_alone = not run.model.updates.is_open or (has_begun and not self.is_open)
+        if not self.is_open:
+            self._steps.clear()
+            self.is_open = True
+        self._steps[member] += 1
+        try:
+            with self._on_all_ranks(step):
+                run.model.before_update()
+                yield run
+                run.model.after_update()
+                if self._is_over:
+                    run.pager.end_step(self._learn)
+        except BaseException as error:
+            self._undo(run, member, error, is_alone)
+            raise
+
+    def _prepare(self, run: TrainingSession, member: int, train_more: Callable[[], TrainingSession]) -> TrainingSession:
+        """Check that the step can be taken, and return the session that takes it."""
+        if run.model.gathering.is_open:
+            raise StateError("optimizer.step() inside manager.gather: leave the gather first")
+        self.check(member)
+        run.model.passes.abandon()
+        if not self.is_open or run.model.updates.has_open(member):
+            run.model.finish_update(in_order=True)
+        run.model.follow_groups()
+        if run.model.has_more_to_train:
+            run = train_more()
+        run.model.check_step(member)
+        return run
+
+    # --- undoing ------------------------------------------------------------------------------------------------------
+
+    def fail(
+        self, run: TrainingSession | None, step: int, error: BaseException, sections: Sequence[Section] | None = None
+    ) -> bool:
+        """Restore `sections`, or all, to the state before `step`, which failed half-way. Return True if they are restored.
+
+        Otherwise the manager can only be closed; so too after an InvariantError, which each repetition would meet again.
+        """
+        self.failure = f"step {step}", error
+        is_bug = isinstance(error, InvariantError)
+        if run is None or is_bug or not self._may_undo(run, sections) or not run.roll_back(step - 1, sections):
+            return False
+        self.failure = None
+        return True
+
+    def undo_update(
+        self, run: TrainingSession | None, sections: Sequence[Section], error: BaseException, ahead: int
+    ) -> bool:
+        """Restore sections after updates outside of `optimizer.step()` failed. See UndoSections."""
+        return self.fail(run, self._counters.step + max(ahead, int(self.is_open)), error, sections)
+
+    def _undo(self, run: TrainingSession, member: int, error: BaseException, is_alone: bool) -> None:
+        """Undo an optimizer's step, which failed half-way, if that is possible.
+
+        Args:
+            is_alone: no other optimizer's updates are open.
+        """
+        step = self._counters.step + 1
+        if self._steps.total() == 1:
+            self.fail(run, step, error)
+        elif is_alone and run.model.optimizer_state.kept is None:
+            run.model.passes.forget_leases()
+            self.fail(run, step, error, run.model.sections_of(member))
+        else:
+            self.failure = f"step {step}", error
+        self._steps[member] -= 1
+        self._steps = +self._steps
+        self.is_open = bool(self._steps)
+        run.model.step_undone()
+
+    def _may_undo(self, run: TrainingSession, sections: Sequence[Section] | None) -> bool:
+        """Return True if in this training step nothing has changed the sections but the step that failed."""
+        if run.pager.broken_by:
+            return False
+        return sections is None or all(self._steps[member] <= 1 for member in run.model.members_of(sections))
+
+    # --- other ranks --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _told(self, run: TrainingSession, has_begun: bool = False) -> Iterator[None]:
+        """Tell the other ranks, where they wait next for this one, if the context fails: no rank takes the step then."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(StateError):  # of another rank
+                if has_begun:
+                    self._agree(error, self._counters.step + 1)
+                else:
+                    run.committer.meet_ranks(error)
+            raise
+
+    @contextmanager
+    def _on_all_ranks(self, step: int) -> Iterator[None]:
+        """What fails in the context on one rank fails on all."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(StateError):
+                self._agree(error, step)
+            raise
+        self._agree(None, step)
+
+    def _agree(self, failure: BaseException | None, step: int) -> None:
+        if self._ranks.are_together:
+            with self._counters.waiting("rank", f"to end step {step}"):
+                self._ranks.agree(failure, f"step {step}")
