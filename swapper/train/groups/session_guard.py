@@ -11,6 +11,8 @@ from swapper.modules.turns import Turns
 from swapper.paging.section import Section
 from swapper.runtime.stats import StepClock
 
+CLOSED = "the manager is closed: make a new one"
+
 
 class SessionEvents(Protocol):
     """What happens in a session, and what its parts share. SessionSlot answers.
@@ -70,17 +72,19 @@ class SessionGuard:
 
     def check(self) -> None:
         """Raise StateError if the model cannot be used. Called first at each use by the user."""
-        self._answering().check()
+        self.events.check()
 
     def check_to_write(self) -> None:
         """The same, before parameters or state are changed from outside."""
-        self._answering().check_to_write()
+        self.events.check_to_write()
 
     def revoke(self, why: str) -> None:
         """Refuse every use from now on, with the sentence `why`."""
         self._events, self._why = None, why
 
-    def _answering(self) -> SessionEvents:
+    @property
+    def events(self) -> SessionEvents:
+        """The session's. Raises StateError: it is revoked."""
         if self._events is None:
             raise StateError(self._why)
         return self._events

@@ -42,7 +42,7 @@ class HookTargets:
     Attributes:
         fault_handler: of the paged parameters.
         groups: of these.
-        place: returns where a parameter lies, by its name.
+        places: of tensors, by the name of the parameter and kind.
         kept_gradients: names of the parameters whose gradients stay autograd's own.
         without_averaging: why DDP cannot average gradients: see `averaging_refused`; "" if it can.
         updates: told of what is about to be used.
@@ -54,7 +54,7 @@ class HookTargets:
 
     fault_handler: ParameterFaultHandler
     groups: list[GroupParameters]
-    place: Callable[[str], TensorLocation]
+    places: Mapping[tuple[str, str], TensorLocation]
     kept_gradients: frozenset[str]
     without_averaging: str
     updates: UpdateExecutor

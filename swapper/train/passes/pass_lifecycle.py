@@ -42,6 +42,9 @@ class PassLifecycle:
         masters: follow what `load_state_dict` changes.
         order: of the gradients of micro-batches that run together.
         without_averaging: why DDP cannot average gradients: see `averaging_refused`; "" if it can.
+
+    Attributes:
+        hooks: of forwards and backwards.
     """
 
     def __init__(
@@ -71,13 +74,13 @@ class PassLifecycle:
         self._gradients = gradients
         self._order = order
         self._without_averaging = without_averaging
-        self._hooks = fault_handler.hooks = TrainingHooks(
+        self.hooks = TrainingHooks(
             inventory.units, groups, self.enter_forward, self._drop_leases, clock.enter, updates, session_guard.turns, on_device
         )  # fmt: skip
         self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, masters)
 
     def remove(self) -> None:
-        self._hooks.remove()
+        self.hooks.remove()
         self._load_hooks.remove()
         self._order.remove()
         forget_failed_backward()
@@ -85,7 +88,7 @@ class PassLifecycle:
     @property
     def is_open(self) -> bool:
         """True while a forward or a backward holds leases."""
-        return self._hooks.pass_is_open
+        return self.hooks.pass_is_open
 
     def abandon(self) -> None:
         """Forget a forward, a backward or a load_state_dict that never ended, and leases that an exception left without a holder.
@@ -93,7 +96,7 @@ class PassLifecycle:
         Raises:
             StateError: called by a loss_fn.
         """
-        if self._hooks.is_batched:
+        if self.hooks.is_batched:
             raise StateError("loss_fn called what must wait for the end of accumulate_batches, as a step or snapshot")
         self._abandon()
         kept = self._kept_accesses()
@@ -106,7 +109,7 @@ class PassLifecycle:
     def _abandon(self) -> None:
         self._updates.pass_begins()
         self._load_hooks.forget()
-        self._hooks.abandon_pass()
+        self.hooks.abandon_pass()
 
     def forget_leases(self) -> None:
         """Abandon the pass, and drop all leases of the pager and the device except pins, even if no pass is open."""
@@ -125,15 +128,15 @@ class PassLifecycle:
                 return self._accumulate_one_by_one(loss_fn, batches)
             self._check_together()
             together = AccumulationPass(
-                self._hooks, self._order, loss_fn, batches, lambda: self._fault_handler.changes_itself
+                self.hooks, self._order, loss_fn, batches, lambda: self._fault_handler.changes_itself
             )
-            self._hooks.share(together)
+            self.hooks.share(together)
             self._order.running = together
             try:
                 with self._updates.together(together.adds_to, together.make_room):
                     return together.run()
             except BaseException:
-                self._hooks.abandon_batches()
+                self.hooks.abandon_batches()
                 self.forget_leases()
                 if together.has_losses:
                     for parameter in self._order.parameters:
@@ -141,7 +144,7 @@ class PassLifecycle:
                 raise
             finally:
                 self._order.running = None
-                self._hooks.share(None)
+                self.hooks.share(None)
 
     def _accumulate_one_by_one(
         self, loss_fn: Callable[[Any], torch.Tensor], batches: Sequence[Any]

@@ -25,6 +25,7 @@ from swapper.runtime.counters import FAMILIES
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import StepClock, StepStats
 from swapper.train.gradients.grads import GradientStash
+from swapper.train.groups.session_guard import CLOSED
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.planning.plan import Plan
 from swapper.train.planning.plan_text import describe_models, placement_lines
@@ -213,7 +214,7 @@ class SessionSlot:
                 "Keep the model out of DataLoader workers, or start them by spawn"
             )
         if self._is_closed:
-            raise StateError("the manager is closed: make a new one")
+            raise StateError(CLOSED)
         if self._away:
             raise StateError(self._away)
         if self._left is not None:

@@ -33,11 +33,11 @@ from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
 from swapper.runtime.free_memory import Watch, return_free_memory, watch_free_memory
-from swapper.runtime.interrupts import close_all, defer_signals
+from swapper.runtime.interrupts import close_all, defer_signals, forget
 from swapper.runtime.process import is_off
 from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.gradients.grads import GradientStash
-from swapper.train.groups.session_guard import SessionEvents
+from swapper.train.groups.session_guard import CLOSED, SessionEvents
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import CarriedSource, CommittedFiles
 from swapper.train.layout.inventory import find_places, find_trainables
@@ -46,6 +46,7 @@ from swapper.train.planning.plan import Plan
 from swapper.train.planning.plan_text import chosen
 from swapper.train.session.offloaded_model import OffloadedModel
 from swapper.train.session.origin import Origin
+from swapper.train.session.placed_model import PlacedModel
 
 log = logging.getLogger("swapper")
 
@@ -68,6 +69,7 @@ class TrainingSession:
         CheckpointError: the files do not have the commit's content.
     """
 
+    _placed: PlacedModel | None = None
     _model: OffloadedModel | None = None
     _watchdog: Watchdog | None = None
     _free_memory: Watch | None = None
@@ -86,7 +88,9 @@ class TrainingSession:
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
             self._open_resources(plan, origin)
-            self._open_model(plan, origin)
+            self._placed = PlacedModel(
+                plan, self.sections, self._grad_sections, self.pager, current, self._open_on_device(plan)
+            )
             self._note_sizes(plan)
             self._log_choices(plan, origin)
             self._locate_content(origin)
@@ -136,21 +140,6 @@ class TrainingSession:
         pages = [page for section in self._grad_sections for page in section.pages]
         return Stores(store, ScratchFile(engine, drives, pages, check_reads) if pages else None)
 
-    def _open_model(self, plan: Plan, origin: Origin) -> None:
-        fsync = plan.request.manager.fsync
-        model = OffloadedModel(
-            plan, self.sections, self._grad_sections, self.pager, self._current, self._open_on_device(plan)
-        )
-        way_back = WayBack(
-            self._directory.path, fsync, self._store, self._directory.ranks, origin.last, origin.fallback
-        )
-        self.committer = Committer(
-            model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, plan.commit_every,
-            origin.committed,
-        )  # fmt: skip
-        self.committer.edits = origin.edits
-        self._model = model
-
     def _open_on_device(self, plan: Plan) -> TrainingDevice | None:
         host_side, request = self._resources.host_side, plan.request
         if request.device is not None and plan.on_device is not None and host_side is not None:
@@ -194,9 +183,9 @@ class TrainingSession:
         """
         try:
             if origin.settings is not None:
-                self.model.restore_groups(origin.settings.param_groups, origin.settings.members)
+                self.placed.restore_groups(origin.settings.param_groups, origin.settings.members)
             if origin.entries is not None:
-                self.model.optimizer_state.entries.unpack(origin.entries)
+                self.placed.optimizer_state.entries.unpack(origin.entries)
         except (LookupError, TypeError, ValueError) as error:
             step = self._counters.step
             raise CheckpointError(
@@ -211,8 +200,14 @@ class TrainingSession:
 
     @property
     def model(self) -> OffloadedModel:
-        assert self._model is not None
+        if self._model is None:
+            raise StateError("the model is not offloaded yet")
         return self._model
+
+    @property
+    def placed(self) -> PlacedModel:
+        assert self._placed is not None
+        return self._placed
 
     @property
     def has_model(self) -> bool:
@@ -230,12 +225,13 @@ class TrainingSession:
             assert engine is not None
             values = request.model.initial_values(origin.init, engine, self.plan.inventory.external)
         self._adopt(origin)
-        if origin.is_new:
-            self.committer.step_done(0)
         # After that: the gradients reuse the heap memory of the model's previous parameters.
         self._free_memory = watch_free_memory(request.manager.host_bytes)
         self._resources.add_memory([section for section in self._grad_sections if section.resident])
-        self.model.start()
+        self._model = OffloadedModel(self.placed)
+        self.committer = self._make_committer(origin)
+        if origin.is_new:
+            self.committer.step_done(0)
         if values is not None:
             self.model.initialize(values)
             return_free_memory()  # what it made is not needed again
@@ -247,13 +243,21 @@ class TrainingSession:
         if origin.rewrites:
             self.committer.write_all(self._counters.step)
 
+    def _make_committer(self, origin: Origin) -> Committer:
+        directory, fsync = self._directory, self.plan.request.manager.fsync
+        way_back = WayBack(directory.path, fsync, self._store, directory.ranks, origin.last, origin.fallback)
+        return Committer(
+            self.model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, self.plan.commit_every,
+            origin.committed, origin.edits,
+        )  # fmt: skip
+
     def _adopt(self, origin: Origin) -> None:
         """Move the model to its sections, which the origin's content fills, unless the files have it."""
         for section in self.sections if origin.content is not None else ():
             if section.resident and section.plan.external is not None:
                 crc32 = self._store.read_now(section.piece, section.memory.data_ptr())
                 section.piece.crc32 = section.piece.committed_crc32 = crc32
-        self.model.adopt(origin.content)
+        self.placed.adopt(origin.content)
         if origin.content is not None:
             self._restore_settings(origin)
         self.pager.flush()
@@ -285,11 +289,11 @@ class TrainingSession:
 
     def detach(self, why: str) -> None:
         """Close, and leave the model without data for another session to adopt. Requires that everything is written."""
+        self.placed.expire()
         try:
-            self.model.detach(why)
+            self._close(why, leaves=True)
         finally:
-            self._close(keep_cold=False)
-        del self.pager, self.committer, self.publisher, self._store
+            forget(self, why)
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
@@ -427,25 +431,35 @@ class TrainingSession:
 
     def close(self) -> None:
         """[Note: order of opening and closing]"""
-        self._close(keep_cold=True)
+        self._close(CLOSED, leaves=False)
 
-    def _close(self, keep_cold: bool) -> None:
-        """[Note: order of opening and closing]"""
+    def _close(self, why: str, leaves: bool) -> None:
+        """[Note: order of opening and closing]
+
+        Args:
+            leaves: the model is left to another session.
+        """
         endings: list[Callable[[], object]] = []
         if self._watchdog is not None:
             endings.append(self._watchdog.stop)
         if self._model is not None:
-            endings += [partial(self._model.close, keep_cold), self.committer.abandon, self.publisher.finish]
-        endings += [self._release_model, self._resources.close]
+            endings.append(partial(self._model.close, keep_cold=not leaves))
+        if self._placed is not None:
+            endings.append(partial(self._placed.close, keep_cold=not leaves))
+            endings += [partial(self._placed.leave, why)] if leaves else []
+            endings += [self.committer.abandon] if "committer" in vars(self) else []
+            endings.append(self.publisher.finish)
+        endings += [partial(self._release_model, why), self._resources.close]
         if self._free_memory is not None:
             endings.append(self._free_memory.end)
         close_all(endings)
 
-    def _release_model(self) -> None:
+    def _release_model(self, why: str) -> None:
         """Drop the model and its memory: a traceback may still refer to this session."""
-        if self._model is not None:
-            self._model.release()
-        self._model = self.on_device = None
+        for part in (self._model, self._placed):
+            if part is not None:
+                part.release(why)
+        self._model = self._placed = self.on_device = None
 
 
 def stored_pieces(sections: Sequence[Section]) -> list[Page]:

@@ -58,7 +58,7 @@ class ShardHooks:
         self._paged = {key for key, group in group_of.items() if group.paged}
         for param_group, members in shards.by_group:
             for shard in members:
-                _bind(shard, targets.place(shard.name))
+                _bind(shard, targets.places[shard.name, "param"])
                 _stay_there(shard.fsdp_param)
                 if shard.local.requires_grad:
                     hook = _take_gradient(shard, updates)
