@@ -41,7 +41,7 @@ from swapper.train.planning.request import ManagerOptions, OffloadOptions, Reque
 from swapper.train.session.first_session import FirstSession
 from swapper.train.session.parking import parked
 from swapper.train.session.session_slot import SessionSlot
-from swapper.train.session.user_state import UserState
+from swapper.train.session.training_step import UserState
 
 log = logging.getLogger("swapper")
 
@@ -483,7 +483,7 @@ class SwapManager:
         content = partial(self._user.in_snapshot, extra or {})
         asked = {Feature.KEEP: keep is not None, Feature.REFERENCE: frozen == "reference"}
         check({*run.plan.request.features, *(feature for feature, is_so in asked.items() if is_so)})
-        if run.is_sharded:
+        if run.model.model.is_sharded:
             ticket = run.snapshot_directory(target, content, self._finish_snapshots)
         else:
             target = self._ranks.own_name(target)

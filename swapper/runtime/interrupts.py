@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from swapper import _C
 from swapper.errors import StateError, SwapperError
@@ -111,20 +111,21 @@ def close_all(endings: Iterable[Callable[[], object]]) -> None:
             failures.clear()  # its traceback has this frame
 
 
-def forget(owner: object, why: str) -> None:
+def forget(owner: Any, why: str) -> None:
     """Close `owner` for good, in case a cycle or a traceback keeps it: it refers to nothing, and refuses every use, with `why`."""
     vars(owner).clear()
     vars(owner)["why_closed"] = why
-    object.__setattr__(owner, "__class__", _closed(type(owner)))
+    cls: Any = type(owner)
+    object.__setattr__(owner, "__class__", _closed(cls))
 
 
 def is_closed(owner: object) -> bool:
     """Return True after `forget(owner)`."""
-    return type(owner).__getattribute__ is _refuse
+    return vars(type(owner)).get("__getattribute__") is _refuse
 
 
 @cache
-def _closed(cls: type) -> type:
+def _closed(cls: Any) -> type:
     """Return the class of closed objects of a class."""
     return type(f"Closed{cls.__name__}", (cls,), {"__slots__": (), "__getattribute__": _refuse})
 

@@ -31,7 +31,7 @@ log = logging.getLogger("swapper")
 
 
 class FaultOwner(Protocol):
-    """What a fault handler asks of its model."""
+    """What accesses to a model ask of its forwards, backwards and steps."""
 
     @property
     def gathering(self) -> Gathering: ...
@@ -42,6 +42,9 @@ class FaultOwner(Protocol):
 
     def finish_update(self) -> None:
         """Finish the last step, if deferred updates of it are left."""
+
+    def settle_update(self) -> None:
+        """The same, and wait until its results are in host memory."""
 
 
 class ParameterFaultHandler(FaultHandler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from swapper.train.updates.masters import Masters
 from swapper.train.updates.sweep import Sweep
 
 
+@dataclass(eq=False, repr=False)
 class PassLifecycle:
     """Owns the hooks of one model, and installs them.
 
@@ -47,37 +49,27 @@ class PassLifecycle:
         hooks: of forwards and backwards.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        groups: list[GroupParameters],
-        updates: UpdateExecutor,
-        sweep: Sweep,
-        pager: Pager,
-        fault_handler: ParameterFaultHandler,
-        session_guard: SessionGuard,
-        clock: StepClock,
-        on_device: TrainingDevice | None,
-        gradients: Gradients,
-        masters: Masters,
-        order: AccumulationOrder,
-        without_averaging: str,
-    ) -> None:
-        self._inventory = inventory
-        self._groups = groups
-        self._updates = updates
-        self._sweep = sweep
-        self._pager = pager
-        self._fault_handler = fault_handler
-        self._session_guard = session_guard
-        self._on_device = on_device
-        self._gradients = gradients
-        self._order = order
-        self._without_averaging = without_averaging
+    _inventory: Inventory
+    _groups: list[GroupParameters]
+    _updates: UpdateExecutor
+    _sweep: Sweep
+    _pager: Pager
+    _fault_handler: ParameterFaultHandler
+    _session_guard: SessionGuard
+    _clock: StepClock
+    _on_device: TrainingDevice | None
+    _gradients: Gradients
+    _masters: InitVar[Masters]
+    _order: AccumulationOrder
+    _without_averaging: str
+
+    def __post_init__(self, masters: Masters) -> None:
+        guard, units = self._session_guard, self._inventory.units
         self.hooks = TrainingHooks(
-            inventory.units, groups, self.enter_forward, self._drop_leases, clock.enter, updates, session_guard.turns, on_device
+            units, self._groups, self.enter_forward, self._drop_leases, self._clock.enter, self._updates, guard.turns,
+            self._on_device,
         )  # fmt: skip
-        self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, masters)
+        self._load_hooks = LoadHooks(units, self._groups, guard.check_to_write, masters)
 
     def remove(self) -> None:
         self.hooks.remove()

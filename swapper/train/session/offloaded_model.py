@@ -65,17 +65,9 @@ class OffloadedModel:
         self.groups = placed.groups
         self.optimizer_state = placed.optimizer_state
         self.fault_handler = placed.fault_handler
-        self._plan = plan
+        self._placed = placed
         self._events = events
-        self._guard = placed.guard
         self._on_device = on_device
-        self._sections = placed.sections
-        self._places = placed.places
-        self._trainables = placed.trainables
-        self._names = inventory.names
-        self._optimizers = placed.optimizers
-        self._membership = placed.membership
-        self._rollback = placed.rollback
         self._has_warned = False
         with ExitStack() as stack:  # if a part cannot be made, those before it are removed
             order = AccumulationOrder(self.model.module)  # before all other hooks of the parameters
@@ -88,20 +80,22 @@ class OffloadedModel:
             )
             stack.callback(self.gradients.remove)
             self._other_optimizers = OtherOptimizers(
-                plan.request.given_optimizers, self.model.names_of_given(self._names)
+                plan.request.given_optimizers, self.model.names_of_given(self._placed.plan.inventory.names)
             )
             stack.callback(self._other_optimizers.remove)
             self._sweep = self._make_sweep(pager)
-            self._conditions = Conditions(inventory, self._trainables, self._membership, self.optimizer_state.entries)
+            self._conditions = Conditions(
+                inventory, self._placed.trainables, self._placed.membership, self.optimizer_state.entries
+            )
             self.updates = UpdateExecutor(POLICIES[options.update], self._sweep, self.groups, self)
             stack.callback(self.updates.remove)
             masters = Masters(self._sweep, pager, events.fail_change)
-            self.gathering = Gathering(self.groups, masters, self._guard.turns, pager.check_room)
+            self.gathering = Gathering(self.groups, masters, self._placed.guard.turns, pager.check_room)
             without_averaging = averaging_refused(
                 options.update, gradients_leave=on_device is not None and bool(placed.grad_sections)
             )
             self.passes = PassLifecycle(
-                inventory, self.groups, self.updates, self._sweep, pager, self.fault_handler, self._guard,
+                inventory, self.groups, self.updates, self._sweep, pager, self.fault_handler, self._placed.guard,
                 events.clock, on_device, self.gradients, masters, order, without_averaging,
             )  # fmt: skip
             stack.callback(self.passes.remove)
@@ -115,9 +109,8 @@ class OffloadedModel:
                     without_averaging=without_averaging,
                     updates=self.updates,
                     enter_forward=self.passes.enter_forward,
-                    enter_phase=events.clock.enter,
                     finish=self._make_finish(),
-                    lose_ranks=events.lose_ranks,
+                    events=events,
                 )
             )
             stack.callback(self._binding.remove, keep_cold=True)
@@ -127,14 +120,20 @@ class OffloadedModel:
             stack.pop_all()
 
     def _make_sweep(self, pager: Pager) -> Sweep:
-        counters, page_bytes, kept_state = pager.counters, self._plan.budget.page_bytes, self.optimizer_state.kept
-        proxies, entries = OptimizerProxies(self._optimizers), self.optimizer_state.entries
+        counters, page_bytes, kept_state = (
+            pager.counters,
+            self._placed.plan.budget.page_bytes,
+            self.optimizer_state.kept,
+        )
+        proxies, entries = OptimizerProxies(self._placed.optimizers), self.optimizer_state.entries
         parts = (
-            self._trainables, proxies, entries, pager, page_bytes, counters, self.gradients.part, self._make_ready,
+            self._placed.trainables, proxies, entries, pager, page_bytes, counters, self.gradients.part, self._make_ready,
         )  # fmt: skip
         if self._on_device is None or kept_state is None:
             return Sweep(*parts)
-        return DeviceSweep(self._on_device, self.gradients.paged.where, kept_state, self._plan.request.kernel, *parts)
+        return DeviceSweep(
+            self._on_device, self.gradients.paged.where, kept_state, self._placed.plan.request.kernel, *parts
+        )
 
     @property
     def hooks(self) -> TrainingHooks:
@@ -142,25 +141,14 @@ class OffloadedModel:
 
     def initialize(self, values: Values) -> None:
         """Fill a model that was on the meta device with its initial values, group by group."""
-        for parameters, needed in values.batches(self._plan.inventory.groups):
+        for parameters, needed in values.batches(self._placed.plan.inventory.groups):
             with self.gathering.gather(needed, write=True):
                 values.fill(parameters)
         values.finish()
-        self._check_external()
-
-    def _check_external(self) -> None:
-        """Raise StateError if `init` has changed external parameters."""
-        for section in self._sections:
-            if section.plan.external is not None and any(map(self._is_changed, pieces_of(section))):
+        for section in self._placed.sections:
+            if section.plan.external is not None and any(map(_is_changed, pieces_of(section))):
                 names = ", ".join(slot.spec.owner for slot in section.plan.slots)
                 raise StateError(f"init= changed {names}, which external= has: let the function leave them as they are")
-
-    def _is_changed(self, page: Page) -> bool:
-        """Return True if an external page was written to."""
-        if page.location != EXTERNAL or page.residency in (DIRTY, WRITING):
-            return True
-        memory = page.section.memory if page.section.resident else None
-        return memory is not None and _C.crc32_address(memory.data_ptr(), page.stored_bytes) != page.crc32
 
     def move_buffers(self) -> None:
         """Move the model's buffers to the accelerator, if any, after their initial values."""
@@ -169,7 +157,7 @@ class OffloadedModel:
 
     def named_given_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that the user sees, with their names."""
-        names = self.model.names_of_given(self._names)
+        names = self.model.names_of_given(self._placed.plan.inventory.names)
         return ((names[id(parameter)], parameter) for parameter in self.model.given.parameters())
 
     # --- a step; also what UpdateOwner declares -----------------------------------------------------------------------
@@ -179,12 +167,12 @@ class OffloadedModel:
         return self.model.is_sharded
 
     def check_usable(self) -> None:
-        self._guard.check()
+        self._placed.guard.check()
 
     @property
     def has_more_to_train(self) -> bool:
         """True if a parameter in the optimizers' groups has a gradient but no space for state: it was frozen."""
-        return any(parameter.grad is not None for parameter in self._membership.untrained)
+        return any(parameter.grad is not None for parameter in self._placed.membership.untrained)
 
     def follow_groups(self) -> None:
         """Follow edits of `optimizer.param_groups`, before a step. See Membership.
@@ -194,9 +182,9 @@ class OffloadedModel:
         """
         self._binding.follow_gradients()
         if not self.updates.has_begun_early:
-            if self.updates.is_open and self._membership.is_outdated:
+            if self.updates.is_open and self._placed.membership.is_outdated:
                 self.finish_update(in_order=True)  # another optimizer's step, of the groups before
-            self._membership.follow()
+            self._placed.membership.follow()
 
     def check_step(self, member: int) -> None:
         """Raise StateError if an optimizer's step cannot be taken exactly as plain torch would.
@@ -206,14 +194,14 @@ class OffloadedModel:
         names = self.names_of([member])
         self.gradients.check((places.name, p) for p, places in self._trained() if places.name in names)
         if not self.updates.has_begun_early:
-            self._conditions.check_step(self._optimizers.ranges[member])
+            self._conditions.check_step(self._placed.optimizers.ranges[member])
 
     def before_update(self) -> None:
         """Prepare for `updates.take_step`, which `after_update` follows."""
         if not self.updates.has_begun_early:
             self._note_before()
         else:
-            self._rollback.note_settings()
+            self._placed.rollback.note_settings()
         self.gradients.paged.before_step()
 
     def after_update(self) -> None:
@@ -233,7 +221,7 @@ class OffloadedModel:
     def _note_before(self) -> None:
         self.optimizer_state.expire("the next step")
         self.fault_handler.shown.expire("the next step")
-        self._rollback.note()
+        self._placed.rollback.note()
 
     def begin_early(self) -> bool:
         if not self._agree_to_begin(self._may_begin_early):
@@ -244,7 +232,7 @@ class OffloadedModel:
 
     def _may_begin_early(self) -> bool:
         self.follow_groups()
-        more_to_train = any(parameter.requires_grad for parameter in self._membership.untrained)
+        more_to_train = any(parameter.requires_grad for parameter in self._placed.membership.untrained)
         if (
             self.gathering.is_open
             or more_to_train
@@ -302,14 +290,14 @@ class OffloadedModel:
         def finish() -> None:
             model = of()
             if model is not None and not is_closed(model):
-                with model._guard.turns.turn(), outside_transforms():
-                    model._guard.check()
+                with model._placed.guard.turns.turn(), outside_transforms():
+                    model._placed.guard.check()
                     model.finish_update()
 
         return finish
 
     def may_defer(self, member: int) -> bool:
-        shown = self._shown_shard() or self._find_aliased(self._trainables, self._sweep.groups_of(member))
+        shown = self._shown_shard() or self._find_aliased(self._placed.trainables, self._sweep.groups_of(member))
         if shown is not None:
             self._warn_of_alias(shown)
         return shown is None
@@ -346,7 +334,7 @@ class OffloadedModel:
 
     def step_undone(self) -> None:
         """Restore the rest, after all sections were restored to the state before the last step."""
-        self._rollback.undo_step()
+        self._placed.rollback.undo_step()
         self.updates.forget()
         self._sweep.abandon()
 
@@ -356,34 +344,36 @@ class OffloadedModel:
     def undo_update(self, updates: Collection[GroupUpdate], error: BaseException) -> bool:
         self.passes.forget_leases()
         names = {name for update in updates for name in update.names}
-        return not names or self._rollback.undo_updates(names, error, self.updates.ahead)
+        return not names or self._placed.rollback.undo_updates(names, error, self.updates.ahead)
 
     def names_of(self, members: Collection[int]) -> set[str]:
         """Return the names of the trained parameters in the groups of these optimizers."""
-        numbers = {number for member in members for number in self._optimizers.ranges[member]}
-        pairs = (zip(of.places, of.settings, strict=True) for of in self._trainables)
+        numbers = {number for member in members for number in self._placed.optimizers.ranges[member]}
+        pairs = (zip(of.places, of.settings, strict=True) for of in self._placed.trainables)
         return {places.name for pair in pairs for places, at in pair if at in numbers}
 
     def sections_of(self, member: int) -> list[Section]:
         """Return the sections that an optimizer's step changes."""
-        return self._rollback.sections_of(self.names_of([member]))
+        return self._placed.rollback.sections_of(self.names_of([member]))
 
     def members_of(self, sections: Iterable[Section]) -> set[int]:
         """Return the optimizers of the parameters in these sections."""
         owners = {slot.spec.owner for section in sections for slot in section.plan.slots}
-        return {member for member in range(len(self._optimizers.members)) if owners & self.names_of([member])}
+        return {member for member in range(len(self._placed.optimizers.members)) if owners & self.names_of([member])}
 
     # --- closing ------------------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state in the form of a checkpoint. Its tensors alias the sections, whose data may be cold."""
-        placed = None if self._on_device is None else self._placed
+        placed = None if self._on_device is None else self._at_its_place
         content: dict[str, Any] = {"model": self.model.state_dict(placed)}
         with_masters = [places.name for _, places in self._trained() if places.has_master]
         masters = {name: self.optimizer_state.stored(name, "master") for name in with_masters}
         packed = [
-            self.model.optimizer_state_dict(member, self.optimizer_state.at_its_place(self._optimizers.numbers(number)))
-            for number, member in enumerate(self._optimizers.members)
+            self.model.optimizer_state_dict(
+                member, self.optimizer_state.at_its_place(self._placed.optimizers.numbers(number))
+            )
+            for number, member in enumerate(self._placed.optimizers.members)
         ]
         content["optimizer"] = packed if len(packed) > 1 else packed[0]
         if masters:
@@ -403,16 +393,22 @@ class OffloadedModel:
         for part in (self.passes, self._sweep, self._conditions, self.gradients, self):
             forget(part, why)
 
-    def _alias(self, name: str, kind: str) -> torch.Tensor:
-        """Return the tensor in its section; its data may be cold."""
-        place = self._places[name, kind]
+    def _at_its_place(self, parameter: int) -> torch.Tensor | None:
+        """Return the tensor in the section of the parameter with this id, if it is one. Its data may be cold."""
+        name = self._placed.plan.inventory.names.get(parameter)
+        if name is None:
+            return None
+        place = self._placed.places[name, "param"]
         return place.section.tensor(place.slot)
 
-    def _placed(self, parameter: int) -> torch.Tensor | None:
-        """Return the tensor in the section of the parameter with this id, if it is one."""
-        name = self._names.get(parameter)
-        return None if name is None else self._alias(name, "param")
-
     def _trained(self) -> Iterator[tuple[nn.Parameter, ParameterLocations]]:
-        for trainable in self._trainables:
+        for trainable in self._placed.trainables:
             yield from zip(trainable.parameters, trainable.places, strict=True)
+
+
+def _is_changed(page: Page) -> bool:
+    """Return True if an external page was written to."""
+    if page.location != EXTERNAL or page.residency in (DIRTY, WRITING):
+        return True
+    memory = page.section.memory if page.section.resident else None
+    return memory is not None and _C.crc32_address(memory.data_ptr(), page.stored_bytes) != page.crc32

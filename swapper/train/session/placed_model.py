@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,13 +32,6 @@ from swapper.train.state.optimizer_state import OptimizerState
 from swapper.train.steps.step_rollback import StepRollback
 
 log = logging.getLogger("swapper")
-
-
-class ModelInUse(FaultOwner, Protocol):
-    """What accesses to a placed model ask of its forwards, backwards and steps. OffloadedModel answers."""
-
-    def settle_update(self) -> None:
-        """Finish the last step, and wait until its results are in host memory."""
 
 
 class PlacedModel:
@@ -85,7 +78,7 @@ class PlacedModel:
         self.fault_handler = ParameterFaultHandler(
             inventory, self.trainables, self.groups, self.places, pager, self.guard, self, changes_itself(model.module)
         )
-        self._user: ModelInUse | None = None
+        self._user: FaultOwner | None = None
 
     def _sections_of(self, family: str) -> list[Section]:
         return [section for section in self.sections if section.plan.family == family]
@@ -164,12 +157,12 @@ class PlacedModel:
 
     # --- what FaultOwner and OptimizerState ask, once the model is used -----------------------------------------------
 
-    def use(self, user: ModelInUse) -> None:
+    def use(self, user: FaultOwner) -> None:
         """Have `user` answer what accesses ask."""
         self._user = user
 
     @property
-    def _in_use(self) -> ModelInUse:
+    def _in_use(self) -> FaultOwner:
         if self._user is None:
             raise StateError("the model is not offloaded yet")
         return self._user

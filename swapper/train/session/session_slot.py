@@ -32,8 +32,7 @@ from swapper.train.planning.plan_text import describe_models, placement_lines
 from swapper.train.planning.request import Request
 from swapper.train.session.origin import Origin
 from swapper.train.session.training_session import TrainingSession
-from swapper.train.session.training_step import TrainingStep
-from swapper.train.session.user_state import UserState
+from swapper.train.session.training_step import TrainingStep, UserState
 from swapper.train.state.conditions import names_by_group
 from swapper.train.state.optim import PagedOptimizer, StateOwner, packed_groups
 

@@ -69,7 +69,6 @@ class TrainingSession:
         CheckpointError: the files do not have the commit's content.
     """
 
-    _placed: PlacedModel | None = None
     _model: OffloadedModel | None = None
     _watchdog: Watchdog | None = None
     _free_memory: Watch | None = None
@@ -88,7 +87,7 @@ class TrainingSession:
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
             self._open_resources(plan, origin)
-            self._placed = PlacedModel(
+            self.placed = PlacedModel(
                 plan, self.sections, self._grad_sections, self.pager, current, self._open_on_device(plan)
             )
             self._note_sizes(plan)
@@ -203,11 +202,6 @@ class TrainingSession:
         if self._model is None:
             raise StateError("the model is not offloaded yet")
         return self._model
-
-    @property
-    def placed(self) -> PlacedModel:
-        assert self._placed is not None
-        return self._placed
 
     @property
     def has_model(self) -> bool:
@@ -374,11 +368,6 @@ class TrainingSession:
         encoded = {STATE_CODEC: codecs} if codecs else {}
         return {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step, **encoded}}
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the model has shards of this rank."""
-        return self.model.model.is_sharded
-
     def roll_back(self, step: int, sections: Sequence[Section] | None = None) -> bool:
         """Restore `sections`, or all, to the state after `step`. Return False if that is impossible: then close."""
         if not self.committer.can_roll_back(step):
@@ -444,9 +433,9 @@ class TrainingSession:
             endings.append(self._watchdog.stop)
         if self._model is not None:
             endings.append(partial(self._model.close, keep_cold=not leaves))
-        if self._placed is not None:
-            endings.append(partial(self._placed.close, keep_cold=not leaves))
-            endings += [partial(self._placed.leave, why)] if leaves else []
+        if "placed" in vars(self):
+            endings.append(partial(self.placed.close, keep_cold=not leaves))
+            endings += [partial(self.placed.leave, why)] if leaves else []
             endings += [self.committer.abandon] if "committer" in vars(self) else []
             endings.append(self.publisher.finish)
         endings += [partial(self._release_model, why), self._resources.close]
@@ -456,10 +445,12 @@ class TrainingSession:
 
     def _release_model(self, why: str) -> None:
         """Drop the model and its memory: a traceback may still refer to this session."""
-        for part in (self._model, self._placed):
-            if part is not None:
-                part.release(why)
-        self._model = self._placed = self.on_device = None
+        if self._model is not None:
+            self._model.release(why)
+        if "placed" in vars(self):
+            self.placed.release(why)
+            del self.placed
+        self._model = self.on_device = None
 
 
 def stored_pieces(sections: Sequence[Section]) -> list[Page]:

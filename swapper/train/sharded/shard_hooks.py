@@ -45,9 +45,9 @@ class ShardHooks:
 
     def __init__(self, shards: Shards, targets: HookTargets) -> None:
         self._shards = shards
-        self._lose_ranks = targets.lose_ranks
+        self._lose_ranks = targets.events.lose_ranks
         self._enter_forward = targets.enter_forward
-        self._enter_phase = targets.enter_phase
+        self._enter_phase = targets.events.clock.enter
         self._updates = updates = targets.updates
         groups = targets.groups
         self._handles: list[Any] = []
