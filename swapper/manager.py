@@ -39,7 +39,7 @@ from swapper.train.planning.fastest import choose_fastest
 from swapper.train.planning.plan import Plan
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.first_session import FirstSession
-from swapper.train.session.parking import parked
+from swapper.train.session.replacement import parked
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_step import UserState
 
@@ -426,17 +426,17 @@ class SwapManager:
             UnsupportedError: with `update="backward"`: the gradients are used already. So does `clip_grad_value_`.
             StateError: a gradient was not written completely.
         """
-        self.current.check()
-        model = self.current.running("clip_grad_norm_").model
-        model.updates.check_clipping()
-        return nn.utils.clip_grad_norm_(model.model.given.parameters(), max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(self._parameters_to_clip("clip_grad_norm_"), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_."""
+        nn.utils.clip_grad_value_(self._parameters_to_clip("clip_grad_value_"), clip_value)
+
+    def _parameters_to_clip(self, verb: str) -> Iterator[nn.Parameter]:
         self.current.check()
-        model = self.current.running("clip_grad_value_").model
+        model = self.current.running(verb).model
         model.updates.check_clipping()
-        nn.utils.clip_grad_value_(model.model.given.parameters(), clip_value)
+        return model.model.given.parameters()
 
     def snapshot(
         self,

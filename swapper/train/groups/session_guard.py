@@ -15,13 +15,7 @@ CLOSED = "the manager is closed: make a new one"
 
 
 class SessionEvents(Protocol):
-    """What happens in a session, and what its parts share. SessionSlot answers.
-
-    Attributes:
-        directory: of the run.
-        clock: divides steps into phases; has the manager's counters.
-        turns: of the threads that use the model.
-    """
+    """What happens in a session, and what its parts share. SessionSlot answers."""
 
     directory: RunDirectory
     clock: StepClock

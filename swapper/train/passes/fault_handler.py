@@ -30,21 +30,22 @@ from swapper.train.state.mapped_state import MappedState, expire
 log = logging.getLogger("swapper")
 
 
-class FaultOwner(Protocol):
-    """What accesses to a model ask of its forwards, backwards and steps."""
+class ModelInUse(Protocol):
+    """Forwards, backwards and steps of a model, as far as accesses ask for them. OffloadedModel answers."""
 
-    @property
-    def gathering(self) -> Gathering: ...
-
-    @property
-    def hooks(self) -> TrainingHooks:
-        """Of the running forwards."""
+    gathering: Gathering
+    hooks: TrainingHooks
 
     def finish_update(self) -> None:
         """Finish the last step, if deferred updates of it are left."""
 
     def settle_update(self) -> None:
         """The same, and wait until its results are in host memory."""
+
+
+class FaultOwner(Protocol):
+    @property
+    def in_use(self) -> ModelInUse: ...
 
 
 class ParameterFaultHandler(FaultHandler):
@@ -92,7 +93,7 @@ class ParameterFaultHandler(FaultHandler):
         with outside_transforms():
             self._session_guard.check()
             self.catch_up(parameter)
-        return not is_cold(parameter) or self._owner.hooks.fault_in(parameter)
+        return not is_cold(parameter) or self._owner.in_use.hooks.fault_in(parameter)
 
     @property
     def answers(self) -> bool:
@@ -108,10 +109,10 @@ class ParameterFaultHandler(FaultHandler):
         self._update_before()
         with ExitStack() as gathered:
             try:
-                gathered.enter_context(self._owner.gathering.gather(parameters, write=False))
+                gathered.enter_context(self._owner.in_use.gathering.gather(parameters, write=False))
             except BudgetError as error:
                 return run(self._show(parameters, function, error))
-            return self._owner.hooks.follow(parameters, lambda: run({}))
+            return self._owner.in_use.hooks.follow(parameters, lambda: run({}))
 
     def _show(
         self, parameters: Sequence[nn.Parameter], function: Function, error: BudgetError
@@ -143,13 +144,13 @@ class ParameterFaultHandler(FaultHandler):
         self._update_before()
         with self._session_guard.turns.turn(), outside_transforms():
             self._session_guard.check_to_write()
-        with self._owner.gathering.gather(parameters, write=True):
+        with self._owner.in_use.gathering.gather(parameters, write=True):
             return run({})
 
     def _update_before(self) -> None:
         """Finish the last step's updates before an operation outside of forwards; meanwhile no thread uses the model."""
         with self._session_guard.turns.turn(), outside_transforms():
-            self._owner.finish_update()
+            self._owner.in_use.finish_update()
 
     def _warn_once(self, what: str, how: str, function: Function, parameters: Sequence[nn.Parameter]) -> None:
         if what not in self._warned:
@@ -163,7 +164,7 @@ class ParameterFaultHandler(FaultHandler):
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """For state_dict: show the parameter by the mapped swap file, or fault it in within a forward."""
-        if self._owner.gathering.is_closed or self.fault_in(parameter):
+        if self._owner.in_use.gathering.is_closed or self.fault_in(parameter):
             return None
         self._update_before()
         for group in self._groups:

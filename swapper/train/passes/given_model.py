@@ -91,7 +91,7 @@ class Preparation(ModelBinding):
         self._models.clear()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HookTargets:
     """What a model's hooks act on.
 

@@ -24,9 +24,9 @@ from swapper.train.layout.initial import check_buffers
 from swapper.train.layout.inventory import Inventory
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.planning.request import Request
-from swapper.train.session.alike import Given, Initial, check_alike
+from swapper.train.session.alike import Given, check_alike
 from swapper.train.session.origin import Origin
-from swapper.train.session.relayout import train_more
+from swapper.train.session.replacement import train_more
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.state.optim import PagedOptimizer
 
@@ -166,7 +166,7 @@ class FirstSession:
         def describe() -> tuple[Plan, Given]:
             plan = make()
             is_new = self._record is None and self._earlier is None
-            return plan, Given.of(plan.request, Initial(init, plan.inventory.external) if is_new else None, ranks)
+            return plan, Given.of(plan.request, ranks if is_new else None, init, plan.inventory.external)
 
         (plan, ours), told = ranks.settle(
             "manager.offload", describe, lambda found: (found[0].commit_every, found[1].digests())

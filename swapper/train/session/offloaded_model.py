@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import nn
 from swapper import _C
 from swapper.errors import StateError
 from swapper.modules.own_hook import outside_transforms
-from swapper.paging.pager import Pager
 from swapper.paging.residency import DIRTY, WRITING
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.interrupts import close_all, forget, is_closed
@@ -35,7 +33,6 @@ from swapper.train.passes.accumulation_pass import AccumulationOrder
 from swapper.train.passes.gathering import Gathering
 from swapper.train.passes.given_model import HookTargets
 from swapper.train.passes.pass_lifecycle import PassLifecycle
-from swapper.train.passes.train_hooks import TrainingHooks
 from swapper.train.session.placed_model import PlacedModel
 from swapper.train.state.conditions import Conditions
 from swapper.train.state.optim import OtherOptimizers
@@ -59,88 +56,66 @@ class OffloadedModel:
     """
 
     def __init__(self, placed: PlacedModel) -> None:
-        plan, events, pager, on_device = placed.plan, placed.events, placed.pager, placed.on_device
-        inventory, options = plan.inventory, plan.request.options
-        self.model = plan.request.model
+        self.model = placed.plan.request.model
         self.groups = placed.groups
         self.optimizer_state = placed.optimizer_state
         self.fault_handler = placed.fault_handler
         self._placed = placed
-        self._events = events
-        self._on_device = on_device
+        self._events = placed.events
+        self._on_device = placed.on_device
+        self._names = placed.plan.inventory.names
         self._has_warned = False
-        with ExitStack() as stack:  # if a part cannot be made, those before it are removed
-            order = AccumulationOrder(self.model.module)  # before all other hooks of the parameters
-            stack.callback(order.remove)
-            parameters = [entry for group in inventory.groups for entry in group.parameters]
-            regions = find_regions(placed.sections, placed.grad_sections) if on_device is None else {}
-            kept = placed.kept_gradients()
-            self.gradients = Gradients(
-                parameters, placed.grad_sections, pager, regions, self.finish_update, on_device, kept
-            )
-            stack.callback(self.gradients.remove)
-            self._other_optimizers = OtherOptimizers(
-                plan.request.given_optimizers, self.model.names_of_given(self._placed.plan.inventory.names)
-            )
-            stack.callback(self._other_optimizers.remove)
-            self._sweep = self._make_sweep(pager)
-            self._conditions = Conditions(
-                inventory, self._placed.trainables, self._placed.membership, self.optimizer_state.entries
-            )
-            self.updates = UpdateExecutor(POLICIES[options.update], self._sweep, self.groups, self)
-            stack.callback(self.updates.remove)
-            masters = Masters(self._sweep, pager, events.fail_change)
-            self.gathering = Gathering(self.groups, masters, self._placed.guard.turns, pager.check_room)
-            without_averaging = averaging_refused(
-                options.update, gradients_leave=on_device is not None and bool(placed.grad_sections)
-            )
-            self.passes = PassLifecycle(
-                inventory, self.groups, self.updates, self._sweep, pager, self.fault_handler, self._placed.guard,
-                events.clock, on_device, self.gradients, masters, order, without_averaging,
-            )  # fmt: skip
-            stack.callback(self.passes.remove)
-            placed.use(self)
-            self._binding = self.model.bind(
-                HookTargets(
-                    fault_handler=self.fault_handler,
-                    groups=self.groups,
-                    places=placed.places,
-                    kept_gradients=kept,
-                    without_averaging=without_averaging,
-                    updates=self.updates,
-                    enter_forward=self.passes.enter_forward,
-                    finish=self._make_finish(),
-                    events=events,
-                )
-            )
-            stack.callback(self._binding.remove, keep_cold=True)
-            self.updates.watch(parameter for parameter, _ in self._trained())
-            if on_device is not None:
-                on_device.start()
-            stack.pop_all()
+        try:
+            self._install(placed)
+        except BaseException:
+            self.close(keep_cold=True)
+            raise
 
-    def _make_sweep(self, pager: Pager) -> Sweep:
-        counters, page_bytes, kept_state = (
-            pager.counters,
-            self._placed.plan.budget.page_bytes,
-            self.optimizer_state.kept,
-        )
-        proxies, entries = OptimizerProxies(self._placed.optimizers), self.optimizer_state.entries
-        parts = (
-            self._placed.trainables, proxies, entries, pager, page_bytes, counters, self.gradients.part, self._make_ready,
+    def _install(self, placed: PlacedModel) -> None:
+        """Construct the parts in order, each with what it needs, and install the hooks."""
+        plan, pager, on_device = placed.plan, placed.pager, placed.on_device
+        inventory, update = plan.inventory, plan.request.options.update
+        order = AccumulationOrder(self.model.module)  # before all other hooks of the parameters
+        parameters = [entry for group in inventory.groups for entry in group.parameters]
+        regions = find_regions(placed.sections, placed.grad_sections) if on_device is None else {}
+        kept, grad_sections = placed.kept_gradients(), placed.grad_sections
+        self.gradients = Gradients(parameters, grad_sections, pager, regions, self.finish_update, on_device, kept)
+        self._other_optimizers = OtherOptimizers(plan.request.given_optimizers, self.model.names_of_given(self._names))
+        self._sweep = self._make_sweep(placed)
+        self._conditions = Conditions(inventory, placed.trainables, placed.membership, self.optimizer_state.entries)
+        self.updates = UpdateExecutor(POLICIES[update], self._sweep, self.groups, self)
+        masters = Masters(self._sweep, pager, self._events.fail_change)
+        self.gathering = Gathering(self.groups, masters, placed.guard.turns, pager.check_room)
+        leave = on_device is not None and bool(grad_sections)
+        without_averaging = averaging_refused(update, gradients_leave=leave)
+        self.passes = PassLifecycle(
+            inventory, self.groups, self.updates, self._sweep, pager, self.fault_handler, placed.guard,
+            self._events.clock, on_device, self.gradients, masters, order, without_averaging,
         )  # fmt: skip
-        if self._on_device is None or kept_state is None:
-            return Sweep(*parts)
-        return DeviceSweep(
-            self._on_device, self.gradients.paged.where, kept_state, self._placed.plan.request.kernel, *parts
-        )
+        self.hooks = self.passes.hooks
+        placed.use(self)
+        targets = HookTargets(
+            self.fault_handler, self.groups, placed.places, kept, without_averaging, self.updates, self.passes.enter_forward,
+            self._make_finish(), self._events,
+        )  # fmt: skip
+        self._binding = self.model.bind(targets)
+        self.updates.watch(parameter for parameter, _ in self._trained())
+        if on_device is not None:
+            on_device.start()
 
-    @property
-    def hooks(self) -> TrainingHooks:
-        return self.passes.hooks
+    def _make_sweep(self, placed: PlacedModel) -> Sweep:
+        pager, kept_state, gradients = placed.pager, self.optimizer_state.kept, self.gradients
+        proxies, entries = OptimizerProxies(placed.optimizers), self.optimizer_state.entries
+        parts = (
+            placed.trainables, proxies, entries, pager, placed.plan.budget.page_bytes, pager.counters, gradients.part,
+            self._make_ready,
+        )  # fmt: skip
+        if placed.on_device is None or kept_state is None:
+            return Sweep(*parts)
+        return DeviceSweep(placed.on_device, gradients.paged.where, kept_state, placed.plan.request.kernel, *parts)
 
     def initialize(self, values: Values) -> None:
-        """Fill a model that was on the meta device with its initial values, group by group."""
+        """Fill a model that was on the meta device, group by group."""
         for parameters, needed in values.batches(self._placed.plan.inventory.groups):
             with self.gathering.gather(needed, write=True):
                 values.fill(parameters)
@@ -149,16 +124,6 @@ class OffloadedModel:
             if section.plan.external is not None and any(map(_is_changed, pieces_of(section))):
                 names = ", ".join(slot.spec.owner for slot in section.plan.slots)
                 raise StateError(f"init= changed {names}, which external= has: let the function leave them as they are")
-
-    def move_buffers(self) -> None:
-        """Move the model's buffers to the accelerator, if any, after their initial values."""
-        if self._on_device is not None:
-            self._on_device.move(self.model.module)
-
-    def named_given_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that the user sees, with their names."""
-        names = self.model.names_of_given(self._placed.plan.inventory.names)
-        return ((names[id(parameter)], parameter) for parameter in self.model.given.parameters())
 
     # --- a step; also what UpdateOwner declares -----------------------------------------------------------------------
 
@@ -382,11 +347,17 @@ class OffloadedModel:
 
     def close(self, keep_cold: bool) -> None:
         """Remove the hooks, and wait for copies to and from a device. Paged parameters stay cold if `keep_cold`."""
-        parts = self.passes, self.updates, self.gradients, self._other_optimizers
-        endings: list[Callable[[], object]] = [partial(self._binding.remove, keep_cold)]
-        endings += [part.remove for part in parts]
-        endings += [] if self._on_device is None else [self._on_device.finish]
-        close_all([*endings, self._sweep.abandon])
+        parts = vars(self)
+        endings: list[Callable[[], object]] = []
+        if "_binding" in parts:
+            endings.append(partial(self._binding.remove, keep_cold))
+        names = "passes", "updates", "gradients", "_other_optimizers"
+        endings += [parts[name].remove for name in names if name in parts]
+        if self._on_device is not None:
+            endings.append(self._on_device.finish)
+        if "_sweep" in parts:
+            endings.append(self._sweep.abandon)
+        close_all(endings)
 
     def release(self, why: str) -> None:
         """After `close`: drop all memory, even if a cycle or a traceback keeps parts of this object."""
@@ -395,7 +366,7 @@ class OffloadedModel:
 
     def _at_its_place(self, parameter: int) -> torch.Tensor | None:
         """Return the tensor in the section of the parameter with this id, if it is one. Its data may be cold."""
-        name = self._placed.plan.inventory.names.get(parameter)
+        name = self._names.get(parameter)
         if name is None:
             return None
         place = self._placed.places[name, "param"]

@@ -21,9 +21,8 @@ class Origin:
         content: fills the sections; None: the files have their content.
         init: fills a model without values; None: nothing does. See Values.
         is_new: the session begins a run: step 0 is due to be committed.
-        record: the commit that says where the files have it; also has the optimizer's settings.
-        sections: of an earlier session of the same plan, which say so in place of a commit.
-        settings: the commit whose settings of the optimizer are restored, if any.
+        commit: has the optimizer's settings, if they are to be restored; says where existing files have the content.
+        sections: of an earlier session of the same plan in this process, which say so in place of a commit.
         entries: the optimizer's state that is in no section; None: as `content` has it.
         files: names of the existing swap files, by number.
         first_file: number of the first file, if none exists.
@@ -38,9 +37,8 @@ class Origin:
     content: SectionSource | None = None
     init: Any = None
     is_new: bool = False
-    record: CommitRecord | None = None
+    commit: CommitRecord | None = None
     sections: Sequence[Section] = ()
-    settings: CommitRecord | None = None
     entries: Mapping[str, Any] | None = None
     files: Mapping[int, str] = field(default_factory=dict)
     first_file: int = 0
@@ -51,11 +49,6 @@ class Origin:
     replaced: Commit | None = None
     edits: int = 0
 
-    @property
-    def is_reopened(self) -> bool:
-        """True if the session goes on in this process with the same files."""
-        return self.record is None and bool(self.files)
-
     @classmethod
     def new(cls, optimizers: OptimizerSet, init: Any) -> Origin:
         return cls(content=GivenSource(optimizers), init=init, is_new=True)
@@ -63,8 +56,7 @@ class Origin:
     @classmethod
     def resumed(cls, record: CommitRecord, fallback: Commit | None) -> Origin:
         return cls(
-            record=record,
-            settings=record,
+            commit=record,
             entries=record.state_entries,
             files=record.files,
             committed=record.step,
@@ -76,10 +68,8 @@ class Origin:
     @classmethod
     def resharded(cls, first: CommitRecord, content: SectionSource, first_file: int) -> Origin:
         """Continue the run of other ranks, whose files `content` reads; `first` is the first one's commit."""
-        entries = first.state_entries
-        return cls(
-            content=content, settings=first, entries=entries, first_file=first_file, rewrites=True, edits=first.edits
-        )
+        entries, edits = first.state_entries, first.edits
+        return cls(content=content, commit=first, entries=entries, first_file=first_file, rewrites=True, edits=edits)
 
     def relaid(self, content: SectionSource, first_file: int, are_together: bool) -> Origin:
         """Return the origin of a session with another layout, in place of one that this would reopen."""

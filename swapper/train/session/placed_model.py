@@ -23,9 +23,7 @@ from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.layout.shared_memory import find_shared_attributes
-from swapper.train.passes.fault_handler import FaultOwner, ParameterFaultHandler
-from swapper.train.passes.gathering import Gathering
-from swapper.train.passes.train_hooks import TrainingHooks
+from swapper.train.passes.fault_handler import ModelInUse, ParameterFaultHandler
 from swapper.train.planning.plan import Plan
 from swapper.train.state.conditions import Membership
 from swapper.train.state.optimizer_state import OptimizerState
@@ -78,7 +76,7 @@ class PlacedModel:
         self.fault_handler = ParameterFaultHandler(
             inventory, self.trainables, self.groups, self.places, pager, self.guard, self, changes_itself(model.module)
         )
-        self._user: FaultOwner | None = None
+        self._in_use: ModelInUse | None = None
 
     def _sections_of(self, family: str) -> list[Section]:
         return [section for section in self.sections if section.plan.family == family]
@@ -155,31 +153,18 @@ class PlacedModel:
         trained = {slot.spec.owner for plan in self.plan.inventory.grad_plans for slot in plan.slots}
         return frozenset(trained - placed)
 
-    # --- what FaultOwner and OptimizerState ask, once the model is used -----------------------------------------------
-
-    def use(self, user: FaultOwner) -> None:
+    def use(self, user: ModelInUse) -> None:
         """Have `user` answer what accesses ask."""
-        self._user = user
+        self._in_use = user
 
     @property
-    def _in_use(self) -> FaultOwner:
-        if self._user is None:
+    def in_use(self) -> ModelInUse:
+        if self._in_use is None:
             raise StateError("the model is not offloaded yet")
-        return self._user
-
-    @property
-    def gathering(self) -> Gathering:
-        return self._in_use.gathering
-
-    @property
-    def hooks(self) -> TrainingHooks:
-        return self._in_use.hooks
-
-    def finish_update(self) -> None:
-        self._in_use.finish_update()
+        return self._in_use
 
     def settle_update(self) -> None:
-        self._in_use.settle_update()
+        self.in_use.settle_update()
 
     # --- closing ------------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class SessionSlot:
         self.user = user
         self.training_step = self._make_step(OptimizerSet(()))
         self._counters = clock.counters
-        self._optimizers: Sequence[PagedOptimizer] = ()
+        self._optimizers: list[PagedOptimizer] = []
         self._given_members: list[list[str]] = []
         self._pid = os.getpid()
         self._is_closed = False
@@ -84,16 +84,11 @@ class SessionSlot:
         """
         self._given_members = names_by_group(request.optimizers.param_groups, names)
         self.training_step = self._make_step(request.optimizers)
-        several = len(request.given_optimizers) > 1
-        self._optimizers = [
-            PagedOptimizer(
-                given,
-                partial(self._take_step, member, train_more),
-                train_more,
-                partial(self._skip_step, member) if several else None,
-            )
-            for member, given in enumerate(request.given_optimizers)
-        ]
+        self._optimizers = []
+        for member, given in enumerate(request.given_optimizers):
+            skip = partial(self._skip_step, member) if len(request.given_optimizers) > 1 else None
+            take = partial(self._take_step, member, train_more)
+            self._optimizers.append(PagedOptimizer(given, take, train_more, skip))
         return self._optimizers
 
     def open(self, plan: Plan, origin: Origin, gradients: GradientStash | None = None) -> TrainingSession:
@@ -150,7 +145,7 @@ class SessionSlot:
             leave_cold(parameter)
         self.run, self._left = None, None
         self.leave("")
-        self._optimizers = ()
+        self._optimizers = []
         self.training_step = self._make_step(OptimizerSet(()))
 
     def _make_describe(self, plan: Plan) -> Callable[[int], CommitRecord]:
@@ -287,8 +282,9 @@ class SessionSlot:
             train_more(lambda: None)
             return self.running("optimizer.step()")
 
-        with self.turns.turn():
-            self.training_step.take(run, member, replace_session)
+        step = self.training_step
+        with self.turns.turn(), step.taking(run, member, replace_session) as run:
+            run.model.updates.take_step(member, step.is_over)
 
     def _skip_step(self, member: int) -> None:
         """Leave out an optimizer's step: torch.amp.GradScaler has found infinite gradients."""
@@ -323,7 +319,7 @@ class SessionSlot:
         self.running("a forward").committer.changed_in_pass()
 
     def undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
-        return self.training_step.undo_update(self.run, sections, error, ahead)
+        return self.training_step.fail(self.run, error, sections, max(ahead, int(self.step_is_open)))
 
     def fail_change(self, error: BaseException) -> None:
         self.training_step.failure = "a change of parameters with fp32 masters", error

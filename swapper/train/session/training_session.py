@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from swapper.durability.committer import Committer
 from swapper.durability.ranks import describe_failure
 from swapper.durability.recovery import WayBack, keep_last, restore
 from swapper.durability.retention import Retention
-from swapper.durability.snapshot import Publisher
+from swapper.durability.snapshot import Publisher, Snapshot
 from swapper.durability.snapshot_directory import SnapshotDirectory, local_parts
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, StateError, SwapperError
@@ -129,7 +130,7 @@ class TrainingSession:
 
     def _open_stores(self, plan: Plan, origin: Origin, check_reads: bool, engine: Engine) -> Stores:
         drives, layout = self._directory.drives, plan.layout
-        needed = None if origin.record is None else files_of(origin.record)
+        needed = files_of(origin.commit) if origin.files and origin.commit is not None else None
         if needed is not None and origin.fallback is not None:
             needed |= origin.fallback.files
         store = Store(
@@ -149,23 +150,22 @@ class TrainingSession:
         return self.on_device
 
     def _note_sizes(self, plan: Plan) -> None:
-        budget, inventory = plan.budget, plan.inventory
-        self._counters.pool_bytes = budget.page_bytes * budget.frame_count
-        self._counters.frame_bytes = budget.page_bytes
-        self._counters.resident_bytes = budget.resident_bytes
-        self._counters.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
+        budget, counters, bytes_of = plan.budget, self._counters, plan.inventory.family_bytes
+        counters.pool_bytes = budget.page_bytes * budget.frame_count
+        counters.frame_bytes, counters.resident_bytes = budget.page_bytes, budget.resident_bytes
+        counters.state_bytes = bytes_of("param") + bytes_of("state")
 
     def _log_choices(self, plan: Plan, origin: Origin) -> None:
         """Log what was chosen and why, unless the session is opened again in this process."""
-        if not origin.is_reopened:
+        if not origin.sections:
             for name, text in chosen(plan, self._resources.describe()):
                 log.info("offload: %s: %s", name, text)
 
     def _locate_content(self, origin: Origin) -> None:
         """Have the sections' content where the files of an earlier session have it, if they do."""
-        if origin.record is not None:
-            restore(origin.record, self.sections, self._store, self._resources.pool)
-        elif origin.is_reopened:
+        if origin.files and origin.commit is not None:
+            restore(origin.commit, self.sections, self._store, self._resources.pool)
+        elif origin.sections:
             self._store.take_over(stored_pieces(self.sections), stored_pieces(origin.sections))
             for section in self.sections:
                 if section.resident:
@@ -181,8 +181,8 @@ class TrainingSession:
             CheckpointError: the commit is of another optimizer.
         """
         try:
-            if origin.settings is not None:
-                self.placed.restore_groups(origin.settings.param_groups, origin.settings.members)
+            if origin.commit is not None:
+                self.placed.restore_groups(origin.commit.param_groups, origin.commit.members)
             if origin.entries is not None:
                 self.placed.optimizer_state.entries.unpack(origin.entries)
         except (LookupError, TypeError, ValueError) as error:
@@ -229,7 +229,8 @@ class TrainingSession:
         if values is not None:
             self.model.initialize(values)
             return_free_memory()  # what it made is not needed again
-        self.model.move_buffers()
+        if self.on_device is not None:
+            self.on_device.move(request.model.module)  # buffers, with their initial values
         if gradients is not None:
             gradients.empty_into(self.model.gradients)
         if origin.replaced is not None:
@@ -269,17 +270,11 @@ class TrainingSession:
 
     def to_reopen(self) -> Origin:
         """Return the origin of a session of the same plan that goes on where this one is detached."""
-        names = {number: paths[0].name for number, paths in self._store.paths.items()}
+        files = {number: paths[0].name for number, paths in self._store.paths.items()}
         last, fallback = self.committer.commits
-        return Origin(
-            sections=self.sections,
-            entries=self.model.optimizer_state.packed_entries,
-            files=names,
-            committed=self.committer.committed,
-            last=last,
-            fallback=fallback,
-            edits=self.committer.edits,
-        )
+        origin = Origin(sections=self.sections, entries=self.placed.optimizer_state.packed_entries, files=files)
+        committed, edits = self.committer.committed, self.committer.edits
+        return replace(origin, committed=committed, last=last, fallback=fallback, edits=edits)
 
     def detach(self, why: str) -> None:
         """Close, and leave the model without data for another session to adopt. Requires that everything is written."""
@@ -309,11 +304,7 @@ class TrainingSession:
         step = self._counters.step
         with self._current.turns.turn(), defer_signals:
             content = self._content(more, step)
-            snapshot = self.publisher.capture(path, content, keep, has_frozen, step, start)
-            self.pager.write_back()
-            self.committer.add_snapshot(step, snapshot)
-        ticket: SnapshotTicket = snapshot.ticket
-        return ticket
+            return self._take(self.publisher.capture(path, content, keep, has_frozen, step, start), step)
 
     def snapshot_directory(
         self, path: Path, more: Callable[[], dict[str, Any]], start: Callable[[], None]
@@ -342,15 +333,17 @@ class TrainingSession:
                     directory.give_up()
                 raise
             (directory,) = made
-            snapshot = self.publisher.capture_part(directory, local_parts(content), step, start)
-            try:
-                self.pager.write_back()
-                self.committer.add_snapshot(step, snapshot)
-            except BaseException as error:
-                snapshot.ticket.finish(error)
-                raise
-        ticket: SnapshotTicket = snapshot.ticket
-        return ticket
+            return self._take(self.publisher.capture_part(directory, local_parts(content), step, start), step)
+
+    def _take(self, snapshot: Snapshot, step: int) -> SnapshotTicket:
+        """Have a captured snapshot written after its step."""
+        try:
+            self.pager.write_back()
+            self.committer.add_snapshot(step, snapshot)
+        except BaseException as error:
+            snapshot.ticket.finish(error)
+            raise
+        return snapshot.ticket
 
     def _content(self, more: Callable[[], dict[str, Any]], step: int) -> dict[str, Any]:
         """Return the content of a snapshot. Everything is where its tensors say, and no other snapshot is due."""

@@ -59,8 +59,6 @@ class UserState:
                 ) from error
             self._registered[name] = value
 
-    # --- random numbers -------------------------------------------------------------------------------------------
-
     def note_rng(self) -> None:
         """Note the random states at the end of a step."""
         if self._keeps_rng:
@@ -77,8 +75,6 @@ class UserState:
         """Set the generators to the resumed commit's states, after `offload`, which may have drawn numbers."""
         if self._rng is not None and self._resumed is not None:
             set_rng_states(self._rng)
-
-    # --- commits and snapshots ----------------------------------------------------------------------------------------
 
     def in_snapshot(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return it for a snapshot, with `extra` over the values of `self.extra`."""
@@ -154,7 +150,7 @@ class TrainingStep:
             self._is_held = False
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """True if nothing more belongs to it, unless a context of `hold` says so."""
         return not self._is_held and len(self._done) == len(self._all)
 
@@ -168,18 +164,40 @@ class TrainingStep:
 
     # --- taking steps -------------------------------------------------------------------------------------------------
 
-    def take(self, run: TrainingSession, member: int, train_more: Callable[[], TrainingSession]) -> None:
-        """Take the step of `optimizer.step()`.
+    @contextmanager
+    def taking(
+        self, run: TrainingSession, member: int, train_more: Callable[[], TrainingSession]
+    ) -> Iterator[TrainingSession]:
+        """Return a context that takes the step of `optimizer.step()`, in the session that it yields.
 
         Args:
             run: the session.
             member: the optimizer's number.
             train_more: replaces the session by one that also trains the parameters that have gradients now.
         """
+        self._ranks.check_still_so()
         with self._clock.phase("step"):
-            with self._stepping(run, member, train_more) as run:
-                run.model.updates.take_step(member, self._is_over)
-            if is_over := self._is_over:
+            step, has_begun = self._counters.step + 1, run.model.updates.has_begun_early
+            with self._told(run, has_begun or self.is_open):
+                run = self._prepare(run, member, train_more)
+            if is_first := not self.is_open:
+                if not has_begun:
+                    self.begin(run)
+                self._learn, self.is_open = run.model.updates.in_order, True
+                self._steps.clear()
+            is_alone = not run.model.updates.is_open or (has_begun and is_first)
+            self._steps[member] += 1
+            try:
+                with self._on_all_ranks(step):
+                    run.model.before_update()
+                    yield run
+                    run.model.after_update()
+                    if self.is_over:
+                        run.pager.end_step(self._learn)
+            except BaseException as error:
+                self._undo(run, member, error, is_alone)
+                raise
+            if is_over := self.is_over:
                 self._count(run)
         if is_over:
             self._clock.end_step()
@@ -187,7 +205,7 @@ class TrainingStep:
     def skip(self, run: TrainingSession, member: int) -> None:
         """Leave out an optimizer's step."""
         self._skipped.add(member)
-        if self._is_over:
+        if self.is_over:
             self.end(run)
 
     def end(self, run: TrainingSession) -> None:
@@ -214,35 +232,6 @@ class TrainingStep:
         self._user.note_rng()
         run.committer.step_done(self._counters.step)
 
-    @contextmanager
-    def _stepping(
-        self, run: TrainingSession, member: int, train_more: Callable[[], TrainingSession]
-    ) -> Iterator[TrainingSession]:
-        """Prepare an optimizer's step, which the context takes. Yields the session that does; undoes a step that fails."""
-        self._ranks.check_still_so()
-        step, has_begun = self._counters.step + 1, run.model.updates.has_begun_early
-        with self._told(run, has_begun or self.is_open):
-            run = self._prepare(run, member, train_more)
-        if not self.is_open:
-            if not has_begun:
-                self.begin(run)
-            self._learn = run.model.updates.in_order
-        is_alone = not run.model.updates.is_open or (has_begun and not self.is_open)
-        if not self.is_open:
-            self._steps.clear()
-            self.is_open = True
-        self._steps[member] += 1
-        try:
-            with self._on_all_ranks(step):
-                run.model.before_update()
-                yield run
-                run.model.after_update()
-                if self._is_over:
-                    run.pager.end_step(self._learn)
-        except BaseException as error:
-            self._undo(run, member, error, is_alone)
-            raise
-
     def _prepare(self, run: TrainingSession, member: int, train_more: Callable[[], TrainingSession]) -> TrainingSession:
         """Check that the step can be taken, and return the session that takes it."""
         if run.model.gathering.is_open:
@@ -260,12 +249,20 @@ class TrainingStep:
     # --- undoing ------------------------------------------------------------------------------------------------------
 
     def fail(
-        self, run: TrainingSession | None, step: int, error: BaseException, sections: Sequence[Section] | None = None
+        self,
+        run: TrainingSession | None,
+        error: BaseException,
+        sections: Sequence[Section] | None = None,
+        ahead: int = 1,
     ) -> bool:
-        """Restore `sections`, or all, to the state before `step`, which failed half-way. Return True if they are restored.
+        """Restore `sections`, or all, to the state before a step that failed half-way. Return True if they are restored.
 
         Otherwise the manager can only be closed; so too after an InvariantError, which each repetition would meet again.
+
+        Args:
+            ahead: the step is this many after the last counted one.
         """
+        step = self._counters.step + ahead
         self.failure = f"step {step}", error
         is_bug = isinstance(error, InvariantError)
         if run is None or is_bug or not self._may_undo(run, sections) or not run.roll_back(step - 1, sections):
@@ -273,26 +270,19 @@ class TrainingStep:
         self.failure = None
         return True
 
-    def undo_update(
-        self, run: TrainingSession | None, sections: Sequence[Section], error: BaseException, ahead: int
-    ) -> bool:
-        """Restore sections after updates outside of `optimizer.step()` failed. See UndoSections."""
-        return self.fail(run, self._counters.step + max(ahead, int(self.is_open)), error, sections)
-
     def _undo(self, run: TrainingSession, member: int, error: BaseException, is_alone: bool) -> None:
         """Undo an optimizer's step, which failed half-way, if that is possible.
 
         Args:
             is_alone: no other optimizer's updates are open.
         """
-        step = self._counters.step + 1
         if self._steps.total() == 1:
-            self.fail(run, step, error)
+            self.fail(run, error)
         elif is_alone and run.model.optimizer_state.kept is None:
             run.model.passes.forget_leases()
-            self.fail(run, step, error, run.model.sections_of(member))
+            self.fail(run, error, run.model.sections_of(member))
         else:
-            self.failure = f"step {step}", error
+            self.failure = f"step {self._counters.step + 1}", error
         self._steps[member] -= 1
         self._steps = +self._steps
         self.is_open = bool(self._steps)
