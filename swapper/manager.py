@@ -36,10 +36,10 @@ from swapper.runtime.stats import LimitWatch, StepClock, StepStats
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back, unwrapped, wrapped_as
 from swapper.train.planning.plan import Plan
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
-from swapper.train.session.overview import overview
-from swapper.train.session.session_factory import SessionFactory
+from swapper.train.session.first_session import FirstSession
+from swapper.train.session.replacement import parked
 from swapper.train.session.session_slot import SessionSlot
-from swapper.train.session.user_state import UserState
+from swapper.train.session.training_step import UserState
 
 log = logging.getLogger("swapper")
 
@@ -130,8 +130,8 @@ class SwapManager:
             drives=self._directory.drives, backend=backend, check_reads=check_reads, operates=cold == "read", stall_s=stall_s,
         )  # fmt: skip
         self.current = SessionSlot(self._directory, backend, self._clock, self._user)
-        self._factory = SessionFactory(self.current, beginning)
-        self._factory.remove_strays()
+        self._first = FirstSession(self.current, beginning)
+        self._first.remove_strays()
 
     def offload(
         self,
@@ -229,15 +229,15 @@ class SwapManager:
 
         def make() -> Plan:
             request = Request.of(model, inner, options, self._options) if plan is None else plan.request
-            return self._factory.plan(request, init is not None, plan)
+            return self._first.plan(request, init is not None, plan)
 
         try:
-            paged = self._factory.open(make, init)
+            paged = self._first.open(make, init)
             if (path := asked_for(self._ranks.rank)) is not None:
                 self._recording.enter_context(self.trace(path))
             return model, None if optimizer is None else wrapped_as(optimizer, give_back(inner, paged))
         except BaseException:
-            self._factory.give_up()
+            self._first.give_up()
             raise
 
     def plan(
@@ -269,7 +269,7 @@ class SwapManager:
             params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
             device=device, device_memory=device_memory, accelerator=accelerator, external=external, state_codec=state_codec,
         )  # fmt: skip
-        return self._factory.plan(Request.of(model, unwrapped(optimizer), options, self._options), may_be_meta=True)
+        return self._first.plan(Request.of(model, unwrapped(optimizer), options, self._options), may_be_meta=True)
 
     def fastest(
         self,
@@ -366,7 +366,7 @@ class SwapManager:
             IoError: changes could not be written; at the end: the system has no memory, or the files cannot be read. The
                 manager can then only be closed.
         """
-        return self._factory.parked()
+        return parked(self.current)
 
     def one_step(self) -> AbstractContextManager[None]:
         """Return a context whose optimizer steps are one training step: counted, committed and resumed from as one.
@@ -426,17 +426,17 @@ class SwapManager:
             UnsupportedError: with `update="backward"`: the gradients are used already. So does `clip_grad_value_`.
             StateError: a gradient was not written completely.
         """
-        self.current.check()
-        model = self.current.running("clip_grad_norm_").model
-        model.updates.check_clipping()
-        return nn.utils.clip_grad_norm_(model.model.given.parameters(), max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(self._parameters_to_clip("clip_grad_norm_"), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_."""
+        nn.utils.clip_grad_value_(self._parameters_to_clip("clip_grad_value_"), clip_value)
+
+    def _parameters_to_clip(self, verb: str) -> Iterator[nn.Parameter]:
         self.current.check()
-        model = self.current.running("clip_grad_value_").model
+        model = self.current.running(verb).model
         model.updates.check_clipping()
-        nn.utils.clip_grad_value_(model.model.given.parameters(), clip_value)
+        return model.model.given.parameters()
 
     def snapshot(
         self,
@@ -483,7 +483,7 @@ class SwapManager:
         content = partial(self._user.in_snapshot, extra or {})
         asked = {Feature.KEEP: keep is not None, Feature.REFERENCE: frozen == "reference"}
         check({*run.plan.request.features, *(feature for feature, is_so in asked.items() if is_so)})
-        if run.is_sharded:
+        if run.model.model.is_sharded:
             ticket = run.snapshot_directory(target, content, self._finish_snapshots)
         else:
             target = self._ranks.own_name(target)
@@ -516,7 +516,7 @@ class SwapManager:
         return partial(self._clock.observers.remove, function)
 
     def __str__(self) -> str:
-        return overview(self.current, self._clock.stats(), self._options.host_bytes)
+        return self.current.describe(self._clock.stats(), self._options.host_bytes)
 
     def dump(self) -> str:
         """Return a text about waits, leases, frames and transfers in flight, with ages and names.
@@ -611,10 +611,9 @@ class SwapManager:
                 with defer_signals:
                     self.current.end()
                     atexit.unregister(self.close)
-                    self._factory.forget()
                     endings = [owner.close for owner in (run, self._earlier) if owner is not None]
                     if run is not None:
-                        endings.append(self._factory.remove_uncommitted)
+                        endings.append(self._first.remove_uncommitted)
                     close_all([*endings, self._directory.close, self._ranks.close])
         if run is not None:
             run.publisher.raise_failure()

@@ -88,8 +88,6 @@ class Committer:
         describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
         every: steps from commit to commit; None: no commits.
         committed: the committed step from which a run resumes; None if it is new.
-
-    Attributes:
         edits: how often parameters were changed from outside since the last step.
     """
 
@@ -103,6 +101,7 @@ class Committer:
         describe: Callable[[int], CommitRecord],
         every: int | None,
         committed: int | None,
+        edits: int,
     ) -> None:
         self._model = model
         self._sections = sections
@@ -114,7 +113,7 @@ class Committer:
         self._publisher = publisher
         self.committed = committed
         self._way_back = way_back
-        self.edits = 0
+        self.edits = edits
         self._is_behind = False  # changes from outside since the last commit are in no commit
         self._due: int | None = None  # the step to be written completely
         self._record: CommitRecord | None = None  # captured

@@ -17,9 +17,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, NoReturn
 
 from swapper import _C
-from swapper.errors import SwapperError
+from swapper.errors import StateError, SwapperError
 from swapper.runtime.process import is_off
 
 log = logging.getLogger("swapper")
@@ -107,3 +109,26 @@ def close_all(endings: Iterable[Callable[[], object]]) -> None:
             raise failures[0]
         finally:
             failures.clear()  # its traceback has this frame
+
+
+def forget(owner: Any, why: str) -> None:
+    """Close `owner` for good, in case a cycle or a traceback keeps it: it refers to nothing, and refuses every use, with `why`."""
+    vars(owner).clear()
+    vars(owner)["why_closed"] = why
+    cls: Any = type(owner)
+    object.__setattr__(owner, "__class__", _closed(cls))
+
+
+def is_closed(owner: object) -> bool:
+    """Return True after `forget(owner)`."""
+    return vars(type(owner)).get("__getattribute__") is _refuse
+
+
+@cache
+def _closed(cls: Any) -> type:
+    """Return the class of closed objects of a class."""
+    return type(f"Closed{cls.__name__}", (cls,), {"__slots__": (), "__getattribute__": _refuse})
+
+
+def _refuse(closed: object, name: str) -> NoReturn:
+    raise StateError(object.__getattribute__(closed, "why_closed"))

@@ -42,7 +42,7 @@ WAYS = {
         "csrc/bindings/engine.cpp": "atexit",
     },
     r"register_optimizer_step_\w+_hook\(|register_module_\w+_hook\(": {"swapper/train/state/optim.py": "optimizers"},
-    r"replace_sync_of_ddp\((?!function)|torch_ddp\._\w+ = ": {"swapper/train/passes/preparation.py": "ddp"},
+    r"replace_sync_of_ddp\((?!function)|torch_ddp\._\w+ = ": {"swapper/train/passes/given_model.py": "ddp"},
     r"Watchdog\(": {"swapper/train/session/training_session.py": "watchdog"},
     r"environ\.setdefault\(|environ\[.*\] = |putenv\(|(?<!fe)setenv\(": {
         "swapper/io/handle/cufile.py": "CUFILE_ALLOW_COMPAT_MODE"

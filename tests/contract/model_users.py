@@ -122,7 +122,7 @@ class Trained(User):
         run = self.manager.current.run
         run.pager.flush()
         self.groups = run.model.groups
-        self.hooks = run.model.passes._hooks
+        self.hooks = run.model.passes.hooks
         self.resources, self.device, self.part = run._resources, run.on_device, run.on_device
 
     def forget_leases(self) -> None:

@@ -78,7 +78,7 @@ class Filler:
 def warm_up(name: str) -> None:
     """Train a tiny model of the kind: what of torch and transformers is imported when it is first needed is there then. So is
     what of swapper is, some 4.5 MB of code."""
-    importlib.import_module("swapper.train.session.session_factory")
+    importlib.import_module("swapper.train.session.first_session")
     make, loss_of = MODELS[name]
     with torch.device("meta"):
         make(Size(layers=1))

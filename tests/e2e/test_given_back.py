@@ -122,6 +122,29 @@ def test_nothing_of_ours_keeps_a_closed_model(tmp_path: Path, way: Any) -> None:
         assert all(ghost() is None for ghost in ghosts)  # though the manager is still there
 
 
+def test_what_is_left_of_a_closed_manager_says_so(tmp_path: Path) -> None:
+    model = Net()
+    manager = swapper.SwapManager(tmp_path, host_memory="64MiB")
+    _, optimizer = manager.offload(model, adamw(model.parameters()))
+    run(model, optimizer)
+    session, state = manager.current.run, optimizer.state
+    assert session is not None
+    offloaded, placed = session.model, session.placed
+    manager.close()
+    uses = (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.state,
+        lambda: len(state),
+        lambda: offloaded.updates,
+        lambda: placed.groups,
+        lambda: manager.snapshot(tmp_path / "x.pt"),
+    )
+    for use in uses:
+        with pytest.raises(swapper.StateError, match="the manager is closed"):
+            use()
+
+
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_an_exception_that_is_kept_keeps_no_memory(tmp_path: Path, way: Any) -> None:
     """Its traceback has the frames of swapper's own functions, and those everything that swapper has."""

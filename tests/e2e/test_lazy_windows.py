@@ -111,7 +111,7 @@ def test_what_is_written_past_the_guard_where_nothing_is_mapped_reaches_the_devi
         image.stays = False  # one that stays is updated on the device
     pair.train(train_step, steps=2)
     name, plain = "head.weight", pair.plain.head.weight
-    place = run.model._places[name, "param"]
+    place = run.placed.places[name, "param"]
     pages = place.section.pages_of(place.slot.offset, place.slot.end)
     assert any(page.frame is not None and not page.shown for page in pages)
     with torch.no_grad():

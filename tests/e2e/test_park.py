@@ -21,6 +21,7 @@ from e2e import parked_run
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.processes import run_python, started_python
 from e2e.twins import Twins, assert_same, smallest_device_budget
+from swapper.paging.store.swap_files import Store
 from swapper.train.session.training_session import TrainingSession
 
 MakeTwins = Callable[..., Twins]
@@ -296,7 +297,7 @@ def test_memory_that_cannot_be_taken_again_leaves_a_run_to_resume(
         raise swapper.IoError("populate memory", "memfd:swapper-arena", 0, 1, 12, "none is left")
 
     with monkeypatch.context() as patch, pytest.raises(swapper.IoError), manager.parked():
-        patch.setattr(TrainingSession, "take_over", refuse)
+        patch.setattr(Store, "take_over", refuse)
     with pytest.raises(swapper.StateError, match="could not take its memory back"):
         pair.optimizer.step()
     pair.resume(Net())

@@ -6,10 +6,12 @@ import contextlib
 import gc
 import logging
 import weakref
+from typing import Protocol
 
 import pytest
 
-from swapper.runtime.interrupts import close_all
+from swapper.errors import StateError
+from swapper.runtime.interrupts import close_all, forget, is_closed
 
 
 class Thing:
@@ -44,5 +46,36 @@ def test_what_had_raised_is_freed_without_the_garbage_collector() -> None:
         with contextlib.suppress(ValueError):
             close_all([end])
         assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_what_is_closed_for_good_keeps_nothing_and_refuses_every_use() -> None:
+    class Owner(Protocol):
+        def use(self) -> None: ...
+
+    class Generic(Owner):
+        def __init__(self) -> None:
+            self.thing = Thing()
+            self.itself = self
+
+        def use(self) -> None:
+            pass
+
+    gc.disable()
+    try:
+        owner = Generic()
+        thing = weakref.ref(owner.thing)
+        use = owner.use
+        assert not is_closed(owner)
+        forget(owner, "the owner is closed")
+        assert thing() is None
+        assert is_closed(owner)
+        for name in ("use", "thing", "never_there"):
+            with pytest.raises(StateError, match="the owner is closed"):
+                getattr(owner, name)
+        ghost = weakref.ref(owner)
+        del owner, use
+        assert ghost() is None
     finally:
         gc.enable()

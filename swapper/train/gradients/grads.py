@@ -233,7 +233,7 @@ class _HostSlot:
 
 
 class GradientStash:
-    """Owns an unnamed file of gradients on NVMe, or on an accelerator, during a relayout (session/relayout.py).
+    """Owns an unnamed file of gradients on NVMe, or on an accelerator, during a relayout (session/replacement.py).
 
     Pages belong to the session that closes, and their scratch file is deleted with it; gradients on an accelerator may
     move to pages then. The stash is filled from the old session's gradients and emptied into new ones, again and again.

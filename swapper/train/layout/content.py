@@ -1,6 +1,6 @@
 """Provides the content of new sections: the user's model and optimizer, an earlier layout of the run, or earlier ranks.
 
-The model and the optimizer provide it at `offload`. When more is trained later (train/session/relayout.py), existing
+The model and the optimizer provide it at `offload`. When more is trained later (train/session/replacement.py), existing
 content is read from the files of the earlier layout, however it is divided there; only new content comes from the
 optimizer. `iter_section_pages` walks a section outside of the order of a step.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,17 +30,34 @@ from swapper.train.state.mapped_state import MappedState, expire
 log = logging.getLogger("swapper")
 
 
+class ModelInUse(Protocol):
+    """Forwards, backwards and steps of a model, as far as accesses ask for them. OffloadedModel answers."""
+
+    gathering: Gathering
+    hooks: TrainingHooks
+
+    def finish_update(self) -> None:
+        """Finish the last step, if deferred updates of it are left."""
+
+    def settle_update(self) -> None:
+        """The same, and wait until its results are in host memory."""
+
+
+class FaultOwner(Protocol):
+    @property
+    def in_use(self) -> ModelInUse: ...
+
+
 class ParameterFaultHandler(FaultHandler):
     """Faults in the parameters of one model in training.
 
     Args:
         groups: all groups, by index; they may be added later.
+        owner: the model.
         changes_itself: forwards change parameters, as far as the model tells.
-        changed_in_pass: called when a forward has changed parameters.
 
     Attributes:
         changes_itself: the same, as observed so far.
-        hooks: of the running forwards; None before they are installed.
         shown: parameters that a state_dict shows.
     """
 
@@ -58,18 +75,13 @@ class ParameterFaultHandler(FaultHandler):
         places: Mapping[tuple[str, str], TensorLocation],
         pager: Pager,
         session_guard: SessionGuard,
-        gathering: Gathering,
-        finish_update: Callable[[], None],
+        owner: FaultOwner,
         changes_itself: bool,
-        changed_in_pass: Callable[[], None],
     ) -> None:
         self._groups = groups
         self._session_guard = session_guard
-        self._gathering = gathering
-        self._finish_update = finish_update
+        self._owner = owner
         self.changes_itself = changes_itself
-        self._changed_in_pass = changed_in_pass
-        self.hooks: TrainingHooks | None = None
         self._is_trained = bool(trainables)
         self._warned: set[str] = set()
         self._names = inventory.names
@@ -81,7 +93,7 @@ class ParameterFaultHandler(FaultHandler):
         with outside_transforms():
             self._session_guard.check()
             self.catch_up(parameter)
-        return not is_cold(parameter) or (self.hooks is not None and self.hooks.fault_in(parameter))
+        return not is_cold(parameter) or self._owner.in_use.hooks.fault_in(parameter)
 
     @property
     def answers(self) -> bool:
@@ -97,10 +109,10 @@ class ParameterFaultHandler(FaultHandler):
         self._update_before()
         with ExitStack() as gathered:
             try:
-                gathered.enter_context(self._gathering.gather(parameters, write=False))
+                gathered.enter_context(self._owner.in_use.gathering.gather(parameters, write=False))
             except BudgetError as error:
                 return run(self._show(parameters, function, error))
-            return run({}) if self.hooks is None else self.hooks.follow(parameters, lambda: run({}))
+            return self._owner.in_use.hooks.follow(parameters, lambda: run({}))
 
     def _show(
         self, parameters: Sequence[nn.Parameter], function: Function, error: BudgetError
@@ -132,13 +144,13 @@ class ParameterFaultHandler(FaultHandler):
         self._update_before()
         with self._session_guard.turns.turn(), outside_transforms():
             self._session_guard.check_to_write()
-        with self._gathering.gather(parameters, write=True):
+        with self._owner.in_use.gathering.gather(parameters, write=True):
             return run({})
 
     def _update_before(self) -> None:
         """Finish the last step's updates before an operation outside of forwards; meanwhile no thread uses the model."""
         with self._session_guard.turns.turn(), outside_transforms():
-            self._finish_update()
+            self._owner.in_use.finish_update()
 
     def _warn_once(self, what: str, how: str, function: Function, parameters: Sequence[nn.Parameter]) -> None:
         if what not in self._warned:
@@ -152,7 +164,7 @@ class ParameterFaultHandler(FaultHandler):
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """For state_dict: show the parameter by the mapped swap file, or fault it in within a forward."""
-        if self._gathering.is_closed or self.fault_in(parameter):
+        if self._owner.in_use.gathering.is_closed or self.fault_in(parameter):
             return None
         self._update_before()
         for group in self._groups:
@@ -177,7 +189,7 @@ class ParameterFaultHandler(FaultHandler):
             StateError: one has an fp32 master, which cannot be updated in the middle of a pass.
         """
         self.changes_itself = True
-        self._changed_in_pass()
+        self._session_guard.events.changed_in_pass()
         for name in names:
             if name in self._mastered:
                 raise StateError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from swapper.train.updates.masters import Masters
 from swapper.train.updates.sweep import Sweep
 
 
+@dataclass(eq=False, repr=False)
 class PassLifecycle:
     """Owns the hooks of one model, and installs them.
 
@@ -42,42 +44,35 @@ class PassLifecycle:
         masters: follow what `load_state_dict` changes.
         order: of the gradients of micro-batches that run together.
         without_averaging: why DDP cannot average gradients: see `averaging_refused`; "" if it can.
+
+    Attributes:
+        hooks: of forwards and backwards.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        groups: list[GroupParameters],
-        updates: UpdateExecutor,
-        sweep: Sweep,
-        pager: Pager,
-        fault_handler: ParameterFaultHandler,
-        session_guard: SessionGuard,
-        clock: StepClock,
-        on_device: TrainingDevice | None,
-        gradients: Gradients,
-        masters: Masters,
-        order: AccumulationOrder,
-        without_averaging: str,
-    ) -> None:
-        self._inventory = inventory
-        self._groups = groups
-        self._updates = updates
-        self._sweep = sweep
-        self._pager = pager
-        self._fault_handler = fault_handler
-        self._session_guard = session_guard
-        self._on_device = on_device
-        self._gradients = gradients
-        self._order = order
-        self._without_averaging = without_averaging
-        self._hooks = fault_handler.hooks = TrainingHooks(
-            inventory.units, groups, self.enter_forward, self._drop_leases, clock.enter, updates, session_guard.turns, on_device
+    _inventory: Inventory
+    _groups: list[GroupParameters]
+    _updates: UpdateExecutor
+    _sweep: Sweep
+    _pager: Pager
+    _fault_handler: ParameterFaultHandler
+    _session_guard: SessionGuard
+    _clock: StepClock
+    _on_device: TrainingDevice | None
+    _gradients: Gradients
+    _masters: InitVar[Masters]
+    _order: AccumulationOrder
+    _without_averaging: str
+
+    def __post_init__(self, masters: Masters) -> None:
+        guard, units = self._session_guard, self._inventory.units
+        self.hooks = TrainingHooks(
+            units, self._groups, self.enter_forward, self._drop_leases, self._clock.enter, self._updates, guard.turns,
+            self._on_device,
         )  # fmt: skip
-        self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, masters)
+        self._load_hooks = LoadHooks(units, self._groups, guard.check_to_write, masters)
 
     def remove(self) -> None:
-        self._hooks.remove()
+        self.hooks.remove()
         self._load_hooks.remove()
         self._order.remove()
         forget_failed_backward()
@@ -85,7 +80,7 @@ class PassLifecycle:
     @property
     def is_open(self) -> bool:
         """True while a forward or a backward holds leases."""
-        return self._hooks.pass_is_open
+        return self.hooks.pass_is_open
 
     def abandon(self) -> None:
         """Forget a forward, a backward or a load_state_dict that never ended, and leases that an exception left without a holder.
@@ -93,7 +88,7 @@ class PassLifecycle:
         Raises:
             StateError: called by a loss_fn.
         """
-        if self._hooks.is_batched:
+        if self.hooks.is_batched:
             raise StateError("loss_fn called what must wait for the end of accumulate_batches, as a step or snapshot")
         self._abandon()
         kept = self._kept_accesses()
@@ -106,7 +101,7 @@ class PassLifecycle:
     def _abandon(self) -> None:
         self._updates.pass_begins()
         self._load_hooks.forget()
-        self._hooks.abandon_pass()
+        self.hooks.abandon_pass()
 
     def forget_leases(self) -> None:
         """Abandon the pass, and drop all leases of the pager and the device except pins, even if no pass is open."""
@@ -125,15 +120,15 @@ class PassLifecycle:
                 return self._accumulate_one_by_one(loss_fn, batches)
             self._check_together()
             together = AccumulationPass(
-                self._hooks, self._order, loss_fn, batches, lambda: self._fault_handler.changes_itself
+                self.hooks, self._order, loss_fn, batches, lambda: self._fault_handler.changes_itself
             )
-            self._hooks.share(together)
+            self.hooks.share(together)
             self._order.running = together
             try:
                 with self._updates.together(together.adds_to, together.make_room):
                     return together.run()
             except BaseException:
-                self._hooks.abandon_batches()
+                self.hooks.abandon_batches()
                 self.forget_leases()
                 if together.has_losses:
                     for parameter in self._order.parameters:
@@ -141,7 +136,7 @@ class PassLifecycle:
                 raise
             finally:
                 self._order.running = None
-                self._hooks.share(None)
+                self.hooks.share(None)
 
     def _accumulate_one_by_one(
         self, loss_fn: Callable[[Any], torch.Tensor], batches: Sequence[Any]

@@ -49,19 +49,6 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Initial:
-    """The source of a new run's initial values.
-
-    Attributes:
-        init: the user's, or None.
-        external: names of the parameters that this rank reads in place.
-    """
-
-    init: Any
-    external: Collection[str]
-
-
-@dataclass(frozen=True)
 class Given:
     """What a rank gives.
 
@@ -76,21 +63,23 @@ class Given:
     files: str
 
     @classmethod
-    def of(cls, request: Request, initial: Initial | None = None, ranks: Ranks | None = None) -> Given:
+    def of(
+        cls, request: Request, ranks: Ranks | None = None, init: Any = None, external: Collection[str] = ()
+    ) -> Given:
         """Describe a request.
 
         Args:
-            initial: the source of values, if the run is new.
-            ranks: all of them; without others no file is read.
+            ranks: all of them, if the run is new; without others no file is read.
+            init: the user's source of initial values, or None.
+            external: names of the parameters that this rank reads in place.
 
         Raises:
             CheckpointError, IoError, UnsupportedError: a file of initial values cannot be read, or is of another model.
         """
         peers, lines, files = request.model.peers(), _subjects(request), ""
-        if initial is not None and ranks is not None and ranks.are_together and peers:
-            lines["initial values"] = list(_initial_values(request, initial))
-            external = None if request.options.external is None else request.options.external.path
-            named = {"init": initial.init, "external": external}
+        if ranks is not None and ranks.are_together and peers:
+            lines["initial values"] = list(_initial_values(request, init, external))
+            named = {"init": init, "external": request.options.external and request.options.external.path}
             paths = {name: path for name, path in named.items() if isinstance(path, str | os.PathLike)}
             files = "".join(f", {name}={str(path)!r}" for name, path in paths.items())
         return cls(peers, lines, files)
@@ -148,9 +137,9 @@ def _subjects(request: Request) -> dict[str, Sequence[str]]:
     }
 
 
-def _initial_values(request: Request, initial: Initial) -> Iterator[str]:
+def _initial_values(request: Request, init: Any, external: Collection[str]) -> Iterator[str]:
     """Yield where each parameter's values come from, in a text that is the same for the same values."""
-    given, init, external = request.model.given, initial.init, initial.external
+    given = request.model.given
     from_init = ids_to_fill(given, external) if init is not None else set()
     parameters = dict(given.named_parameters())
     absent = {name: p for name, p in parameters.items() if name in external and p.is_meta}  # other values were compared

@@ -1,55 +1,183 @@
-"""Holds a manager's present session, checks at each use that it can be used, and takes the optimizer's steps.
-
-A step that failed half-way is undone here; if that is impossible, the manager can only be closed.
-"""
+"""Holds a manager's present session: opens and replaces it, and checks at each use that it can be used."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from torch import nn
+
 from swapper.capabilities import Feature, check
+from swapper.durability.commit import CommitRecord, describe_plans
 from swapper.durability.directory import RunDirectory
-from swapper.errors import InvariantError, StateError
+from swapper.durability.ranks import boot_id
+from swapper.errors import StateError
+from swapper.modules.cold import leave_cold
 from swapper.modules.turns import Turns
 from swapper.paging.section import Section
 from swapper.runtime.counters import FAMILIES
-from swapper.runtime.stats import StepClock
+from swapper.runtime.sizes import format_bytes
+from swapper.runtime.stats import StepClock, StepStats
+from swapper.train.gradients.grads import GradientStash
+from swapper.train.groups.session_guard import CLOSED
+from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.planning.plan import Plan
+from swapper.train.planning.plan_text import describe_models, placement_lines
+from swapper.train.planning.request import Request
+from swapper.train.session.origin import Origin
 from swapper.train.session.training_session import TrainingSession
-from swapper.train.session.training_step import TrainingStep
-from swapper.train.session.user_state import UserState
+from swapper.train.session.training_step import TrainingStep, UserState
+from swapper.train.state.conditions import names_by_group
+from swapper.train.state.optim import PagedOptimizer, StateOwner, packed_groups
+
+TrainMore = Callable[[Callable[[], None]], None]
 
 
 class SessionSlot:
-    """Owns the present session, which a relayout replaces.
+    """Owns the present session, from its opening to its end, and the optimizers that the user has in place of his.
 
     Args:
+        backend: of transfers.
         clock: divides steps into phases; has the manager's counters.
 
     Attributes:
-        run: the session; None before `offload` and after `close`.
-        training_step: the present one; there is one from `offload` on.
-        away: a sentence that refuses every use while there is no session for a while; None: there is one.
+        run: the session; None before `offload`, while the manager is parked, and after `close`.
+        training_step: the present one, whatever session takes it.
         turns: of the threads that use the model: a forward, a backward or a step each.
     """
 
     def __init__(self, directory: RunDirectory, backend: str, clock: StepClock, user: UserState) -> None:
         self.run: TrainingSession | None = None
-        self.training_step: TrainingStep
-        self.away: str | None = None
         self.turns = Turns()
         self.directory = directory
         self.backend = backend
         self.clock = clock
         self.user = user
+        self.training_step = self._make_step(OptimizerSet(()))
         self._counters = clock.counters
+        self._optimizers: list[PagedOptimizer] = []
+        self._given_members: list[list[str]] = []
         self._pid = os.getpid()
         self._is_closed = False
-        self._failure: BaseException | None = None
-        self._failed = ""
+        self._away = ""  # a sentence that refuses every use while there is no session for a while
+        self._parked: Sequence[nn.Parameter] = ()  # the model's meanwhile
         self._left: BaseException | None = None
+
+    def _make_step(self, optimizers: OptimizerSet) -> TrainingStep:
+        return TrainingStep(optimizers, self.clock, self.directory.ranks, self.user)
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request, names: Mapping[int, str], train_more: TrainMore) -> Sequence[PagedOptimizer]:
+        """Begin the run: return the replacements of the user's optimizers, whose state `open` provides.
+
+        Args:
+            names: of the parameters, by id.
+            train_more: called with a function that adds to an optimizer's groups; calls it, and replaces the session by one
+                that trains all of them.
+        """
+        self._given_members = names_by_group(request.optimizers.param_groups, names)
+        self.training_step = self._make_step(request.optimizers)
+        self._optimizers = []
+        for member, given in enumerate(request.given_optimizers):
+            skip = partial(self._skip_step, member) if len(request.given_optimizers) > 1 else None
+            take = partial(self._take_step, member, train_more)
+            self._optimizers.append(PagedOptimizer(given, take, train_more, skip))
+        return self._optimizers
+
+    def open(self, plan: Plan, origin: Origin, gradients: GradientStash | None = None) -> TrainingSession:
+        """Open a session, and give the optimizers their state in it. If that fails, call `drop` or `detach`.
+
+        Args:
+            gradients: of an earlier session.
+        """
+        run = self.run = TrainingSession(plan, origin, self, self._make_describe(plan))
+        run.begin(origin, gradients)
+        request = plan.request
+        for member, optimizer in enumerate(self._optimizers):
+            owner = run.model.optimizer_state
+            optimizer.bind(request.model.state_owner(owner, request.optimizers, request.given_optimizers, member))
+        return run
+
+    def detach(self, verb: str, why: str, state: StateOwner | None = None) -> None:
+        """Close the session, all of whose content is written, and release its memory, for another one to open.
+
+        Args:
+            verb: what the user called.
+            why: a sentence for accesses by graphs that were made before.
+            state: what the optimizers show meanwhile.
+        """
+        for optimizer in self._optimizers:
+            optimizer.bind(state)
+        try:
+            self.running(verb).detach(why)
+        finally:
+            self.run = None
+        gc.collect()
+
+    def drop(self) -> None:
+        """Close the session, if there is one, without another to open."""
+        run, self.run = self.run, None
+        if run is not None:
+            run.close()
+
+    def leave(self, why: str, parameters: Sequence[nn.Parameter] = ()) -> None:
+        """Refuse every use while there is no session, with the sentence `why`; "": there is one again.
+
+        Args:
+            parameters: the model's, if they are without data.
+        """
+        self._away, self._parked = why, parameters
+
+    def end(self) -> None:
+        """Mark it closed, and forget the session, which the caller closes, the optimizers and all errors.
+
+        An error's traceback may refer to a forward's tensors, and they to our hooks.
+        """
+        self._is_closed = True
+        for parameter in self._parked:
+            leave_cold(parameter)
+        self.run, self._left = None, None
+        self.leave("")
+        self._optimizers = []
+        self.training_step = self._make_step(OptimizerSet(()))
+
+    def _make_describe(self, plan: Plan) -> Callable[[int], CommitRecord]:
+        """Return the function that makes the record of a step, its `files`, `sections` and `state_entries` still empty."""
+        request, frozen, directory = plan.request, plan.request.frozen, self.directory
+        described, names = describe_plans(plan.inventory.plans), plan.inventory.names
+        external = {} if frozen is None else frozen.stamps(plan.inventory.plans)
+        shards = dict(request.model.rows)
+
+        def describe(step: int) -> CommitRecord:
+            members = names_by_group(request.optimizers.param_groups, names)
+            return CommitRecord(
+                step=step,
+                rank=directory.ranks.rank,
+                world_size=directory.ranks.size,
+                boot_id=boot_id(),
+                optimizer=request.optimizers.kind,
+                placement=plan.places,
+                plans=described,
+                files={},
+                sections=[],
+                param_groups=copy.deepcopy(packed_groups(request.optimizers.param_groups)),
+                state_entries={},
+                external=external,
+                members=None if members == self._given_members else members,  # as in `offload`
+                job=directory.job,
+                shards=shards,
+                **self.user.in_commit(),
+            )
+
+        return describe
+
+    # --- uses ---------------------------------------------------------------------------------------------------------
 
     def running(self, verb: str) -> TrainingSession:
         """Return the session. Raises StateError, naming `verb`, if no model is offloaded."""
@@ -79,29 +207,26 @@ class SessionSlot:
                 "Keep the model out of DataLoader workers, or start them by spawn"
             )
         if self._is_closed:
-            raise StateError("the manager is closed: make a new one")
-        if self.away is not None:
-            raise StateError(self.away)
+            raise StateError(CLOSED)
+        if self._away:
+            raise StateError(self._away)
         if self._left is not None:
             raise StateError(
                 f"a forward or backward ended while FSDP2 gathered shards ({self._left}), where the other ranks wait for this "
                 "one: end this process, so that they end too, and restart all with resume='auto'"
             ) from self._left
-        if self._failure is not None:
+        if self.training_step.failure is not None:
+            failed, error = self.training_step.failure
             raise StateError(
-                f"{self._failed} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
+                f"{failed} failed half-way ({error}): memory and files hold a mix of two steps. "
                 "Close the manager and resume from the last commit (resume='auto') or snapshot"
-            ) from self._failure
+            ) from error
         if self.run is not None and self.run.pager.broken_by:
             raise StateError(
                 f"{self.run.pager.broken_by} was raised in the middle of a change of pages (by another thread, or a second "
                 "Ctrl-C): memory is in no known state, and nothing more is committed. Close the manager and resume from the "
                 "last commit (resume='auto') or snapshot"
             )
-
-    def lose_ranks(self, error: BaseException) -> None:
-        """Refuse every use from now on: this rank has left a collective, for the reason `error`, and others wait in it."""
-        self._left = error
 
     @property
     def is_over(self) -> bool:
@@ -125,54 +250,47 @@ class SessionSlot:
         groups = {} if plan is None else {group.index: group.name for group in plan.inventory.groups}
         return {"drive": rates, "groups": groups, "steps": []}
 
-    @property
-    def condition(self) -> str:
-        """What can be done with it now, for people."""
+    def describe(self, stats: StepStats, host_bytes: int) -> str:
+        """Return what `print(manager)` shows: directory, condition, models, placement, budget, last step."""
         try:
             self.check_usable()
+            condition = "no model yet: call manager.offload" if self.run is None else "in use"
         except StateError as error:
-            return str(error)
-        return "no model yet: call manager.offload" if self.run is None else "in use"
+            condition = str(error)
+        lines = [("directory", ", ".join(map(str, self.directory.drives.directories))), ("condition", condition)]
+        if self.run is None:
+            lines.append(("host memory", f"{format_bytes(host_bytes)} at most"))
+        else:
+            lines += [("model", describe_models(self.run.plan)), *placement_lines(self.run.plan)]
+        lines.append(("last step", f"{stats.step}: {stats.brief}" if stats.step else "none in this process"))
+        return "\n".join(f"{name:<18}{text}" for name, text in lines)
 
     @property
     def has_failed(self) -> bool:
         """True if memory holds a mix of two steps, or is in no known state: nothing of it is to be committed."""
-        return self._failure is not None or (self.run is not None and bool(self.run.pager.broken_by))
+        return self.training_step.failure is not None or (self.run is not None and bool(self.run.pager.broken_by))
 
-    def end(self) -> None:
-        """Mark it closed, and drop the session."""
-        self._is_closed = True
-        self.run = None
-        self._failure = self._left = self.away = (
-            None  # its traceback may refer to a forward's tensors, and they to our hooks
-        )
+    # --- steps, and what SessionEvents declares besides ---------------------------------------------------------------
 
-    # --- steps of the optimizer ---------------------------------------------------------------------------------------
-
-    def take_step(self, member: int, train_more: Callable[[], None]) -> None:
-        """Take the step of `optimizer.step()`.
-
-        Args:
-            train_more: replaces the session by one that also trains the parameters that have gradients now.
-        """
+    def _take_step(self, member: int, train_more: TrainMore) -> None:
+        """Take the step of `optimizer.step()`."""
         self.check_usable()
         run = self.running("optimizer.step()")
-        with self.turns.turn():
-            with self.clock.phase("step"):
-                with self._stepping(run, member, train_more) as run:
-                    run.model.updates.take_step(member, self.training_step.is_over)
-                if is_over := self.training_step.is_over:
-                    self._count_step(self.running("optimizer.step()"))
-            if is_over:
-                self.clock.end_step()
 
-    def skip_step(self, member: int) -> None:
+        def replace_session() -> TrainingSession:
+            train_more(lambda: None)
+            return self.running("optimizer.step()")
+
+        step = self.training_step
+        with self.turns.turn(), step.taking(run, member, replace_session) as run:
+            run.model.updates.take_step(member, step.is_over)
+
+    def _skip_step(self, member: int) -> None:
         """Leave out an optimizer's step: torch.amp.GradScaler has found infinite gradients."""
+        self.check_usable()
         self.training_step.check(member)
         with self.turns.turn():
-            self.training_step.skip(member)
-            if self.training_step.is_over:
-                self._end_training_step()
+            self.training_step.skip(self.running("optimizer.step()"), member)
 
     @contextmanager
     def one_step(self) -> Iterator[None]:
@@ -184,146 +302,26 @@ class SessionSlot:
             yield
         with self.turns.turn():
             self.check_usable()
-            self._end_training_step()
+            self.training_step.end(self.running("one_step"))
 
-    @contextmanager
-    def _stepping(self, run: TrainingSession, member: int, train_more: Callable[[], None]) -> Iterator[TrainingSession]:
-        """Prepare an optimizer's step, which the context takes. Yields the session that does; undoes a step that fails."""
-        self.directory.ranks.check_still_so()
-        ours, step, has_begun = self.training_step, self._counters.step + 1, run.model.updates.has_begun_early
-        with self._told(run, has_begun or ours.is_open):
-            run = self._prepare(run, member, train_more)
-        if not ours.is_open:
-            if not has_begun:
-                self.begin_step()
-            ours.learn = run.model.updates.in_order
-        is_alone = not run.model.updates.is_open or (has_begun and not ours.is_open)
-        ours.begin(member)
-        try:
-            with self._on_all_ranks(step):
-                run.model.before_update()
-                yield run
-                run.model.after_update()
-                if ours.is_over:
-                    run.pager.end_step(ours.learn)
-        except BaseException as error:
-            self._undo_step(run, member, error, is_alone)
-            raise
+    @property
+    def step_is_open(self) -> bool:
+        return self.training_step.is_open
 
-    def _undo_step(self, run: TrainingSession, member: int, error: BaseException, is_alone: bool) -> None:
-        """Undo an optimizer's step, which failed half-way, if that is possible.
-
-        Args:
-            is_alone: no other optimizer's updates are open.
-        """
-        step, ours = self._counters.step + 1, self.training_step
-        if ours.is_first:
-            self.fail(step, error)
-        elif is_alone and run.model.optimizer_state.kept is None:
-            run.model.passes.forget_leases()
-            self.fail(step, error, run.model.sections_of(member))
-        else:
-            self._failure, self._failed = error, f"step {step}"
-        ours.undo(member)
-        run.model.step_undone()
-
-    def _end_training_step(self) -> None:
-        """End the training step outside of `optimizer.step()`. If all optimizers have skipped theirs, there was none."""
-        if not self.training_step.is_open:
-            self.training_step.end()
-            return
-        run = self.running("optimizer.step()")
-        run.pager.end_step(self.training_step.learn)
-        self._count_step(run)
-        self.clock.end_step()
-
-    def _count_step(self, run: TrainingSession) -> None:
-        """Count the training step, and have it committed."""
-        self.training_step.end()
-        self._counters.step += 1
-        self.user.note_rng()
-        run.committer.step_done(self._counters.step)
-
-    def _prepare(self, run: TrainingSession, member: int, train_more: Callable[[], None]) -> TrainingSession:
-        """Check that the step can be taken, and return the session that takes it."""
-        if run.model.gathering.is_open:
-            raise StateError("optimizer.step() inside manager.gather: leave the gather first")
-        self.training_step.check(member)
-        run.model.passes.abandon()
-        if not self.training_step.is_open or run.model.updates.has_open(member):
-            run.model.finish_update(in_order=True)
-        run.model.follow_groups()
-        if run.model.has_more_to_train:
-            train_more()
-            run = self.running("optimizer.step()")
-        run.model.check_step(member)
-        return run
-
-    @contextmanager
-    def _told(self, run: TrainingSession, has_begun: bool = False) -> Iterator[None]:
-        """Tell the other ranks, where they wait next for this one, if the context fails: no rank takes the step then."""
-        try:
-            yield
-        except BaseException as error:
-            with suppress(StateError):  # of another rank
-                if has_begun:
-                    self._agree(error, self._counters.step + 1)
-                else:
-                    run.committer.meet_ranks(error)
-            raise
-
-    @contextmanager
-    def _on_all_ranks(self, step: int) -> Iterator[None]:
-        """What fails in the context on one rank fails on all."""
-        try:
-            yield
-        except BaseException as error:
-            with suppress(StateError):
-                self._agree(error, step)
-            raise
-        self._agree(None, step)
-
-    def _agree(self, failure: BaseException | None, step: int) -> None:
-        ranks = self.directory.ranks
-        if ranks.are_together:
-            with self._counters.waiting("rank", f"to end step {step}"):
-                ranks.agree(failure, f"step {step}")
+    def check_between_steps(self, verb: str) -> None:
+        self.training_step.check_between(verb)
 
     def begin_step(self) -> None:
-        """Prepare for changes of parameters and state. The writes of the last step are done by then, on all ranks."""
-        run = self.running("a step")
-        with self._told(run):
-            run.plan.inventory.check_files()
-            run.committer.before_step()
-        run.committer.meet_ranks()
+        self.training_step.begin(self.running("a step"))
 
     def changed_in_pass(self) -> None:
-        """Note that a forward has changed parameters."""
         self.running("a forward").committer.changed_in_pass()
 
     def undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
-        """Restore sections after updates outside of `optimizer.step()` failed. See UndoSections."""
-        return self.fail(self._counters.step + max(ahead, int(self.training_step.is_open)), error, sections)
-
-    def fail(self, step: int, error: BaseException, sections: Sequence[Section] | None = None) -> bool:
-        """Restore `sections`, or all, to the state before `step`, which failed half-way. Return True if they are restored.
-
-        Otherwise the manager can only be closed; so too after an InvariantError, which each repetition would meet again.
-        """
-        self._failure, self._failed = error, f"step {step}"
-        is_bug = isinstance(error, InvariantError)
-        if self.run is None or is_bug or not self._may_undo(self.run, sections):
-            return False
-        if self.run.roll_back(step - 1, sections):
-            self._failure = None
-        return self._failure is None
+        return self.training_step.fail(self.run, error, sections, max(ahead, int(self.step_is_open)))
 
     def fail_change(self, error: BaseException) -> None:
-        """Refuse every use from now on: fp32 masters have not followed a change of parameters."""
-        self._failure, self._failed = error, "a change of parameters with fp32 masters"
+        self.training_step.failure = "a change of parameters with fp32 masters", error
 
-    def _may_undo(self, run: TrainingSession, sections: Sequence[Section] | None) -> bool:
-        """Return True if in this training step nothing has changed the sections but the step that failed."""
-        if run.pager.broken_by:
-            return False
-        return sections is None or self.training_step.may_undo(run.model.members_of(sections))
+    def lose_ranks(self, error: BaseException) -> None:
+        self._left = error

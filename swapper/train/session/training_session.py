@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from swapper.checkpoint.encoded_state import STATE_CODEC
 from swapper.device.device import Device
-from swapper.durability.commit import CommitRecord, encode_commit, files_of
+from swapper.durability.commit import CommitRecord, files_of
 from swapper.durability.committer import Committer
 from swapper.durability.publication import SnapshotTicket
 from swapper.durability.ranks import describe_failure
-from swapper.durability.recovery import Commit, WayBack, restore
-from swapper.durability.snapshot import Publisher, Retention
+from swapper.durability.recovery import WayBack, keep_last, restore
+from swapper.durability.snapshot import Publisher, Retention, Snapshot
 from swapper.durability.snapshot_directory import SnapshotDirectory, local_parts
 from swapper.errors import CheckpointError, StateError, SwapperError
 from swapper.io.engines import Engine
@@ -33,50 +33,22 @@ from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
 from swapper.runtime.free_memory import Watch, return_free_memory, watch_free_memory
-from swapper.runtime.interrupts import close_all, defer_signals
+from swapper.runtime.interrupts import close_all, defer_signals, forget
 from swapper.runtime.process import is_off
 from swapper.runtime.watchdog import Watchdog, describe_waits
+from swapper.train.gradients.grads import GradientStash
+from swapper.train.groups.session_guard import CLOSED, SessionEvents
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.content import CarriedSource, CommittedFiles, SectionSource
-from swapper.train.layout.initial import Values
+from swapper.train.layout.content import CarriedSource, CommittedFiles
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.planning.plan import Plan
 from swapper.train.planning.plan_text import chosen
 from swapper.train.session.offloaded_model import OffloadedModel
-from swapper.train.session.session_events import SessionEvents
+from swapper.train.session.origin import Origin
+from swapper.train.session.placed_model import PlacedModel
 
 log = logging.getLogger("swapper")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The start of a session.
-
-    Attributes:
-        record: the commit to resume from, or None.
-        files: names of its existing swap files, by number.
-        committed: the committed step, or None.
-        first_file: number of its first file, if none exists.
-        last: the commit before the start: of `record`, or the last one of a session that was detached.
-        fallback: the commit before `last`, if the run can still return to that.
-        edits: number of changes of parameters from outside since the last step.
-    """
-
-    record: CommitRecord | None = None
-    files: Mapping[int, str] = field(default_factory=dict)
-    committed: int | None = None
-    first_file: int = 0
-    last: Commit | None = None
-    fallback: Commit | None = None
-    edits: int = 0
-
-    @classmethod
-    def of(cls, record: CommitRecord | None, fallback: Commit | None) -> Origin:
-        if record is None:
-            return cls()
-        last = Commit.of(record, encode_commit(record))
-        return cls(record, record.files, record.step, last=last, fallback=fallback, edits=record.edits)
 
 
 class TrainingSession:
@@ -85,7 +57,7 @@ class TrainingSession:
     Args:
         plan: of the session.
         origin: its start.
-        current: the manager's slot for sessions.
+        current: what the session tells.
         describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
 
     Attributes:
@@ -115,11 +87,12 @@ class TrainingSession:
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
             self._open_resources(plan, origin)
-            self._open_model(plan, origin)
+            self.placed = PlacedModel(
+                plan, self.sections, self._grad_sections, self.pager, current, self._open_on_device(plan)
+            )
             self._note_sizes(plan)
             self._log_choices(plan, origin)
-            if origin.record is not None:
-                self._restore(origin.record)
+            self._locate_content(origin)
             if not is_off("watchdog"):
                 self._watchdog = Watchdog(self._counters, self._make_describe(), plan.request.manager.stall_s)
         except BaseException:
@@ -156,7 +129,7 @@ class TrainingSession:
 
     def _open_stores(self, plan: Plan, origin: Origin, check_reads: bool, engine: Engine) -> Stores:
         drives, layout = self._directory.drives, plan.layout
-        needed = None if origin.record is None else files_of(origin.record)
+        needed = files_of(origin.commit) if origin.files and origin.commit is not None else None
         if needed is not None and origin.fallback is not None:
             needed |= origin.fallback.files
         store = Store(
@@ -165,21 +138,6 @@ class TrainingSession:
         )  # fmt: skip
         pages = [page for section in self._grad_sections for page in section.pages]
         return Stores(store, ScratchFile(engine, drives, pages, check_reads) if pages else None)
-
-    def _open_model(self, plan: Plan, origin: Origin) -> None:
-        fsync = plan.request.manager.fsync
-        model = OffloadedModel(
-            plan, self.sections, self._grad_sections, self.pager, self._current, self._open_on_device(plan)
-        )
-        way_back = WayBack(
-            self._directory.path, fsync, self._store, self._directory.ranks, origin.last, origin.fallback
-        )
-        self.committer = Committer(
-            model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, plan.commit_every,
-            origin.committed,
-        )  # fmt: skip
-        self.committer.edits = origin.edits
-        self._model = model
 
     def _open_on_device(self, plan: Plan) -> TrainingDevice | None:
         host_side, request = self._resources.host_side, plan.request
@@ -191,36 +149,45 @@ class TrainingSession:
         return self.on_device
 
     def _note_sizes(self, plan: Plan) -> None:
-        budget, inventory = plan.budget, plan.inventory
-        self._counters.pool_bytes = budget.page_bytes * budget.frame_count
-        self._counters.frame_bytes = budget.page_bytes
-        self._counters.resident_bytes = budget.resident_bytes
-        self._counters.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
+        budget, counters, bytes_of = plan.budget, self._counters, plan.inventory.family_bytes
+        counters.pool_bytes = budget.page_bytes * budget.frame_count
+        counters.frame_bytes, counters.resident_bytes = budget.page_bytes, budget.resident_bytes
+        counters.state_bytes = bytes_of("param") + bytes_of("state")
 
     def _log_choices(self, plan: Plan, origin: Origin) -> None:
         """Log what was chosen and why, unless the session is opened again in this process."""
-        if origin.record is not None or not origin.files:
+        if not origin.sections:
             for name, text in chosen(plan, self._resources.describe()):
                 log.info("offload: %s: %s", name, text)
 
-    def _restore(self, record: CommitRecord) -> None:
-        """Restore sections and the optimizer's settings from a commit."""
-        restore(record, self.sections, self._store, self._resources.pool)
-        self.pager.back_cold_pages()
-        self.restore_settings(record)
+    def _locate_content(self, origin: Origin) -> None:
+        """Have the sections' content where the files of an earlier session have it, if they do."""
+        if origin.files and origin.commit is not None:
+            restore(origin.commit, self.sections, self._store, self._resources.pool)
+        elif origin.sections:
+            self._store.take_over(stored_pieces(self.sections), stored_pieces(origin.sections))
+            for section in self.sections:
+                if section.resident:
+                    self._store.read_now(section.piece, section.memory.data_ptr())
+        if origin.content is None:
+            self.pager.back_cold_pages()
+            self._restore_settings(origin)  # before the model changes, in case it fails
 
-    def restore_settings(self, record: CommitRecord) -> None:
+    def _restore_settings(self, origin: Origin) -> None:
         """Restore the optimizer's settings, and what of its state is not in sections.
 
         Raises:
-            CheckpointError: the record is of another optimizer.
+            CheckpointError: the commit is of another optimizer.
         """
         try:
-            self.model.restore_groups(record.param_groups, record.members)
-            self.model.optimizer_state.entries.unpack(record.state_entries)
+            if origin.commit is not None:
+                self.placed.restore_groups(origin.commit.param_groups, origin.commit.members)
+            if origin.entries is not None:
+                self.placed.optimizer_state.entries.unpack(origin.entries)
         except (LookupError, TypeError, ValueError) as error:
+            step = self._counters.step
             raise CheckpointError(
-                f"the commit of step {record.step} has other settings or other state than this optimizer ({error!r}): build the "
+                f"the commit of step {step} has other settings or other state than this optimizer ({error!r}): build the "
                 "same optimizer, or say resume='discard' to throw the run away"
             ) from error
 
@@ -231,7 +198,8 @@ class TrainingSession:
 
     @property
     def model(self) -> OffloadedModel:
-        assert self._model is not None
+        if self._model is None:
+            raise StateError("the model is not offloaded yet")
         return self._model
 
     @property
@@ -239,13 +207,53 @@ class TrainingSession:
         """False if the session is closed or detached."""
         return self._model is not None
 
-    def adopt(self, content: SectionSource | None) -> None:
-        """Move the model to its sections, which `content` fills; None if they have their content already."""
-        for section in self.sections if content is not None else ():
+    def begin(self, origin: Origin, gradients: GradientStash | None) -> None:
+        """Move the model to its sections, install the hooks, and commit it if nothing else has the content.
+
+        Args:
+            gradients: of an earlier session.
+        """
+        request, engine, values = self.plan.request, self._resources.engine, None
+        if origin.init is not None:
+            assert engine is not None
+            values = request.model.initial_values(origin.init, engine, self.plan.inventory.external)
+        self._adopt(origin)
+        # After that: the gradients reuse the heap memory of the model's previous parameters.
+        self._free_memory = watch_free_memory(request.manager.host_bytes)
+        self._resources.add_memory([section for section in self._grad_sections if section.resident])
+        self._model = OffloadedModel(self.placed)
+        self.committer = self._make_committer(origin)
+        if origin.is_new:
+            self.committer.step_done(0)
+        if values is not None:
+            self.model.initialize(values)
+            return_free_memory()  # what it made is not needed again
+        if self.on_device is not None:
+            self.on_device.move(request.model.module)  # buffers, with their initial values
+        if gradients is not None:
+            gradients.empty_into(self.model.gradients)
+        if origin.replaced is not None:
+            keep_last(self._directory.path, origin.replaced, request.manager.fsync)
+        if origin.rewrites:
+            self.committer.write_all(self._counters.step)
+
+    def _make_committer(self, origin: Origin) -> Committer:
+        directory, fsync = self._directory, self.plan.request.manager.fsync
+        way_back = WayBack(directory.path, fsync, self._store, directory.ranks, origin.last, origin.fallback)
+        return Committer(
+            self.model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, self.plan.commit_every,
+            origin.committed, origin.edits,
+        )  # fmt: skip
+
+    def _adopt(self, origin: Origin) -> None:
+        """Move the model to its sections, which the origin's content fills, unless the files have it."""
+        for section in self.sections if origin.content is not None else ():
             if section.resident and section.plan.external is not None:
                 crc32 = self._store.read_now(section.piece, section.memory.data_ptr())
                 section.piece.crc32 = section.piece.committed_crc32 = crc32
-        self.model.adopt(content)
+        self.placed.adopt(origin.content)
+        if origin.content is not None:
+            self._restore_settings(origin)
         self.pager.flush()
 
     # --- relayout -----------------------------------------------------------------------------------------------------
@@ -257,46 +265,25 @@ class TrainingSession:
     @property
     def file_names(self) -> set[str]:
         """Names of all swap files."""
-        return set(self.origin.files.values())
+        return {paths[0].name for paths in self._store.paths.values()}
 
-    @property
-    def origin(self) -> Origin:
-        """The start of a session of the same plan that calls `take_over`."""
-        names = {number: paths[0].name for number, paths in self._store.paths.items()}
+    def to_reopen(self) -> Origin:
+        """Return the origin of a session of the same plan that goes on where this one is detached."""
+        files = {number: paths[0].name for number, paths in self._store.paths.items()}
         last, fallback = self.committer.commits
+        origin = Origin(sections=self.sections, entries=self.placed.optimizer_state.packed_entries, files=files)
         committed, edits = self.committer.committed, self.committer.edits
-        return Origin(files=names, committed=committed, last=last, fallback=fallback, edits=edits)
-
-    def take_over(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
-        """Continue a detached session of the same plan, with its files."""
-        self._store.take_over(stored_pieces(self.sections), stored_pieces(earlier))
-        for section in self.sections:
-            if section.resident:
-                self._store.read_now(section.piece, section.memory.data_ptr())
-        self.pager.back_cold_pages()
-        self.model.adopt(None)
-        self.model.optimizer_state.entries.unpack(entries)
+        return replace(origin, committed=committed, last=last, fallback=fallback, edits=edits)
 
     def detach(self, why: str) -> None:
         """Close, and leave the model without data for another session to adopt. Requires that everything is written."""
+        self.placed.expire()
         try:
-            self.model.detach(why)
+            self._close(why, leaves=True)
         finally:
-            self._close(keep_cold=False)
-        del self.pager, self.committer, self.publisher, self._store
+            forget(self, why)
 
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def begin(self, values: Values | None) -> None:
-        """Allocate the gradients, install the hooks, and fill a model without values from `values`."""
-        # After `adopt`: the gradients reuse the heap memory of the model's previous parameters.
-        self._free_memory = watch_free_memory(self.plan.request.manager.host_bytes)
-        self._resources.add_memory([section for section in self._grad_sections if section.resident])
-        self.model.start()
-        if values is not None:
-            self.model.initialize(values)
-            return_free_memory()  # what it made is not needed again
-        self.model.move_buffers()
+    # --- snapshots ----------------------------------------------------------------------------------------------------
 
     def snapshot(
         self,
@@ -316,11 +303,7 @@ class TrainingSession:
         step = self._counters.step
         with self._current.turns.turn(), defer_signals:
             content = self._content(more, step)
-            snapshot = self.publisher.capture(path, content, keep, has_frozen, step, start)
-            self.pager.write_back()
-            self.committer.add_snapshot(step, snapshot)
-        ticket: SnapshotTicket = snapshot.ticket
-        return ticket
+            return self._take(self.publisher.capture(path, content, keep, has_frozen, step, start), step)
 
     def snapshot_directory(
         self, path: Path, more: Callable[[], dict[str, Any]], start: Callable[[], None]
@@ -349,21 +332,23 @@ class TrainingSession:
                     directory.give_up()
                 raise
             (directory,) = made
-            snapshot = self.publisher.capture_part(directory, local_parts(content), step, start)
-            try:
-                self.pager.write_back()
-                self.committer.add_snapshot(step, snapshot)
-            except BaseException as error:
-                snapshot.ticket.finish(error)
-                raise
-        ticket: SnapshotTicket = snapshot.ticket
-        return ticket
+            return self._take(self.publisher.capture_part(directory, local_parts(content), step, start), step)
+
+    def _take(self, snapshot: Snapshot, step: int) -> SnapshotTicket:
+        """Have a captured snapshot written after its step."""
+        try:
+            self.pager.write_back()
+            self.committer.add_snapshot(step, snapshot)
+        except BaseException as error:
+            snapshot.ticket.finish(error)
+            raise
+        return snapshot.ticket
 
     def _content(self, more: Callable[[], dict[str, Any]], step: int) -> dict[str, Any]:
         """Return the content of a snapshot. Everything is where its tensors say, and no other snapshot is due."""
         if self.model.gathering.is_open:
             raise StateError("snapshot inside manager.gather: leave the gather first")
-        self._current.training_step.check_between("snapshot")
+        self._current.check_between_steps("snapshot")
         self.publisher.raise_failure()
         self.plan.inventory.check_files()
         self.model.passes.abandon()
@@ -374,11 +359,6 @@ class TrainingSession:
         codecs = self.model.optimizer_state.codecs
         encoded = {STATE_CODEC: codecs} if codecs else {}
         return {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step, **encoded}}
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the model has shards of this rank."""
-        return self.model.model.is_sharded
 
     def roll_back(self, step: int, sections: Sequence[Section] | None = None) -> bool:
         """Restore `sections`, or all, to the state after `step`. Return False if that is impossible: then close."""
@@ -432,24 +412,36 @@ class TrainingSession:
 
     def close(self) -> None:
         """[Note: order of opening and closing]"""
-        self._close(keep_cold=True)
+        self._close(CLOSED, leaves=False)
 
-    def _close(self, keep_cold: bool) -> None:
-        """[Note: order of opening and closing]"""
+    def _close(self, why: str, leaves: bool) -> None:
+        """[Note: order of opening and closing]
+
+        Args:
+            leaves: the model is left to another session.
+        """
         endings: list[Callable[[], object]] = []
         if self._watchdog is not None:
             endings.append(self._watchdog.stop)
         if self._model is not None:
-            endings += [partial(self._model.close, keep_cold), self.committer.abandon, self.publisher.finish]
-        endings += [self._release_model, self._resources.close]
+            endings.append(partial(self._model.close, keep_cold=not leaves))
+        if "placed" in vars(self):
+            endings.append(partial(self.placed.close, keep_cold=not leaves))
+            endings += [partial(self.placed.leave, why)] if leaves else []
+            endings += [self.committer.abandon] if "committer" in vars(self) else []
+            endings.append(self.publisher.finish)
+        endings += [partial(self._release_model, why), self._resources.close]
         if self._free_memory is not None:
             endings.append(self._free_memory.end)
         close_all(endings)
 
-    def _release_model(self) -> None:
+    def _release_model(self, why: str) -> None:
         """Drop the model and its memory: a traceback may still refer to this session."""
         if self._model is not None:
-            self._model.release()
+            self._model.release(why)
+        if "placed" in vars(self):
+            self.placed.release(why)
+            del self.placed
         self._model = self.on_device = None
 
 

@@ -45,9 +45,9 @@ class ShardHooks:
 
     def __init__(self, shards: Shards, targets: HookTargets) -> None:
         self._shards = shards
-        self._lose_ranks = targets.lose_ranks
+        self._lose_ranks = targets.events.lose_ranks
         self._enter_forward = targets.enter_forward
-        self._enter_phase = targets.enter_phase
+        self._enter_phase = targets.events.clock.enter
         self._updates = updates = targets.updates
         groups = targets.groups
         self._handles: list[Any] = []
@@ -58,7 +58,7 @@ class ShardHooks:
         self._paged = {key for key, group in group_of.items() if group.paged}
         for param_group, members in shards.by_group:
             for shard in members:
-                _bind(shard, targets.place(shard.name))
+                _bind(shard, targets.places[shard.name, "param"])
                 _stay_there(shard.fsdp_param)
                 if shard.local.requires_grad:
                     hook = _take_gradient(shard, updates)

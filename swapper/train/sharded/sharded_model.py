@@ -18,8 +18,7 @@ from swapper.train.layout.initial import Values
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.passes.gathering import Placed
-from swapper.train.passes.given_model import GivenModel, HookTargets
-from swapper.train.passes.preparation import ModelBinding
+from swapper.train.passes.given_model import GivenModel, HookTargets, ModelBinding
 from swapper.train.sharded.buffers import buffer_bytes
 from swapper.train.sharded.shard_hooks import ShardHooks
 from swapper.train.sharded.shard_values import ShardValues, rows_of

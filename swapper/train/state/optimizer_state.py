@@ -70,9 +70,13 @@ class OptimizerState:
         finish_update: Callable[[], None],
         on_device: TrainingDevice | None,
         directory: Path,
+        *,
+        uses_gradients_up: bool,
     ) -> None:
         self._inventory = inventory
-        if inventory.master_dtype is not None:
+        if uses_gradients_up:
+            self.hidden = "update='backward' has used the gradients up when it begins. Offload with update='step'"
+        elif inventory.master_dtype is not None:
             self.hidden = (
                 "it would see parameters and gradients in place of their fp32 masters. Leave out master_weights"
             )
@@ -103,12 +107,6 @@ class OptimizerState:
         """Release state on the device. Requires that no copy is in flight."""
         if self.kept is not None:
             self.kept.close()
-
-    def release_all(self) -> None:
-        """After `close`: release everything and refuse every call. The user's optimizer refers to this object."""
-        session_guard = self._session_guard
-        vars(self).clear()
-        self._session_guard, self._finish_update = session_guard, session_guard.check
 
     # --- state on the device ------------------------------------------------------------------------------------------
 
