@@ -25,8 +25,8 @@ from swapper.device.device_storage import DeviceStorage
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.planning.update_times import faster_place
 from swapper.train.updates import device_sweep
+from swapper.train.updates.device_slots import UpdateSlot
 from swapper.train.updates.device_sweep import DeviceSweep
-from swapper.train.updates.state_ahead import UpdateSlot
 
 __all__ = ["on_device"]
 

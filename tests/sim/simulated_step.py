@@ -17,7 +17,7 @@ from torch import nn
 
 from swapper.errors import StateError
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
-from swapper.train.layout.trainable import GroupUpdate, Trainable
+from swapper.train.layout.slices import GroupUpdate, Trainable
 from swapper.train.steps.executor import UpdateExecutor
 from swapper.train.steps.policies import POLICIES
 

@@ -3,7 +3,7 @@
 Of those `parameter.grad` is an ordinary tensor: clipping, scaling, accumulating and reading it are torch's own, nothing
 of it is copied, and `zero_grad` frees its memory. The plan reserves the size of all of these gradients. On an
 accelerator they serve updates made there; in host memory, parameters that are always there (others use their gradients'
-slots as a cache: victim_cache.py).
+slots as a cache: grads.py).
 """
 
 from __future__ import annotations

@@ -20,9 +20,8 @@ from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.shared_memory import check_shared
-from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
+from swapper.train.layout.slices import NO_GROUP, CodedTensor, ParameterLocations, TensorLocation, Trainable
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
-from swapper.train.layout.trainable import NO_GROUP, Trainable
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_probe import OptimizerProbe, is_plain
 from swapper.train.optimizer.optimizer_set import OptimizerSet, check_dtypes, check_masters, check_supported

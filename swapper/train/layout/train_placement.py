@@ -22,9 +22,8 @@ from swapper.paging.planning.budget import SMALL_SECTION_BYTES, Budget, divide, 
 from swapper.paging.planning.layout import SectionPlan, Slot
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
-from swapper.train.layout.slices import largest_slice_pages
+from swapper.train.layout.slices import Trainable, decoded_bytes, largest_slice_pages
 from swapper.train.layout.state_codecs import coded_kind
-from swapper.train.layout.trainable import Trainable, decoded_bytes
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
 """Places of (parameters, optimizer state), best first: tensors used twice a step come before those used once.

@@ -48,10 +48,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, Rprop
 
 from swapper.errors import UnsupportedError
 from swapper.train.optimizer.entries import Iterations, StateForm, StateKey, flat, order_of
-from swapper.train.optimizer.late_steps import advanced, targets_of
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, coupling, is_same
 from swapper.train.optimizer.optimizer_set import NARROW, OptimizerSet, check_settings, has_modes, kind_of
-from swapper.train.optimizer.own_code import is_known, may_be_elementwise, sees_places
+from swapper.train.optimizer.own_code import advanced, is_known, may_be_elementwise, sees_places, targets_of
 
 STEPS = 4
 """Of the trial: state that appears later is not seen. More where a setting says so: see `steps_of`."""

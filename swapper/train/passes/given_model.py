@@ -20,7 +20,6 @@ from swapper.durability.ranks import Ranks
 from swapper.formats.stored import StoredTensor
 from swapper.io.engines import Engine
 from swapper.train.groups.parameter_group import GroupParameters
-from swapper.train.layout.averaging import is_replicated
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.initial import Values
 from swapper.train.layout.slices import TensorLocation
@@ -29,6 +28,7 @@ from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.passes.fault_handler import ParameterFaultHandler
 from swapper.train.passes.gathering import Placed, state_dict_of
 from swapper.train.passes.preparation import ModelBinding, Preparation
+from swapper.train.state.conditions import is_replicated
 from swapper.train.state.member_state import MemberState
 from swapper.train.state.optim import StateOwner, packed_groups
 from swapper.train.state.optimizer_state import OptimizerState

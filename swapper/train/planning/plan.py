@@ -21,7 +21,6 @@ from swapper.paging.store.swap_files import TURNS
 from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.runtime.sizes import parse_bytes_a_second
 from swapper.runtime.stats import StepStats
-from swapper.train.layout.averaging import check_averaging
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables
 from swapper.train.layout.train_placement import (
     StepKind,
@@ -34,7 +33,8 @@ from swapper.train.planning.compute_times import ComputeTimes, calibrate
 from swapper.train.planning.plan_text import describe
 from swapper.train.planning.planned_step import PlannedStep, sections_of
 from swapper.train.planning.request import Request
-from swapper.train.updates.slice_parts import group_state_bytes, ring_bytes
+from swapper.train.state.conditions import check_averaging
+from swapper.train.updates.device_slots import group_state_bytes, ring_bytes
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from swapper.train.layout.inventory import (
     state_specs_of,
     updated_dtype,
 )
-from swapper.train.layout.trainable import GroupUpdate
+from swapper.train.layout.slices import GroupUpdate
 from swapper.train.optimizer.entries import StateEntries
 from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, OptimizerProxy, Work

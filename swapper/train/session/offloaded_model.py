@@ -27,35 +27,31 @@ from swapper.paging.residency import DIRTY, WRITING
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.counters import Counters
 from swapper.tensors.torch_private import without_torch_functions
-from swapper.train.gradients.grads import Gradients, is_gradient_aliased
-from swapper.train.gradients.victim_cache import find_regions
+from swapper.train.gradients.grads import Gradients, find_regions, is_gradient_aliased
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.averaging import averaging_refused
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.layout.shared_memory import find_shared_attributes
-from swapper.train.layout.slices import ParameterLocations
-from swapper.train.layout.trainable import GroupUpdate, Trainable
+from swapper.train.layout.slices import GroupUpdate, ParameterLocations, Trainable
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.passes.accumulation_pass import AccumulationOrder
 from swapper.train.passes.fault_handler import ParameterFaultHandler
-from swapper.train.passes.gathering import Gathering
+from swapper.train.passes.gathering import Gathering, Masters
 from swapper.train.passes.given_model import HookTargets
 from swapper.train.passes.pass_lifecycle import PassLifecycle
 from swapper.train.passes.preparation import ModelBinding
 from swapper.train.planning.plan import Plan
 from swapper.train.session.session_events import SessionEvents
-from swapper.train.state.conditions import Conditions, Membership
+from swapper.train.state.conditions import Conditions, Membership, averaging_refused
 from swapper.train.state.optim import OtherOptimizers
 from swapper.train.state.optimizer_state import OptimizerState
 from swapper.train.steps.executor import UpdateExecutor
 from swapper.train.steps.policies import POLICIES
 from swapper.train.steps.step_rollback import StepRollback
 from swapper.train.updates.device_sweep import DeviceSweep
-from swapper.train.updates.masters import Masters
 from swapper.train.updates.sweep import Sweep
 
 log = logging.getLogger("swapper")

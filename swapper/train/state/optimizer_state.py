@@ -23,11 +23,10 @@ from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import as_tensor, copy_of, iter_section_pages
 from swapper.train.layout.inventory import Inventory, updated_dtype
-from swapper.train.layout.slices import ParameterLocations, TensorLocation
+from swapper.train.layout.slices import NO_GROUP, ParameterLocations, TensorLocation, Trainable
 from swapper.train.layout.state_codecs import MASTER
-from swapper.train.layout.trainable import NO_GROUP, Trainable
 from swapper.train.optimizer.entries import PAGED, StateEntries, entry_of, flat, nested
-from swapper.train.state.coded_tensors import CodedTensors
+from swapper.train.state.coded_state import CodedTensors
 from swapper.train.state.conditions import Membership
 from swapper.train.state.mapped_state import MappedState, expire, steady
 from swapper.train.state.resident_state import DeviceResidentState

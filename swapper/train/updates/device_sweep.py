@@ -6,9 +6,9 @@ results down. The slice's pages are leased until they have arrived, and then its
 update of three slices overlap with each other and with the drive, also across groups; the ring exists from a step's
 first update until its last results have come. State that stays on the device is updated there.
 
-The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
+The user's optimizer does the updates, or, if chosen, swapper's AdamW (one_pass.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
-decoded for the update there, and encoded after it (slice_parts.py).
+decoded for the update there, and encoded after it (coded_state.py).
 
 [Note: who waits for a slot] The copies up into a slot wait, on their stream, for the copies down from it: for state in host memory
 Python waits for nothing. It waits for the slot's last results if the slice leases frames, since a frame is given to another page
@@ -19,7 +19,7 @@ streams order everything: state in host memory, of parameters that are updated i
 commit, waits for it (`settle`); so does the next update of a group for its own. Results are waited for in the step if they
 lease frames, or if a forward is to copy them to the device again. Of those that a codec may refuse, the step waits for the
 kernels that count such values, and not for the results. Kernels of updates may still read
-gradients then: an operation on one that is still a parameter's `grad` waits for them first (fixed_gradient.py), and one that was
+gradients then: an operation on one that is still a parameter's `grad` waits for them first (gradient_guards.py), and one that was
 dropped is kept until its slice has arrived.
 """
 
@@ -47,26 +47,25 @@ from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.cold_grad import ColdGradient
-from swapper.train.gradients.fixed_gradient import fix, unfix
+from swapper.train.gradients.gradient_guards import fix, unfix
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
-from swapper.train.layout.trainable import GroupUpdate, Trainable
+from swapper.train.layout.slices import GroupUpdate, ParameterLocations, Slice, TensorLocation, Trainable
 from swapper.train.optimizer.optimizer_proxy import Work
+from swapper.train.state.coded_state import CodedSlices
 from swapper.train.state.resident_state import DeviceResidentState
-from swapper.train.updates.adamw_kernel import AdamWKernel, update_by_kernel
-from swapper.train.updates.one_pass import is_fused
-from swapper.train.updates.slice_parts import (
-    CodedSlices,
+from swapper.train.updates.device_slots import (
     Gradient,
     SlicePart,
+    StateAhead,
+    UpdateSlot,
     coded_in,
     device_scratch_bytes,
     parts_of,
     slice_bytes,
     slot_bytes,
 )
-from swapper.train.updates.state_ahead import StateAhead, UpdateSlot
-from swapper.train.updates.sweep import Sweep, Update
+from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, update_by_kernel
+from swapper.train.updates.sweep import Sweep
 
 
 class DeviceSweep(Sweep):
@@ -102,9 +101,8 @@ class DeviceSweep(Sweep):
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
         # Of a slice: what is in the slot, by its begin.
         self._views: dict[tuple[TensorLocation, int], torch.Tensor] = {}
-        self._coded_there = CodedSlices(
-            device_scratch_bytes(self.trainables, self._page_bytes), self._there, on_device.new_storage
-        )
+        scratch_bytes = device_scratch_bytes(self.trainables, self._page_bytes)
+        self._coded = self._coded_there = CodedSlices(scratch_bytes, self._there, on_device.new_storage)
         self._awaited: set[int] = set()  # groups of the step whose results something waits for: [Note: a step goes on]
         # Gradients that updates of the step may still read.
         self._read: list[tuple[nn.Parameter, torch.Tensor | None]] = []
@@ -333,7 +331,7 @@ class DeviceSweep(Sweep):
                 self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
             self._views = {(p.place, p.begin): p.view(storage) for p in parts}
-            run = list(self._updates(update, part))
+            run = [self._prepare(update, piece.parameter, piece.begin, piece.end) for piece in part.pieces]
             for proxy, works in self._proxies.each_with(self._update_by_kernels(run)):
                 proxy.update(works)
             for one in run:
@@ -406,33 +404,15 @@ class DeviceSweep(Sweep):
             access = self._over.popleft()
             self._pager.release(access, access.writes)
 
-    def _updates(self, update: GroupUpdate, part: Slice) -> Iterator[Update]:
-        """Yield the optimizer's updates, on views of the slot, of state that stays on the device, and of the scratch."""
-        trainable = update.trainable
-        for piece in part.pieces:
-            places, settings = trainable.places[piece.parameter], trainable.settings[piece.parameter]
-            begin, end = piece.begin, piece.end
-            by_kernel = self._kernel is not None or is_fused(
-                self._proxies.kind(settings), self._proxies.settings(settings), places
-            )
-            shape = (-1,) if places.may_cut else places.param.slot.spec.shape
-            state_tensors = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
-            param = self._there(places.param, begin, end).view(shape)
-            decoded = self._decoded(self._coded_there, places, begin, end, param, by_kernel)
-            state_tensors.update(decoded)
-            master = state_tensors.pop("master", None)
-            target = param if master is None else master
-            gradient = self._gradient_of(update, piece).view(shape)
-            if not by_kernel:
-                gradient = gradient.to(target.dtype)
-            state = self._state(places, begin, end, state_tensors)
-            for key in places.others:
-                if isinstance(value := state.get(key), torch.Tensor):
-                    state[key] = self._on_device(value, target.device, self._counts_there(settings, by_kernel))
-            marks, passes = vars(trainable.parameters[piece.parameter]), self._entries.passes(places.name)
-            work = Work(settings, target.detach(), gradient, state, marks, passes)
-            rounded = None if master is None else param
-            yield Update(work, places, begin, end, state_tensors, target, rounded, decoded, by_kernel)
+    def _is_by_kernel(self, places: ParameterLocations, settings: int) -> bool:
+        kind, values = self._proxies.kind(settings), self._proxies.settings(settings)
+        return self._kernel is not None or is_fused(kind, values, places)
+
+    def _widen(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return gradient.to(dtype)
+
+    def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
+        return self._there(place, begin, end).view((-1,) if places.may_cut else places.param.slot.spec.shape)
 
     def _update_by_kernels(self, run: list[Update]) -> list[Work]:
         """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], one_pass.py"""
@@ -448,9 +428,6 @@ class DeviceSweep(Sweep):
         """Return True if counters of a group are counted on the device."""
         return not by_kernel and self._proxies.counts_on_device(settings)
 
-    def _encode(self, update: Update, param: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        self._coded_there.encode(update.places, update.begin, update.end, param, values)
-
     def _send_unheld(self, group: int) -> None:
         """Have the counts of what codecs cannot hold of a slice come down, before its results."""
         found = self._coded_there.counts()
@@ -465,12 +442,20 @@ class DeviceSweep(Sweep):
         if error is not None:
             self._unheld.setdefault(group, error)
 
-    @staticmethod
-    def _on_device(value: torch.Tensor, device: torch.device, counts_there: bool) -> torch.Tensor:
-        """Return state of other shapes on the device; a counter only if it is counted there, by a kernel: no wait."""
-        if value.dim():
-            return value.to(device)
-        return torch.full((), value.item(), dtype=value.dtype, device=device) if counts_there else value
+    def _state(
+        self, places: ParameterLocations, settings: int, begin: int, end: int, state_tensors: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """See Sweep. State of other shapes is copied there; a counter only if it is counted there, by a kernel: no wait."""
+        state = super()._state(places, settings, begin, end, state_tensors)
+        device = self.on_device.device.device
+        counts_there = self._counts_there(settings, self._is_by_kernel(places, settings))
+        for key in places.others:
+            value = state.get(key)
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[key] = value.to(device)
+            elif isinstance(value, torch.Tensor) and counts_there:
+                state[key] = torch.full((), value.item(), dtype=value.dtype, device=device)
+        return state
 
     def _is_unchanged(self, stored: torch.Tensor, value: torch.Tensor) -> bool:
         return False  # comparing would wait for the kernels
@@ -534,13 +519,13 @@ class DeviceSweep(Sweep):
         if (found := self._coded_there.counts()) is not None and (error := found[1](found[0].cpu())) is not None:
             raise error
 
-    def _gradient_of(self, update: GroupUpdate, piece: SlicePiece) -> torch.Tensor:
-        """Return a piece of a gradient, flat and clipped: in the slot, or in the gradient that stays on the device."""
-        here = update.gradients[piece.parameter]
+    def _gradient_part(self, update: GroupUpdate, number: int, begin: int, end: int) -> torch.Tensor:
+        """Return elements of a gradient, clipped: in the slot, or in the gradient that stays on the device."""
+        here = update.gradients[number]
         if here is not None and type(here) is not ColdGradient:
-            return here.detach().reshape(-1)[piece.begin : piece.end]
-        grad, content = self.gradient_of(update.trainable.parameters[piece.parameter])
-        return content.of(self._views[grad, piece.begin])
+            return here.detach().reshape(-1)[begin:end]
+        grad, content = self.gradient_of(update.trainable.parameters[number])
+        return content.of(self._views[grad, begin])
 
     def _pieces(self, parts: Iterable[SlicePart]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the offset in the slot and the host memory of what each page has of `parts`; neighbors are one piece."""

@@ -1,10 +1,13 @@
-"""Says what of a slice is in a slot on an accelerator while it is updated there: which parts, where, and how many bytes. Pure.
+"""Says what of a slice is in a slot on an accelerator while it is updated there, and fills slots early.
 
-Decodes and encodes optimizer state on an accelerator, for the update of a slice there.
+State is copied up and down as it is stored, encoded state encoded.
 
-The state is copied up and down encoded. Its fp32 values lie in one scratch on the device: updates run one after the other on
-their stream, so the slices of the ring share it. Values that a codec cannot hold are counted there, and the counts come down
-with the slice: reading them at once would wait for the kernels.
+[Note: state ahead] The link idles until a step's first gradients are there, and a forward that follows waits for the groups
+that it needs first. So in what may be a step's last backward their state goes up already, into memory that nothing else has:
+`ahead_bytes` of the plan. It is that of the step before, and stays so until the update: whatever reads or changes state in
+between waits for updates first (`Sweep.settle`), which invalidates it. An update that finds its state there only queues kernels.
+
+A slice has the same memory in each step, so the copies of the next step wait on their stream, and the host for nothing.
 """
 
 from __future__ import annotations
@@ -17,87 +20,10 @@ from torch import nn
 
 from swapper.device.device_placement import RING
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, place_in_storage
-from swapper.errors import StateError
 from swapper.io.alignment import round_up
 from swapper.train.gradients.cold_grad import ColdGradient, GradientMeta
-from swapper.train.layout.slices import CodedTensor, ParameterLocations, Slice, TensorLocation
-from swapper.train.layout.trainable import GroupUpdate, Trainable
-from swapper.train.state.coded_run import CodedRun, PartOf, not_held
-
-ITEM_BYTES = torch.float32.itemsize
-ALIGNMENT_ELEMENTS = DEVICE_ALIGNMENT_BYTES // ITEM_BYTES
-
-
-class CodedSlices(CodedRun):
-    """Owns the scratch of decoded values on a device, as of the first slice with encoded state, until `free`.
-
-    Args:
-        nbytes: of the scratch; see `device_scratch_bytes`.
-        part: of the slice's memory on the device.
-        new_storage: returns memory there.
-    """
-
-    def __init__(self, nbytes: int, part: PartOf, new_storage: Callable[[int], DeviceStorage]) -> None:
-        super().__init__(nbytes, part)
-        self._nbytes = nbytes
-        self._new_storage = new_storage
-        self._storage: DeviceStorage | None = None
-        self._encoded: list[tuple[CodedTensor, str, str]] = []  # of the slice
-        self._unheld: torch.Tensor | None = None  # of each
-
-    def begin_slice(self, coded_tensors: int) -> None:
-        """Begin a slice with this number of pieces of encoded tensors, on the current stream.
-
-        Raises:
-            BudgetError: the device has no memory for the scratch.
-        """
-        self.begin_run()
-        self._encoded.clear()
-        self._unheld = None
-        if not coded_tensors:
-            return
-        if self._storage is None:
-            self._storage = self._new_storage(self._nbytes)
-            self._memory = self._storage.memory.view(torch.float32)
-        self._unheld = torch.zeros(coded_tensors, dtype=torch.int32, device=self._storage.memory.device)
-
-    def encode(
-        self, places: ParameterLocations, begin: int, end: int, param: torch.Tensor, values: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Queue what `CodedRun.encode` does. What a codec cannot hold is counted: see `counts`."""
-        if self._unheld is None:
-            return
-        for key, value in values.items():
-            coded, number = places.coded[key], len(self._encoded)
-            self._encoded.append((coded, places.name, key))
-            coded.codec.encode_counting(
-                value.reshape(-1), self.parts(coded, begin, end), param.view(-1), self._unheld[number : number + 1]
-            )
-
-    def counts(self) -> tuple[torch.Tensor, Callable[[torch.Tensor], StateError | None]] | None:
-        """Return the slice's counts on the device, and what finds the error in them once they are in host memory.
-
-        Both as uint8; None if nothing was encoded.
-        """
-        if self._unheld is None or not self._encoded:
-            return None
-        encoded = tuple(self._encoded)
-
-        def error_in(counts: torch.Tensor) -> StateError | None:
-            found = zip(counts.view(torch.int32).tolist(), encoded, strict=False)
-            return next((not_held(lost, *which) for lost, which in found if lost), None)
-
-        return self._unheld.view(torch.uint8), error_in
-
-    def free(self) -> None:
-        """Give the scratch back."""
-        storage, self._storage, self._memory = self._storage, None, None
-        self._unheld = None
-        if storage is not None:
-            storage.free()
-
-    def _take(self, numel: int) -> torch.Tensor:
-        return super()._take(round_up(numel, ALIGNMENT_ELEMENTS))[:numel]
+from swapper.train.groups.train_device import TrainingDevice
+from swapper.train.layout.slices import GroupUpdate, Slice, TensorLocation, Trainable
 
 
 def coded_in(trainable: Trainable, part: Slice) -> int:
@@ -112,7 +38,7 @@ def device_scratch_bytes(trainables: Iterable[Trainable], page_bytes: int) -> in
 
 def _decoded_bytes(trainable: Trainable, part: Slice) -> int:
     return sum(
-        round_up((piece.end - piece.begin) * ITEM_BYTES, DEVICE_ALIGNMENT_BYTES)
+        round_up((piece.end - piece.begin) * torch.float32.itemsize, DEVICE_ALIGNMENT_BYTES)
         * len(trainable.places[piece.parameter].coded)
         for piece in part.pieces
     )
@@ -219,3 +145,106 @@ def group_state_bytes(trainable: Trainable, page_bytes: int) -> int:
 def ring_bytes(trainables: Sequence[Trainable], page_bytes: int) -> int:
     """Return the maximum bytes of the ring, and of the scratch of decoded state."""
     return RING * slot_bytes(trainables, page_bytes) + device_scratch_bytes(trainables, page_bytes)
+
+
+@dataclass(slots=True)
+class UpdateSlot:
+    """Memory on the device for a slice that is updated there.
+
+    Attributes:
+        storage: its memory, allocated at the first use.
+        in_flight: slices whose copies to or from it are in flight.
+        last_use: the event of the copies down; None before the first.
+        has_state: it has the state of the slice: see StateAhead.
+    """
+
+    storage: DeviceStorage | None = None
+    in_flight: int = 0
+    last_use: torch.Event | None = None
+    has_state: bool = False
+
+
+Pieces = Callable[[Iterable[SlicePart]], Iterable[tuple[int, torch.Tensor]]]
+"""Returns the offset in a slot and the host memory of each page's piece of some parts."""
+
+
+class StateAhead:
+    """Owns the slots of slices whose state goes up early. All methods are called on the stream of updates.
+
+    Args:
+        pieces: see Pieces.
+        may_fetch: returns True if the update of a group needs nothing but its state copied, from memory that stays where it is.
+    """
+
+    def __init__(self, on_device: TrainingDevice, pieces: Pieces, may_fetch: Callable[[Trainable], bool]) -> None:
+        self._on_device = on_device
+        self._pieces = pieces
+        self._may_fetch = may_fetch
+        self._left_bytes = on_device.ahead_bytes
+        self._slots: dict[tuple[int, int], UpdateSlot] = {}  # by group and number of the slice
+        self._is_over = False  # nothing more is fetched before the next step
+
+    def fetch(self, slices: Iterable[tuple[Trainable, Sequence[Slice]]], arrived: Mapping[int, torch.Event]) -> None:
+        """Queue the copies of as many groups as there is memory for, in order. Once a step; later calls do nothing.
+
+        Args:
+            slices: of each group, with all of its parameters.
+            arrived: by group: the event after which the last step's results are in host memory.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        for trainable, parts in slices:
+            if not self._may_fetch(trainable) or not self._allocate(trainable, parts):
+                return
+            for number, part in enumerate(parts):
+                slot = self._slots[trainable.group, number]
+                if slot.storage is not None:
+                    up = list(self._pieces(state_parts(trainable, part)))
+                    self._on_device.bring_up(slot.storage, up, slot.last_use, arrived.get(trainable.group))
+                    slot.has_state = True
+
+    def _allocate(self, trainable: Trainable, parts: Sequence[Slice]) -> bool:
+        """Allocate the slots of a group. Return False if there is no memory for them."""
+        if (trainable.group, 0) in self._slots:
+            return True
+        needed = [state_slice_bytes(trainable, part) for part in parts]
+        if sum(needed) > self._left_bytes:
+            return False
+        slots = {}
+        for number, nbytes in enumerate(needed):
+            storage = self._on_device.spare_storage(nbytes)
+            if storage is None:  # something else has taken the memory
+                self._left_bytes = 0
+                return False
+            slots[trainable.group, number] = UpdateSlot(storage)
+        self._left_bytes -= sum(needed)
+        self._slots |= slots
+        return True
+
+    def take(self, group: int, number: int) -> UpdateSlot | None:
+        """Return the slot with the state of a slice, if it is there; the update changes it."""
+        slot = self._slots.get((group, number))
+        if slot is None or not slot.has_state:
+            return None
+        slot.has_state = False
+        return slot
+
+    def invalidate(self) -> None:
+        """Note that state in host memory may change, or that the rest is not needed."""
+        for slot in self._slots.values():
+            slot.has_state = False
+
+    def begin_step(self) -> None:
+        """The next step may fetch again."""
+        self.invalidate()
+        self._is_over = False
+
+    def free(self) -> None:
+        """Give the memory back; no copies are in flight."""
+        self.begin_step()
+        while self._slots:
+            storage = self._slots.popitem()[1].storage
+            if storage is not None:
+                self._left_bytes += storage.nbytes
+                storage.free()
