@@ -319,6 +319,10 @@ class TrainingDevice(ModelDevice):
         storage, view = self._at[section, slot]
         return storage.read(int(view.storage_offset()) * view.element_size(), view.nbytes).view(view.dtype)
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Return a context whose kernels are queued on the stream of updates."""
+        return self.device.on(self.updating)
+
     def after_update(self) -> None:
         """Upload updated parameters for the next step, which is expected to use them in the order of this one."""
         if self._used:

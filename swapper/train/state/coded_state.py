@@ -25,6 +25,8 @@ from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.train.layout.slices import CUT_ELEMENTS, CodedTensor, ParameterLocations, TensorLocation
 
+CodecCounts = tuple[torch.Tensor, Callable[[torch.Tensor], StateError | None]]
+"""Counts of what codecs cannot hold, on a device, and what finds the error in them once they are in host memory. As uint8."""
 ALIGNMENT_ELEMENTS = DEVICE_ALIGNMENT_BYTES // torch.float32.itemsize
 PartOf = Callable[[TensorLocation, int, int], torch.Tensor]
 """Returns elements [begin, end) of the tensor at a location, flat."""
@@ -141,11 +143,8 @@ class CodedSlices(CodedRun):
                 value.reshape(-1), self.parts(coded, begin, end), param.view(-1), self._unheld[number : number + 1]
             )
 
-    def counts(self) -> tuple[torch.Tensor, Callable[[torch.Tensor], StateError | None]] | None:
-        """Return the slice's counts on the device, and what finds the error in them once they are in host memory.
-
-        Both as uint8; None if nothing was encoded.
-        """
+    def counts(self) -> CodecCounts | None:
+        """Return the slice's counts; None if nothing was encoded."""
         if self._unheld is None or not self._encoded:
             return None
         encoded = tuple(self._encoded)

@@ -2,6 +2,10 @@
 
 State is copied up and down as it is stored, encoded state encoded.
 
+[Note: who waits for a slot] The copies up into a slot wait, on their stream, for the copies down from it: for state in host memory
+Python waits for nothing. It waits for the slot's last results if the slice leases frames, since a frame is given to another page
+by Python, or if the slot has too little memory.
+
 [Note: state ahead] The link idles until a step's first gradients are there, and a forward that follows waits for the groups
 that it needs first. So in what may be a step's last backward their state goes up already, into memory that nothing else has:
 `ahead_bytes` of the plan. It is that of the step before, and stays so until the update: whatever reads or changes state in
@@ -12,15 +16,17 @@ A slice has the same memory in each step, so the copies of the next step wait on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from swapper.device.device_placement import RING
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, place_in_storage
+from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span, merge_spans, place_in_storage
+from swapper.device.registered_memory import HostSide
 from swapper.io.alignment import round_up
+from swapper.paging.section import Page
 from swapper.train.gradients.cold_grad import ColdGradient, GradientMeta
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.slices import GroupUpdate, Slice, TensorLocation, Trainable
@@ -164,21 +170,70 @@ class UpdateSlot:
     has_state: bool = False
 
 
-Pieces = Callable[[Iterable[SlicePart]], Iterable[tuple[int, torch.Tensor]]]
-"""Returns the offset in a slot and the host memory of each page's piece of some parts."""
+def pieces_on_host(parts: Iterable[SlicePart], host: HostSide) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the offset in the slot and the host memory of what each page has of `parts`; neighbors are one piece."""
+    spans: dict[Page, list[Span]] = {}
+    for part in parts:
+        section, slot = part.place.section, part.place.slot
+        begin = slot.offset + part.begin * slot.spec.dtype.itemsize
+        end = begin + part.nbytes
+        for page in section.pages_of(begin, end) or [section.piece]:
+            first, last = max(begin, page.offset), min(end, page.offset + page.nbytes)
+            if first < last:
+                spans.setdefault(page, []).append(Span(first - page.offset, last - first, part.offset + first - begin))
+    for page, found in spans.items():
+        memory = host.of(page)
+        for span in merge_spans(found):
+            yield span.target, memory[span.begin : span.begin + span.nbytes]
+
+
+class UpdateRing:
+    """Owns the slots that the slices of a step have by turns. All methods are called on the stream of updates."""
+
+    def __init__(self, on_device: TrainingDevice) -> None:
+        self._on_device = on_device
+        self._slots = [UpdateSlot() for _ in range(RING)]
+        self._turn = 0
+        self._usual_bytes = 0  # of a slot
+
+    def begin(self, nbytes: Callable[[], int]) -> None:
+        """Allocate all slots; `nbytes` returns the bytes of each, once."""
+        self._usual_bytes = self._usual_bytes or nbytes()
+        for slot in self._slots:
+            if slot.storage is None:
+                slot.storage = self._on_device.new_storage(self._usual_bytes)
+
+    def next(self, nbytes: int, has_pages: bool) -> UpdateSlot:
+        """Return the next slot, with at least this memory. [Note: who waits for a slot]"""
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % RING
+        is_short = slot.storage is None or slot.storage.nbytes < nbytes
+        while slot.in_flight and (has_pages or is_short):
+            self._on_device.downloads.wait_for_oldest()
+        if slot.storage is None or is_short:
+            if slot.storage is not None:
+                slot.storage.free()
+                slot.storage = slot.last_use = None
+            slot.storage = self._on_device.new_storage(max(nbytes, self._usual_bytes))
+        return slot
+
+    def free(self) -> None:
+        """Give the memory back; no copies are in flight."""
+        for slot in self._slots:
+            storage, slot.storage, slot.last_use, slot.in_flight = slot.storage, None, None, 0
+            if storage is not None:
+                storage.free()
 
 
 class StateAhead:
     """Owns the slots of slices whose state goes up early. All methods are called on the stream of updates.
 
     Args:
-        pieces: see Pieces.
         may_fetch: returns True if the update of a group needs nothing but its state copied, from memory that stays where it is.
     """
 
-    def __init__(self, on_device: TrainingDevice, pieces: Pieces, may_fetch: Callable[[Trainable], bool]) -> None:
+    def __init__(self, on_device: TrainingDevice, may_fetch: Callable[[Trainable], bool]) -> None:
         self._on_device = on_device
-        self._pieces = pieces
         self._may_fetch = may_fetch
         self._left_bytes = on_device.ahead_bytes
         self._slots: dict[tuple[int, int], UpdateSlot] = {}  # by group and number of the slice
@@ -200,7 +255,7 @@ class StateAhead:
             for number, part in enumerate(parts):
                 slot = self._slots[trainable.group, number]
                 if slot.storage is not None:
-                    up = list(self._pieces(state_parts(trainable, part)))
+                    up = list(pieces_on_host(state_parts(trainable, part), self._on_device.host))
                     self._on_device.bring_up(slot.storage, up, slot.last_use, arrived.get(trainable.group))
                     slot.has_state = True
 
