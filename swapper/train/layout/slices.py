@@ -7,7 +7,7 @@ boundaries of its first state tensor, so that neighboring slices share few pages
 [Note: where a parameter may be cut] Element-wise optimizers give the same bits for a parameter cut at multiples of 64
 elements as for the whole one: the vectorized kernels work in runs that divide 64, so no element changes between a
 kernel's vector body and its scalar tail. A trial finds out which optimizers are element-wise
-(train/optimizer/optimizer_probe.py).
+(train/optimizer/optimizer_trial.py).
 """
 
 from __future__ import annotations

@@ -42,9 +42,8 @@ from swapper.train.layout.inventory import (
 )
 from swapper.train.layout.slices import GroupUpdate
 from swapper.train.optimizer.entries import StateEntries
-from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, OptimizerProxy, Work
-from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
+from swapper.train.optimizer.optimizer_set import OptimizerSet, copy_for_trial, kind_of
 from swapper.train.updates.one_pass import MOMENTS, find_torchs_pass
 from swapper.train.updates.sweep import Sweep
 

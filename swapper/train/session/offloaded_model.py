@@ -34,7 +34,7 @@ from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
-from swapper.train.layout.shared_memory import find_shared_attributes
+from swapper.train.layout.model_checks import find_shared_attributes
 from swapper.train.layout.slices import GroupUpdate, ParameterLocations, Trainable
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.passes.accumulation_pass import AccumulationOrder

@@ -188,7 +188,7 @@ def pieces_on_host(parts: Iterable[SlicePart], host: HostSide) -> Iterator[tuple
 
 
 class UpdateRing:
-    """Owns the slots that the slices of a step have by turns. All methods are called on the stream of updates."""
+    """Owns the slots of the slices of a step, one after the other. All methods are called on the stream of updates."""
 
     def __init__(self, on_device: TrainingDevice) -> None:
         self._on_device = on_device
