@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
@@ -28,7 +28,7 @@ class AccumulationHooks:
     """Owns hooks of parameters. They must refer weakly to parameters and managers: the collector does not traverse them."""
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def add(self, parameter: nn.Parameter, before: Hook | None = None, after: Hook | None = None) -> None:
         """Call `before` with each gradient that is about to be accumulated, `after` with the parameter that has it."""

@@ -33,7 +33,6 @@ import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -356,7 +355,7 @@ class StreamOrder:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._noted: set[Any] = set()
+        self._noted: set[torch.Stream] = set()
 
     def note(self) -> None:
         """Note that work on the current stream will be used, perhaps on another one."""
