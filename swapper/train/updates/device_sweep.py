@@ -306,20 +306,15 @@ class DeviceSweep(Sweep):
         """Return True if counters of a group are counted on the device."""
         return not by_kernel and self._proxies.counts_on_device(settings)
 
-    def _state(
-        self, places: ParameterLocations, settings: int, begin: int, end: int, state_tensors: dict[str, torch.Tensor]
-    ) -> dict[str, Any]:
-        """See Sweep. State of other shapes is copied there; a counter only if it is counted there, by a kernel: no wait."""
-        state = super()._state(places, settings, begin, end, state_tensors)
+    def _place_others(self, state: dict[str, Any], places: ParameterLocations, settings: int, by_kernel: bool) -> None:
+        """A counter is copied there only if it is counted there, by a kernel: no wait."""
         device = self.on_device.device.device
-        counts_there = self._counts_there(settings, self._is_by_kernel(places, settings))
         for key in places.others:
             value = state.get(key)
             if isinstance(value, torch.Tensor) and value.dim():
                 state[key] = value.to(device)
-            elif isinstance(value, torch.Tensor) and counts_there:
+            elif isinstance(value, torch.Tensor) and self._counts_there(settings, by_kernel):
                 state[key] = torch.full((), value.item(), dtype=value.dtype, device=device)
-        return state
 
     def _is_unchanged(self, stored: torch.Tensor, value: torch.Tensor) -> bool:
         return False  # comparing would wait for the kernels

@@ -352,7 +352,8 @@ class Sweep:
             gradient = gradient.view(target.shape)
         if not by_kernel:
             gradient = self._widen(gradient, target.dtype)
-        state = self._state(places, settings, begin, end, state_tensors)
+        state = self._state(places, begin, end, state_tensors)
+        self._place_others(state, places, settings, by_kernel)
         marks, passes = vars(trainable.parameters[number]), self._entries.passes(places.name)
         work = Work(settings, target.detach(), gradient, state, marks, passes)
         rounded = None if master is None else param
@@ -361,6 +362,9 @@ class Sweep:
     def _is_by_kernel(self, places: ParameterLocations, settings: int) -> bool:
         """Return True if swapper's AdamW updates a parameter as a part of a run, on a device."""
         return False
+
+    def _place_others(self, state: dict[str, Any], places: ParameterLocations, settings: int, by_kernel: bool) -> None:
+        """Replace state of other shapes by copies where it is updated, if that is elsewhere."""
 
     def _gradient_part(self, update: GroupUpdate, number: int, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of a parameter's gradient, flat, clipped, not to be changed."""
@@ -401,9 +405,9 @@ class Sweep:
         return whole
 
     def _state(
-        self, places: ParameterLocations, settings: int, begin: int, end: int, state_tensors: dict[str, torch.Tensor]
+        self, places: ParameterLocations, begin: int, end: int, state_tensors: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
-        """Return the optimizer's state in its order; `settings` is the number of the parameter's group.
+        """Return the optimizer's state in its order.
 
         State of the parameter as a whole is the same for all of its pieces: the old values; the first piece stores the
         new.
