@@ -129,8 +129,7 @@ class GradientGuards:
     def protect(self, trainables: Iterable[Trainable]) -> None:
         """Make all gradients of these parameters read-only: a backward has used some of them."""
         for trainable in trainables:
-            members = zip(trainable.parameters, trainable.places, trainable.settings, strict=True)
-            for parameter, places, settings in members:
+            for parameter, places, settings in trainable.members:
                 if parameter.grad is not None:
                     protect(parameter.grad, places.name)
                     self._protected.append((settings, parameter.grad))
@@ -144,9 +143,7 @@ class GradientGuards:
     def changed(self, updates: Iterable[GroupUpdate], groups: range) -> Iterator[str]:
         """Yield the gradients in these groups of the optimizers that are not as they were noted, in words."""
         for update in updates:
-            of = update.trainable
-            members = zip(of.parameters, update.gradients, of.places, of.settings, strict=True)
-            for parameter, gradient, places, settings in members:
+            for (parameter, places, settings), gradient in zip(update.trainable.members, update.gradients, strict=True):
                 is_other = parameter.grad is not gradient or (gradient is not None and self._is_changed(gradient))
                 if settings in groups and is_other:
                     yield f"the gradient of {places.name}"

@@ -305,6 +305,11 @@ class Trainable:
     settings: list[int]
     _slices: dict[tuple[bool, ...], list[Slice]] = field(default_factory=dict)
 
+    @property
+    def members(self) -> Iterable[tuple[nn.Parameter, ParameterLocations, int]]:
+        """Each parameter with the locations of its state and the number of its group."""
+        return zip(self.parameters, self.places, self.settings, strict=True)
+
     def slices(self, active: tuple[bool, ...], page_bytes: int) -> list[Slice]:
         if active not in self._slices:
             self._slices[active] = plan_slices(self.group, self.places, active, page_bytes)

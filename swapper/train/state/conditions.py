@@ -164,9 +164,7 @@ class Conditions:
         self._kinds: dict[tuple[int, torch.dtype, int], dict[StateForm, str]] = {}
         self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterLocations]]] = {}
         for trainable in self._trainables:
-            for parameter, places, settings in zip(
-                trainable.parameters, trainable.places, trainable.settings, strict=True
-            ):
+            for parameter, places, settings in trainable.members:
                 if settings == NO_GROUP:
                     continue
                 dtype = updated_dtype(parameter, self._inventory.master_dtype)
