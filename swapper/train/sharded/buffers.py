@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from swapper.io.alignment import round_up
 from swapper.paging.section import own_storage
 from swapper.train.sharded.shards import Shards, shard_count
 
@@ -69,13 +70,8 @@ class BufferMemory:
             return None
         index, begin = gaps[-1 if is_brief else 0]
         owner = (ctypes.c_char * nbytes).from_buffer(self._mapping, begin)
-        self._used.insert(index, (begin, round_up(begin + nbytes), weakref.ref(owner)))
+        self._used.insert(index, (begin, round_up(begin + nbytes, mmap.PAGESIZE), weakref.ref(owner)))
         return torch.frombuffer(owner, dtype=torch.uint8)
-
-
-def round_up(nbytes: int) -> int:
-    """Return `nbytes` in whole pages of the system."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class EmptyTensors(TorchFunctionMode):
@@ -296,7 +292,7 @@ def _own(param_group: Any, name: str) -> Any:
     return found.own if isinstance(found, _Collective) else found
 
 
-@dataclass(frozen=True)
+@dataclass
 class GroupBytes:
     """What one FSDPParamGroup takes while it is used, in bytes.
 
@@ -312,15 +308,15 @@ class GroupBytes:
         stays: gathered from forward to backward.
     """
 
-    gathered: int
-    cast: int
-    gradients: int
-    early: int
-    converted: int
-    reduced: int
-    output: int
-    cast_output: int
-    stays: bool
+    gathered: int = 0
+    cast: int = 0
+    gradients: int = 0
+    early: int = 0
+    converted: int = 0
+    reduced: int = 0
+    output: int = 0
+    cast_output: int = 0
+    stays: bool = False
 
 
 def instants(groups: Sequence[GroupBytes], copies_input: bool) -> Iterator[tuple[int, int, int]]:
@@ -388,22 +384,20 @@ def _instants(shards: Shards) -> Iterator[tuple[int, int]]:
 
 
 def _bytes_of(group: Any, late: set[int]) -> GroupBytes:
-    ranks = shard_count(group)
+    ranks, found = shard_count(group), GroupBytes(stays=not group._reshard_after_forward)
     shares_output = may_reuse(group) and is_gloo(group._reduce_scatter_process_group) and not has_replicas(group)
-    gathered = cast = gradients = early = converted = reduced = output = cast_output = 0
     for one in group.fsdp_params:
         part = one._sharded_param_data.numel()
         dtype = one.param_dtype or one.orig_dtype
-        gathered += ranks * part * dtype.itemsize
-        cast += part * dtype.itemsize if one.param_dtype is not None else 0
+        found.gathered += ranks * part * dtype.itemsize
+        found.cast += part * dtype.itemsize if one.param_dtype is not None else 0
         if one.sharded_param.requires_grad:
             reduce_dtype = group.mp_policy.reduce_dtype or dtype
             gradient = one._orig_size.numel() * dtype.itemsize
-            gradients += gradient
-            early += 0 if id(one.sharded_param) in late else gradient
-            converted = max(converted, gradient if reduce_dtype != dtype else 0)
-            reduced += ranks * part * reduce_dtype.itemsize
-            output += 0 if shares_output else part * reduce_dtype.itemsize
-            cast_output += part * one.orig_dtype.itemsize if reduce_dtype != one.orig_dtype else 0
-    stays = not group._reshard_after_forward
-    return GroupBytes(gathered, cast, gradients, early, converted, reduced, output, cast_output, stays)
+            found.gradients += gradient
+            found.early += 0 if id(one.sharded_param) in late else gradient
+            found.converted = max(found.converted, gradient if reduce_dtype != dtype else 0)
+            found.reduced += ranks * part * reduce_dtype.itemsize
+            found.output += 0 if shares_output else part * reduce_dtype.itemsize
+            found.cast_output += part * one.orig_dtype.itemsize if reduce_dtype != one.orig_dtype else 0
+    return found
