@@ -30,11 +30,10 @@ from swapper.train.layout.inventory import (
     state_specs_of,
     updated_dtype,
 )
-from swapper.train.layout.trainable import GroupUpdate
+from swapper.train.layout.slices import GroupUpdate
 from swapper.train.optimizer.entries import StateEntries
-from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
-from swapper.train.optimizer.optimizer_set import OptimizerSet
+from swapper.train.optimizer.optimizer_set import OptimizerSet, copy_for_trial
 from swapper.train.updates.sweep import Sweep
 
 TRIAL_ELEMENTS = 1 << 22

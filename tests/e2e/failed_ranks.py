@@ -30,7 +30,7 @@ from e2e.killed_ranks import CHANGED_STEPS, STEPS, change, check, joined, prepar
 from e2e.killed_run import BUDGET, WORDS, batch, fork
 from swapper import _C
 from swapper.modules import resources
-from swapper.train.sharded import buffer_memory
+from swapper.train.sharded import buffers
 
 LIMIT_S = 300
 """A job takes a few seconds; some minutes in the background of a loaded machine. One that takes this long hangs."""
@@ -224,7 +224,7 @@ def main(directory: Path, seed: int, errors: int, size: int = 2, engine: str = "
         place = directory / f"job-{jobs}"
         place.mkdir()
         job, is_over = Job(place, size, engine, chance), False
-        buffer_memory.MIN_BROADCAST_BYTES = chance.choice((0, 1 << 20))  # as in killed_ranks.py
+        buffers.MIN_BROADCAST_BYTES = chance.choice((0, 1 << 20))  # as in killed_ranks.py
         while not is_over:
             count, is_over = job.launch(errors - had)
             had += count

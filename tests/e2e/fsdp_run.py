@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import swapper
 from e2e.early import sealed
 from e2e.twins import named_budget
-from swapper.train.sharded import buffer_memory
+from swapper.train.sharded import buffers
 
 DEVICE = os.environ.get("FSDP_RUN_DEVICE", "cpu")
 
@@ -409,7 +409,7 @@ def resume(directory: Path, budget: int, placement: Any, case: Any, plain: Any, 
 if __name__ == "__main__":
     join()
     if sys.argv[2] != "step":
-        buffer_memory.MIN_BROADCAST_BYTES = 0  # as with a large model
+        buffers.MIN_BROADCAST_BYTES = 0  # as with a large model
     for name in sys.argv[3:] or CASES:
         run(Path(sys.argv[1], f"case-{list(CASES).index(name)}"), name, sys.argv[2])
     dist.destroy_process_group()

@@ -44,7 +44,7 @@ from swapper.durability.commit import read_commit
 from swapper.durability.snapshot_directory import local_parts
 from swapper.durability.verify import verify
 from swapper.paging.pager import Pager
-from swapper.train.sharded import buffer_memory
+from swapper.train.sharded import buffers
 
 STEPS = 9
 CHANGED_STEPS = (2, 5, 6)
@@ -289,7 +289,7 @@ def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "d
         place = directory / f"job-{jobs}"
         place.mkdir()
         snapshots = chance.choice(("none", "first", "all"))
-        buffer_memory.MIN_BROADCAST_BYTES = chance.choice((0, 1 << 20))  # each rank is a child of this process
+        buffers.MIN_BROADCAST_BYTES = chance.choice((0, 1 << 20))  # each rank is a child of this process
         while whom := run_and_kill(
             place,
             size,

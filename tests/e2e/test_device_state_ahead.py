@@ -14,7 +14,7 @@ import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device, short_of_memory, step_again
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins
-from swapper.train.updates.state_ahead import StateAhead
+from swapper.train.updates.device_slots import StateAhead
 
 __all__ = ["on_device"]
 

@@ -24,9 +24,9 @@ from e2e.models import Net, loss_of, tokens, train_step
 from swapper.device.device_storage import DeviceStorage
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.planning.update_place import faster_place
-from swapper.train.updates import device_sweep
+from swapper.train.updates import device_slots, device_sweep
+from swapper.train.updates.device_slots import UpdateSlot
 from swapper.train.updates.device_sweep import DeviceSweep
-from swapper.train.updates.state_ahead import UpdateSlot
 
 __all__ = ["on_device"]
 
@@ -165,7 +165,7 @@ def test_neighbors_of_a_slice_are_one_copy(on_device: MakeTwins, monkeypatch: An
         update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="host", gradients="host"
     )
     tensors, copies = [], []
-    bring_up, merge_spans, parts_of = TrainingDevice.bring_up, device_sweep.merge_spans, device_sweep.parts_of
+    bring_up, merge_spans, parts_of = TrainingDevice.bring_up, device_slots.merge_spans, device_sweep.parts_of
 
     def begin(*of: Any) -> Any:
         tensors.clear()
@@ -180,7 +180,7 @@ def test_neighbors_of_a_slice_are_one_copy(on_device: MakeTwins, monkeypatch: An
         bring_up(self, storage, pieces, last_use)
 
     monkeypatch.setattr(device_sweep, "parts_of", begin)
-    monkeypatch.setattr(device_sweep, "merge_spans", note_tensors)
+    monkeypatch.setattr(device_slots, "merge_spans", note_tensors)
     monkeypatch.setattr(TrainingDevice, "bring_up", note_copies)
     pair.train(train_step, steps=2)
     assert max(before - after for before, after in copies) > 2, copies

@@ -18,6 +18,7 @@ from swapper.device.tier import DeviceTier
 from swapper.errors import DeviceError, InvariantError
 from swapper.runtime.counters import Counters
 from swapper.train.gradients.device_grads import DeviceGradients
+from swapper.train.updates.device_results import Results
 from swapper.train.updates.device_sweep import DeviceSweep
 
 __all__ = ["on_device"]
@@ -135,7 +136,7 @@ def test_places_that_an_update_on_the_device_has_not_reached_yet_are_noticed(
     pair.both(train_step)
     with monkeypatch.context() as patch, pytest.raises((AssertionError, InvariantError)):
         patch.setattr(DeviceSweep, "settle", lambda self: None)
-        patch.setattr(DeviceSweep, "_wait_for", lambda self, group: None)
+        patch.setattr(Results, "wait_for", lambda self, group: None)
         pair.both(train_step), pair.both(train_step)
         pair.check_pager()
     pair.manager.current.run.model.updates.remove()  # closing finishes no step

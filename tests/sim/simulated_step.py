@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 
 from swapper.errors import StateError
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
-from swapper.train.layout.trainable import GroupUpdate, Trainable
+from swapper.train.layout.slices import GroupUpdate, Trainable
 from swapper.train.steps.executor import UpdateExecutor
 from swapper.train.steps.policies import POLICIES
 
@@ -25,7 +27,13 @@ GROUPS, MEMBERS, WIDTH = 4, 2, 3
 
 
 class Fault(Exception):
-    """The one that was ordered."""
+    """The one that was ordered.
+
+    Attributes:
+        is_of_update: a group's update has failed.
+    """
+
+    is_of_update = False
 
 
 class Group:
@@ -108,6 +116,13 @@ class Sweep:
         return [update for update in found if update is not None]
 
     def update(self, update: GroupUpdate) -> None:
+        try:
+            self._update(update)
+        except Fault as fault:
+            fault.is_of_update = True
+            raise
+
+    def _update(self, update: GroupUpdate) -> None:
         self._may_fail()
         (parameter,), (gradient,), (settings,) = (
             update.trainable.parameters,
@@ -122,19 +137,26 @@ class Sweep:
                 self._may_fail()
 
 
+@dataclass
+class Layer:
+    """A use of a parameter, which `gather` returns in a forward and `reach` in a backward; `reduce` makes its gradient."""
+
+    gather: Callable[[], torch.Tensor]
+    reach: Callable[[], torch.Tensor]
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient
+
+
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, parameter: torch.Tensor, reach: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        ctx.reach = reach
+    def forward(ctx: Any, value: torch.Tensor, parameter: torch.Tensor, layer: Layer) -> torch.Tensor:
+        ctx.layer = layer
         ctx.save_for_backward(value)
-        return value * parameter
+        return value * layer.gather()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (value,), (gradient,) = ctx.saved_tensors, gradients
-        return gradient * ctx.reach(), gradient * value, None
+        return gradient * ctx.layer.reach(), ctx.layer.reduce(gradient * value), None
 
 
 class SimulatedRun:
@@ -153,15 +175,15 @@ class SimulatedRun:
     fails_at_step = False
 
     def __init__(self, seed: int, update: str, fault_at: int | None = None, can_undo: bool = True) -> None:
-        self._random = random.Random(seed)
-        torch.manual_seed(seed)
+        self._random = self._chances = random.Random(seed)
+        self._numbers = torch.Generator().manual_seed(seed)
         self.calls = 0
         self.moves: set[tuple[GroupState, GroupState]] = set()
         self._fault_at = fault_at
         self._can_undo = can_undo
         self._policy = POLICIES[update]
-        self.plain = [nn.Parameter(torch.randn(WIDTH)) for _ in range(GROUPS)]
-        ours = [nn.Parameter(parameter.detach().clone()) for parameter in self.plain]
+        self.plain = [nn.Parameter(self._vector()) for _ in range(GROUPS)]
+        ours = [nn.Parameter(self._own(parameter).detach().clone()) for parameter in self.plain]
         self.groups = [Group(index, parameter, self.moves) for index, parameter in enumerate(ours)]
         trainables: list[Any] = [
             Trainable(index, [p], [SimpleNamespace(name=f"p{index}")], [index % MEMBERS])
@@ -172,12 +194,30 @@ class SimulatedRun:
         self.executor = UpdateExecutor(self._policy, self.sweep, groups, self)
         self.executor.watch(ours)
         self.failure: BaseException | None = None
+        self._task = -1  # of the last backward
         self._calls: list[Any] = []  # of the last forward, whose backward is not over
 
     def _may_fail(self) -> None:
         self.calls += 1
         if self.calls == self._fault_at:
             raise Fault
+
+    # --- what a rank of several has otherwise ---------------------------------------------------------------------------
+
+    def _own(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what of a parameter is this run's."""
+        return parameter
+
+    def _gather(self, group: Group) -> torch.Tensor:
+        """Return a group's whole parameter."""
+        return group.parameter.detach().clone()
+
+    def _reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of what is this run's, given that of the whole parameter."""
+        return gradient
+
+    def _vector(self) -> torch.Tensor:
+        return torch.randn(WIDTH, generator=self._numbers)
 
     # --- the owner ----------------------------------------------------------------------------------------------------
 
@@ -199,18 +239,18 @@ class SimulatedRun:
 
     def may_defer(self, member: int) -> bool:
         self._may_fail()
-        return self._random.random() < 0.8
+        return self._chances.random() < 0.8
 
     def begin_early(self) -> bool:
         self._may_fail()
         self.sweep.before.clear()
-        return self._random.random() < 0.8
+        return self._chances.random() < 0.8
 
     def have_arrived(self, trainable: Trainable) -> bool:
-        return self._random.random() < 0.5
+        return self._chances.random() < 0.5
 
     def is_aliased(self, trainable: Trainable) -> bool:
-        return self._random.random() < 0.2
+        return self._chances.random() < 0.2
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +258,7 @@ class SimulatedRun:
         """Return False if the run could not go on after the fault."""
         for _ in range(steps):
             self.sweep.rates[:] = [self._random.choice([0.1, 0.3]) for _ in range(MEMBERS)]
-            batches = [torch.randn(WIDTH) for _ in range(self._random.choice([1, 1, 2]))]
+            batches = [self._vector() for _ in range(self._random.choice([1, 1, 2]))]
             uses = [(index, False) for index in range(GROUPS) if self._random.random() < 0.9]
             uses.insert(0, (self._random.randrange(GROUPS), self._random.random() < 0.5))  # one more, perhaps detached
             if not self._again(lambda batches=batches, uses=uses: self._passes(batches, uses)):
@@ -248,7 +288,7 @@ class SimulatedRun:
         if group.catch_up is not None:
             group.catch_up(None)
         assert group.state is CURRENT
-        assert torch.equal(group.parameter, self.plain[group.index]), f"p{group.index} is of another step"
+        assert torch.equal(group.parameter, self._own(self.plain[group.index])), f"p{group.index} is of another step"
         return group.parameter
 
     def _passes(self, batches: list[torch.Tensor], uses: list[tuple[int, bool]]) -> None:
@@ -273,8 +313,9 @@ class SimulatedRun:
             ours, theirs = group.parameter, self.plain[index]
             if is_detached:
                 ours, theirs = ours.detach(), theirs.detach()
-            value = _Layer.apply(value, ours, lambda group=group, call=call: self._reach(group, call))
-            plain = _Layer.apply(plain, theirs, lambda index=index: self.plain[index])
+            reach = partial(self._reach, group, call)
+            value = _Layer.apply(value, ours, Layer(partial(self._gather, group), reach, self._reduce))
+            plain = _Layer.apply(plain, theirs, Layer(lambda p=theirs: p, lambda index=index: self.plain[index]))
             self._calls.append(call)
         plain.sum().backward()
         value.sum().backward()
@@ -283,11 +324,13 @@ class SimulatedRun:
         """A backward comes to a group's layer: those after it are over."""
         task = torch._C._current_graph_task_id()
         self._end_calls(after=call)
-        if call is self._calls[-1]:
+        if task != self._task:
+            self._task = task
             self.executor.backward_begins(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
         self.executor.backward_goes_on()
-        return self._use(group).detach().clone()
+        self._use(group)
+        return self._gather(group)
 
     def _end_calls(self, after: Any = None) -> None:
         while self._calls and self._calls[-1] is not after:
@@ -300,13 +343,8 @@ class SimulatedRun:
 
     def _step(self, members: list[int]) -> None:
         """Take the step of each optimizer, and undo it as a session does if it fails."""
-        taken = [parameter.detach().clone() for parameter in self.plain]
         try:
-            if not self.executor.has_begun_early:
-                self.executor.finish(in_order=True)
-                self.sweep.before.clear()
-            for number, member in enumerate(members):
-                self.executor.take_step(member, is_last=number == MEMBERS - 1)
+            self._take(members)
         except Fault:
             if self.failure is None and not self._can_undo:
                 self.failure = Fault()
@@ -318,4 +356,10 @@ class SimulatedRun:
                 if parameter.grad is not None:
                     for part in (slice(0, 1), slice(1, None)):
                         parameter.data[part] -= self.sweep.rates[index % MEMBERS] * parameter.grad[part]
-        assert len(taken) == GROUPS
+
+    def _take(self, members: list[int]) -> None:
+        if not self.executor.has_begun_early:
+            self.executor.finish(in_order=True)
+            self.sweep.before.clear()
+        for number, member in enumerate(members):
+            self.executor.take_step(member, is_last=number == MEMBERS - 1)

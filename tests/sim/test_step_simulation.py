@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from sim.simulated_ranks import run_ranks
 from sim.simulated_step import SimulatedRun
 
 from swapper.train.groups.group_state import LEGAL_MOVES
 from swapper.train.steps.policies import POLICIES
 
-STEPS = 4
+STEPS, RANKS_STEPS = 4, 2
 
 
 @pytest.mark.parametrize("update", POLICIES)
@@ -39,3 +40,19 @@ def test_the_loops_make_every_legal_move() -> None:
                 (run := SimulatedRun(seed, update, at)).run(STEPS)
                 made |= run.moves
     assert made == LEGAL_MOVES
+
+
+@pytest.mark.parametrize("update", POLICIES)
+def test_ranks_stay_equal_to_plain_torch(update: str) -> None:
+    for seed in range(5):
+        run_ranks(seed, update, STEPS)
+
+
+@pytest.mark.parametrize("update", POLICIES)
+def test_a_fault_on_one_rank_is_undone_on_all(update: str) -> None:
+    """At each call of each rank."""
+    for seed in range(2):
+        calls = [one.calls for one in run_ranks(seed, update, RANKS_STEPS)]
+        assert min(calls) > 20
+        for rank, at in ((rank, at) for rank, count in enumerate(calls) for at in range(1, count + 1)):
+            assert run_ranks(seed, update, RANKS_STEPS, fault_at=(rank, at))[rank].calls >= at

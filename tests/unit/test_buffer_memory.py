@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swapper.train.sharded.buffer_memory import BufferMemory, EmptyTensors, _Unsharded, may_lend
+from swapper.train.sharded.buffers import BufferMemory, EmptyTensors, _Unsharded, may_lend
 
 PAGE = mmap.PAGESIZE
 

@@ -12,8 +12,7 @@ import torch
 
 from swapper.errors import StateError
 from swapper.tensors.guarded_tensor import TensorWatch, WatchedTensor, unwatch, watch_of
-from swapper.train.gradients.fixed_gradient import fix, unfix
-from swapper.train.gradients.used_gradient import protect, release
+from swapper.train.gradients.gradient_guards import fix, protect, release, unfix
 from swapper.train.state.state_view import ShownState
 
 Values = torch.Tensor

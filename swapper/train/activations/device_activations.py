@@ -20,7 +20,7 @@ import contextlib
 import weakref
 from collections import deque
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -44,14 +44,14 @@ class DeviceStored:
         below: the content in host memory or on the drive, once it was sent there.
     """
 
-    def __init__(self, cache: DeviceTensorCache, number: int, memory: torch.Tensor, stream: Any) -> None:
+    def __init__(self, cache: DeviceTensorCache, number: int, memory: torch.Tensor, stream: torch.Stream) -> None:
         self._cache = cache
         self.number = number
         self.nbytes = memory.nbytes
         self.memory: torch.Tensor | None = memory
         self.stream = stream
-        self.filled: Any = None
-        self.copied: Any = None
+        self.filled: torch.Event | None = None
+        self.copied: torch.Event | None = None
         self.is_ordered = True
         self.below: Stored | None = None
         self.origin: object = None
@@ -77,8 +77,8 @@ class _DeviceRemains(NamedTuple):
     nbytes: int
     held_bytes: int
     memory: torch.Tensor | None
-    stream: Any
-    event: Any
+    stream: torch.Stream
+    event: torch.Event | None
 
 
 class DeviceTensorCache:
@@ -96,8 +96,8 @@ class DeviceTensorCache:
         self._below = below
         self._locked = locked
         self._limit_bytes = limit_bytes
-        self._going_down: deque[tuple[Any, torch.Tensor]] = deque()  # event, host memory
-        self._going_up: deque[tuple[Any, torch.Tensor]] = deque()
+        self._going_down: deque[tuple[torch.Event, torch.Tensor]] = deque()  # event, host memory
+        self._going_up: deque[tuple[torch.Event, torch.Tensor]] = deque()
         self._down, self._up = device.new_stream(), device.new_stream()
         self._lock = make_lock()
         self._order = count()
@@ -176,7 +176,7 @@ class DeviceTensorCache:
                 return page_aligned(nbytes)
         return memory
 
-    def _end_oldest(self, going: deque[tuple[Any, torch.Tensor]]) -> bool:
+    def _end_oldest(self, going: deque[tuple[torch.Event, torch.Tensor]]) -> bool:
         if not going:
             return False
         event = going[0][0]
@@ -210,7 +210,7 @@ class DeviceTensorCache:
             return stored.memory
 
     def _bring_up(self, stored: DeviceStored, memory: torch.Tensor) -> None:
-        assert stored.below is not None
+        assert stored.below is not None and stored.copied is not None
         host = stored.below.bytes()
         current = self._device.current_stream()
         self._device.let_wait(self._up, self._device.record(current))  # the memory's previous user
@@ -257,7 +257,7 @@ class DeviceTensorCache:
                 option="device_memory",
             ) from error
 
-    def _copy_for(self, stored: DeviceStored, stream: Any) -> torch.Tensor:
+    def _copy_for(self, stored: DeviceStored, stream: torch.Stream) -> torch.Tensor:
         """Return the content in separate memory for another stream."""
         assert stored.memory is not None
         content_at = stored.filled if stored.filled is not None else self._device.record(stored.stream)
@@ -285,8 +285,9 @@ class DeviceTensorCache:
         """Release its memory. Return False if nothing below can have it. See [Note: in the order of the stream]."""
         if stored.below is None and not self._send_down(stored):
             return False
-        if not stored.is_ordered:
-            self._device.let_wait(stored.stream, stored.copied if stored.filled is None else stored.filled)
+        event = stored.copied if stored.filled is None else stored.filled
+        if not stored.is_ordered and event is not None:
+            self._device.let_wait(stored.stream, event)
         stored.memory, stored.filled, stored.is_ordered = None, None, True
         del self._here[stored.number]
         self._count(-stored.nbytes)
@@ -314,7 +315,7 @@ class DeviceTensorCache:
             self._here.pop(remains.number, None)
             self._live_bytes -= remains.nbytes
             self._count(-remains.held_bytes)
-            if remains.memory is not None:
+            if remains.memory is not None and remains.event is not None:
                 self._device.let_wait(remains.stream, remains.event)
 
     def __del__(self) -> None:

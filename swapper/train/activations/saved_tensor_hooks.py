@@ -139,7 +139,7 @@ class offload_activations:  # used as a function, like torch.no_grad
         self._device_caches: dict[torch.device, DeviceTensorCache] = {}
         self._locked: LockedMemory | None = None
         self._known: weakref.WeakValueDictionary[tuple[int, int], Stored | DeviceStored] = weakref.WeakValueDictionary()
-        self._hooks: list[Any] = []
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     @property
     def counters(self) -> ActivationCounters:

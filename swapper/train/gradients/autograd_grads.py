@@ -3,17 +3,18 @@
 Of those `parameter.grad` is an ordinary tensor: clipping, scaling, accumulating and reading it are torch's own, nothing
 of it is copied, and `zero_grad` frees its memory. The plan reserves the size of all of these gradients. On an
 accelerator they serve updates made there; in host memory, parameters that are always there (others use their gradients'
-slots as a cache: victim_cache.py).
+slots as a cache: grads.py).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
@@ -28,7 +29,7 @@ class AccumulationHooks:
     """Owns hooks of parameters. They must refer weakly to parameters and managers: the collector does not traverse them."""
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def add(self, parameter: nn.Parameter, before: Hook | None = None, after: Hook | None = None) -> None:
         """Call `before` with each gradient that is about to be accumulated, `after` with the parameter that has it."""
@@ -57,14 +58,12 @@ class AutogradGradients:
         came: called with a parameter whose gradient arrived; optional.
     """
 
-    def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], came: Callable[[nn.Parameter], None] | None = None
-    ) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], came: Hook | None = None) -> None:
         self._parameters = dict(parameters)
         self._hooks = AccumulationHooks()
         for name, parameter in self._parameters.items():
             accumulation = Accumulation(name, parameter)
-            self._hooks.add(parameter, accumulation.begin, _make_owning_hook(name, parameter, accumulation, came))
+            self._hooks.add(parameter, accumulation.begin, partial(_own, name, accumulation, came))
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -78,7 +77,7 @@ class GradientsOnDevice(AutogradGradients):
         self._arriving: dict[str, torch.Tensor] = {}  # flat, in host memory
         where = weakref.ref(on_device)
 
-        def came(parameter: nn.Parameter) -> None:
+        def came(parameter: torch.Tensor) -> None:
             if (there := where()) is not None:
                 there.order.note()
                 there.gradient_came(id(parameter))
@@ -117,22 +116,14 @@ class GradientsOnDevice(AutogradGradients):
         parameter.grad = content.of(self._arriving.pop(name)).view(parameter.shape).to(self._device)
 
 
-def _make_owning_hook(
-    name: str, parameter: nn.Parameter, accumulation: Accumulation, came: Callable[[nn.Parameter], None] | None
-) -> Hook:
-    of = weakref.ref(parameter)
-
-    def own(_: torch.Tensor) -> None:
-        """Copy a gradient that would keep more memory alive than its own."""
-        parameter = of()
-        gradient = None if parameter is None else parameter.grad
-        if parameter is None or gradient is None:
-            return
-        check_dense(name, gradient)
-        is_large = gradient.untyped_storage().nbytes() > gradient.nbytes + DEVICE_ALIGNMENT_BYTES
-        if is_large and not accumulation.was_there(gradient):
-            parameter.grad = gradient.clone()
-        if came is not None:
-            came(parameter)
-
-    return own
+def _own(name: str, accumulation: Accumulation, came: Hook | None, parameter: torch.Tensor) -> None:
+    """Copy a gradient that would keep more memory alive than its own."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    check_dense(name, gradient)
+    is_large = gradient.untyped_storage().nbytes() > gradient.nbytes + DEVICE_ALIGNMENT_BYTES
+    if is_large and not accumulation.was_there(gradient):
+        parameter.grad = gradient.clone()
+    if came is not None:
+        came(parameter)

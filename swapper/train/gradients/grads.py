@@ -6,9 +6,15 @@ resident section: after autograd has accumulated one, it is copied there and aut
 `parameter.grad` is a tensor in the slot. A later backward accumulates into it. So `grad` is an ordinary tensor for
 clipping, scalers and hooks. While anything refers to the slot's memory (the tensor, a view, `.data`, an array), also
 beyond `zero_grad`, it keeps its values: the next gradient stays autograd's own then. While nothing does, the pager
-caches pages there (victim_cache.py).
+caches pages there.
 
 A gradient that has a graph (`backward(create_graph=True)`) stays autograd's own: a penalty must reach the parameters.
+
+[Note: victim cache] Gradients in memory have permanent slots, but content only from backward to the optimizer's update. In a
+forward that memory is idle, if they were zeroed (to None). Pages that are evicted there and needed again in backward are
+parameters, whose sections have the layout of their gradients'. Such a page is copied to the gradients' slots and, for backward,
+back, instead of being read from the drive again. An arriving gradient drops the page in its slot. See
+docs/decisions/victim-cache.md.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +35,72 @@ from swapper.errors import IoError, UnsupportedError
 from swapper.io import beneath
 from swapper.modules.leased_group import count_uses
 from swapper.paging.pager import Pager
-from swapper.paging.section import Section
+from swapper.paging.section import Page, Section
 from swapper.runtime.free_memory import note_freed
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.autograd_grads import AccumulationHooks, AutogradGradients, GradientsOnDevice, check_dense
 from swapper.train.gradients.cold_grad import Accumulation, ColdGradient, GradientMeta, is_part
 from swapper.train.gradients.device_grads import DeviceGradients
 from swapper.train.gradients.paged_grads import PagedGradients
-from swapper.train.gradients.victim_cache import GradientVictimCache, VictimRegion
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.slices import TensorLocation
+
+
+@dataclass(frozen=True, slots=True)
+class VictimRegion:
+    """The cache location of a page: bytes [offset, offset + page.nbytes) of its parameters' gradients."""
+
+    section: Section
+    offset: int
+    owners: tuple[str, ...]
+
+
+def find_regions(sections: Iterable[Section], grad_sections: Iterable[Section]) -> dict[int, VictimRegion]:
+    """Return, by index of each page of parameters whose gradients are in memory, its cache location."""
+    gradients = {_layout(section): section for section in grad_sections if section.resident}
+    regions = {}
+    for section in sections:
+        gradient = gradients.get(_layout(section))
+        if gradient is None or section.plan.family != "param":
+            continue
+        for page in section.pages:
+            end = page.offset + page.nbytes
+            owners = [slot.spec.owner for slot in section.plan.slots if slot.offset < end and slot.end > page.offset]
+            regions[page.index] = VictimRegion(gradient, page.offset, tuple(owners))
+    return regions
+
+
+def _layout(section: Section) -> tuple[int, tuple[tuple[str, int, int], ...], int]:
+    slots = tuple((slot.spec.owner, slot.offset, slot.end) for slot in section.plan.slots)
+    return section.plan.group, slots, section.plan.nbytes
+
+
+class GradientVictimCache:
+    """The pager's victim cache (paging/frames.py): slots of gradients that nobody holds.
+
+    Args:
+        regions: by index of page; the sections have memory.
+        is_idle: by parameter's name, True if its gradient's slot is unused.
+    """
+
+    def __init__(self, regions: Mapping[int, VictimRegion], is_idle: Mapping[str, Callable[[], bool]]) -> None:
+        self._regions = regions
+        self._is_idle = is_idle
+
+    def keep(self, page: Page, address: int) -> bool:
+        region = self._regions.get(page.index)
+        if region is None or not all(self._is_idle[owner]() for owner in region.owners):
+            return False
+        ctypes.memmove(region.section.memory.data_ptr() + region.offset, address, page.nbytes)
+        return True
+
+    def load(self, page: Page, address: int) -> None:
+        region = self._regions[page.index]
+        ctypes.memmove(address, region.section.memory.data_ptr() + region.offset, page.nbytes)
+
+    def place_of(self, page: Page) -> tuple[Any, int]:
+        region = self._regions[page.index]
+        return region.section.view, region.offset
 
 
 class Gradients:

@@ -33,7 +33,6 @@ import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -318,6 +317,10 @@ class TrainingDevice(ModelDevice):
         storage, view = self._at[section, slot]
         return storage.read(int(view.storage_offset()) * view.element_size(), view.nbytes).view(view.dtype)
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Return a context whose kernels are queued on the stream of updates."""
+        return self.device.on(self.updating)
+
     def after_update(self) -> None:
         """Upload updated parameters for the next step, which is expected to use them in the order of this one."""
         if self._used:
@@ -351,7 +354,7 @@ class StreamOrder:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._noted: set[Any] = set()
+        self._noted: set[torch.Stream] = set()
 
     def note(self) -> None:
         """Note that work on the current stream will be used, perhaps on another one."""

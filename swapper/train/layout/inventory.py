@@ -13,18 +13,15 @@ from torch import nn
 from swapper.codecs import StateCodec
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
-from swapper.modules.cold import is_cold
-from swapper.modules.groups import Group, Unit, partition, refuse_scripted
-from swapper.modules.guarded import is_guarded
+from swapper.modules.groups import Group, Unit, partition
 from swapper.paging.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
-from swapper.train.layout.shared_memory import check_shared
-from swapper.train.layout.slices import CodedTensor, ParameterLocations, TensorLocation
+from swapper.train.layout.model_checks import check_model, check_state
+from swapper.train.layout.slices import NO_GROUP, CodedTensor, ParameterLocations, TensorLocation, Trainable
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs
-from swapper.train.layout.trainable import NO_GROUP, Trainable
 from swapper.train.optimizer.entries import StateForm
-from swapper.train.optimizer.optimizer_probe import OptimizerProbe, is_plain
+from swapper.train.optimizer.optimizer_probe import OptimizerProbe
 from swapper.train.optimizer.optimizer_set import OptimizerSet, check_dtypes, check_masters, check_supported
 
 KINDS = ("param", MASTER, "grad")
@@ -157,7 +154,7 @@ def take_inventory(
     if master_weights not in (None, torch.float32):
         raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
     if before is None:
-        _check_model(model, may_be_meta, device, frozen is not None, given.is_sharded)
+        check_model(model, may_be_meta, device, frozen is not None, given.is_sharded)
     for member in optimizers.members:
         check_supported(member)
     settings = _settings(model, optimizers)
@@ -183,7 +180,7 @@ def take_inventory(
             if name not in forms:
                 continue
             updated = updated_dtype(parameter, master_weights)
-            _check_state(name, parameter, optimizers.state_of(parameter), forms[name], updated)
+            check_state(name, parameter, optimizers.state_of(parameter), forms[name], updated)
             shape = given.whole_shapes.get(id(parameter), parameter.shape)
             codecs[name] = chosen.of(name, parameter, updated, forms[name], shape)
             part = state.setdefault(optimizer_of.get(name, 0), [])
@@ -200,9 +197,19 @@ def take_inventory(
     chosen.check_keys(forms.values(), optimizers.name)
     plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
     return Inventory(
-        groups, units, plans, grad_plans, settings, ranges, optimizer_of, forms, probe, master_weights, frozen=frozen,
+        groups=groups,
+        units=units,
+        plans=plans,
+        grad_plans=grad_plans,
+        settings=settings,
+        ranges=ranges,
+        optimizer_of=optimizer_of,
+        forms=forms,
+        probe=probe,
+        master_dtype=master_weights,
+        frozen=frozen,
         codecs=codecs,
-    )  # fmt: skip
+    )
 
 
 def _find_forms(
@@ -348,77 +355,6 @@ def make_sections(
         first_page += section.page_count
         sections.append(section)
     return sections
-
-
-def _check_model(
-    model: nn.Module, may_be_meta: bool, device: torch.device | None, frozen_may_be: bool, is_sharded: bool
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
-    refuse_scripted(model, "manager.offload")
-    for name, parameter in model.named_parameters():
-        if is_cold(parameter) or is_guarded(parameter):
-            raise StateError(
-                f"parameter {name} is offloaded already: a model can belong to only one manager, so close the other one "
-                "first"
-            )
-        if getattr(parameter, "_fsdp_flattened", False):
-            raise UnsupportedError(
-                f"parameter {name} is a part of a flat tensor of FullyShardedDataParallel, which is not paged: shard "
-                "the model with fully_shard instead (with Lightning: ModelParallelStrategy in place of FSDPStrategy)"
-            )
-        if nn.parameter.is_lazy(parameter):
-            raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
-        if parameter.is_meta and not may_be_meta and (parameter.requires_grad or not frozen_may_be):
-            raise UnsupportedError(
-                f"parameter {name} is on the meta device and has no values: pass their source, "
-                "manager.offload(..., init=function_of_a_module or the path of a checkpoint), or build the model on the CPU"
-            )
-        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
-            raise UnsupportedError(
-                f"parameter {name} is on {parameter.device}, and the model is to run on {device or 'the CPU'}: pass "
-                f"manager.offload(..., device={str(parameter.device)!r}), or call model.to('cpu') before the optimizer is built"
-            )
-        if type(parameter).__name__ == "DTensor":
-            raise UnsupportedError(
-                f"parameter {name} is a DTensor, and torch's fully_shard was not called on the given {type(model).__name__}: give "
-                "manager.offload the module on which it was called, or call it on this one too"
-            )
-        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
-            raise UnsupportedError(
-                f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: "
-                "only plain dense nn.Parameter can be paged"
-            )
-    _check_modules(model)
-    check_shared(model, is_sharded)
-
-
-def _check_modules(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise UnsupportedError(
-                f"{name or type(module).__name__} makes sparse gradients, which have no fixed place: build the embedding with "
-                "sparse=False"
-            )
-
-
-def _check_state(
-    name: str, parameter: nn.Parameter, state: Mapping[str, Any], form: StateForm, updated: torch.dtype
-) -> None:
-    """Raise UnsupportedError unless the optimizer's existing state of a parameter has the form of the trial's."""
-    known = {key.name: key for key in form.keys}
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            fits = is_plain(value)
-        else:
-            fits = key in known and tuple(value.shape) == known[key].shape(parameter.shape)
-            fits = fits and (value.dtype == known[key].dtype or updated != parameter.dtype)
-        if not fits:
-            shape = f" of {value.dtype} and shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-            raise UnsupportedError(
-                f"the optimizer's state of {name} has {sorted(state)}, of which {key!r} (a {type(value).__name__}{shape}) is "
-                f"not its own ({sorted(known)}): offload it with the state that it made, or with none"
-            )
 
 
 def _settings(model: nn.Module, optimizers: OptimizerSet) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Plans slices: the parts of a group that the optimizer updates together. Pure.
+"""Defines what an optimizer updates: parameters with the locations of their state, and the slices that it updates together. Pure.
 
 A *slice* is a run of elements of a group's parameters whose state is read, updated and written back as one. Small
 parameters share a slice; a parameter whose state is larger than a few pages is cut, if the optimizer allows it, at page
@@ -7,15 +7,19 @@ boundaries of its first state tensor, so that neighboring slices share few pages
 [Note: where a parameter may be cut] Element-wise optimizers give the same bits for a parameter cut at multiples of 64
 elements as for the whole one: the vectorized kernels work in runs that divide 64, so no element changes between a
 kernel's vector body and its scalar tail. A trial finds out which optimizers are element-wise
-(train/optimizer/optimizer_probe.py).
+(train/optimizer/optimizer_trial.py).
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import nn
 
 from swapper.codecs import StateCodec
 from swapper.paging.layout import Slot
@@ -278,3 +282,84 @@ def _access(
             (filled if page in unfilled else read)[page] = None
     changed = (*read, *filled)
     return Access(("slice", group, number), (*gradients, *changed), fresh=frozenset(filled), writes=frozenset(changed))
+
+
+UPDATE_ELEMENTS = (1 << 18) * min(max(len(os.sched_getaffinity(0)), 2), 32)
+"""Elements, 256 Ki for a core: their fp32 state fits its cache, and on two cores 256 Ki to 4 Mi in all were no faster; with
+more cores, Python's own time for a run is for more elements. See [Note: small updates], updates/sweep.py."""
+NO_GROUP = -1
+"""The settings of a parameter in no group."""
+
+
+@dataclass
+class Trainable:
+    """One group's trainable parameters that the optimizer has, with the locations of their state.
+
+    `settings` has for each the number of its group in the OptimizerSet, NO_GROUP if it is in none any more: then it is
+    not updated. See train/state/conditions.py.
+    """
+
+    group: int
+    parameters: list[nn.Parameter]
+    places: list[ParameterLocations]
+    settings: list[int]
+    _slices: dict[tuple[bool, ...], list[Slice]] = field(default_factory=dict)
+
+    @property
+    def members(self) -> Iterable[tuple[nn.Parameter, ParameterLocations, int]]:
+        """Each parameter with the locations of its state and the number of its group."""
+        return zip(self.parameters, self.places, self.settings, strict=True)
+
+    def slices(self, active: tuple[bool, ...], page_bytes: int) -> list[Slice]:
+        if active not in self._slices:
+            self._slices[active] = plan_slices(self.group, self.places, active, page_bytes)
+        return self._slices[active]
+
+    def all_slices(self, page_bytes: int) -> list[Slice]:
+        return self.slices((True,) * len(self.places), page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUpdate:
+    """One group's part of a step: the gradients of its trainable parameters, None for one without."""
+
+    trainable: Trainable
+    gradients: tuple[torch.Tensor | None, ...]
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        return tuple(gradient is not None for gradient in self.gradients)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters that it updates."""
+        places = zip(self.trainable.places, self.gradients, strict=True)
+        return [of.name for of, gradient in places if gradient is not None]
+
+    def joined(self, other: GroupUpdate | None) -> GroupUpdate:
+        """Return this update together with another optimizer's of the same group, of other parameters."""
+        if other is None:
+            return self
+        pairs = zip(self.gradients, other.gradients, strict=True)
+        return GroupUpdate(self.trainable, tuple(theirs if ours is None else ours for ours, theirs in pairs))
+
+
+def decoded_bytes(trainables: Iterable[Trainable]) -> int:
+    """Return the bytes of the scratch for encoded state. [Note: decoded runs], coded_state.py"""
+    members = ([(p.numel, len(p.coded), p.may_cut) for p in of.places if p.coded] for of in trainables)
+    return scratch_bytes(members, UPDATE_ELEMENTS)
+
+
+def scratch_bytes(groups: Iterable[Sequence[tuple[int, int, bool]]], run_elements: int) -> int:
+    """Return the maximum bytes of decoded values of a run.
+
+    Args:
+        groups: for each group, (elements, number of encoded tensors, may be cut) of its parameters with encoded state.
+        run_elements: elements of a run; only a parameter that may not be cut makes a larger one.
+    """
+    most = 0
+    for members in groups:
+        together = min(run_elements, sum(numel for numel, _, _ in members))
+        most = max([most, *(together * count for _, count, _ in members)])
+        most = max([most, *(numel * count for numel, count, may_cut in members if not may_cut)])
+    return most * torch.float32.itemsize

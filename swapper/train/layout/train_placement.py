@@ -21,9 +21,8 @@ from swapper.modules.groups import largest_working_set, working_sets
 from swapper.paging.layout import SMALL_SECTION_BYTES, Budget, SectionPlan, Slot, divide, resident_bytes
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
-from swapper.train.layout.slices import largest_slice_pages
+from swapper.train.layout.slices import Trainable, decoded_bytes, largest_slice_pages
 from swapper.train.layout.state_codecs import coded_kind
-from swapper.train.layout.trainable import Trainable, decoded_bytes
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
 """Places of (parameters, optimizer state), best first: tensors used twice a step come before those used once.

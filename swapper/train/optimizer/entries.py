@@ -64,7 +64,7 @@ class StateForm:
     Attributes:
         keys: the tensors that it keeps, after any step.
         always: names, of tensors and other entries, that were there after every step of the trial.
-        may_cut: see [Note: what the trial decides] (optimizer_probe.py).
+        may_cut: see [Note: what the trial decides] (optimizer_trial.py).
         starts_together: parameters must get their first gradients in one step: SGD(foreach=True, momentum=...) in bf16
             rounds differently in a step in which any of them is new.
         sets: names of settings in its groups that a step changes.
@@ -203,3 +203,32 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the `StateKey.order` of a tensor; empty if it is contiguous, or has gaps or overlaps."""
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
     return order if not tensor.is_contiguous() and tensor.permute(*order).is_contiguous() else ()
+
+
+def is_plain(value: Any) -> bool:
+    """Return True if `value` can be stored next to the tensors of an optimizer's state."""
+    if isinstance(value, list | tuple):
+        return all(is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(is_plain(item) for pair in value.items() for item in pair)
+    return type(value) in (int, float, bool, str, type(None))
+
+
+def axes_of(
+    one: torch.Size, other: torch.Size, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """Return the axes of a StateKey, given the shapes of state for parameters of two `shapes`. None: they do not follow."""
+    if one == shapes[0] and other == shapes[1]:
+        return tuple(range(len(one)))
+    if len(one) != len(other):
+        return None
+    axes = []
+    for size, other_size in zip(one, other, strict=True):
+        found = [axis for axis, pair in enumerate(zip(*shapes, strict=True)) if pair == (size, other_size)]
+        if size == other_size:
+            axes.append(-size - 1)
+        elif len(found) == 1:
+            axes.append(found[0])
+        else:
+            return None
+    return tuple(axes)

@@ -8,6 +8,8 @@ wrapper (`accelerator.prepare` puts an AcceleratedOptimizer around an optimizer,
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -98,6 +100,30 @@ def kind_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" + (" (changed)" if is_changed else "")
 
 
+TRIAL_LR = 1e-2
+"""Replaces a learning rate of zero, as at the start of a warm-up, which would show nothing."""
+
+
+def copy_for_trial(optimizer: Optimizer) -> Optimizer:
+    """Return a copy of the optimizer without parameters and state, with a nonzero learning rate."""
+    clone: Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        with contextlib.suppress(Exception):  # attributes that cannot be copied are shared
+            value = value if name in ("state", "param_groups", "step") else copy.deepcopy(value)
+        clone.__dict__[name] = value
+    clone.param_groups = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} | {"params": []}
+        for group in optimizer.param_groups
+    ]
+    for group in clone.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor) and not rate.any():
+            group["lr"] = torch.full_like(rate, TRIAL_LR)
+        elif isinstance(rate, int | float) and rate == 0:
+            group["lr"] = TRIAL_LR
+    return clone
+
+
 MODES = ("train", "eval")
 
 
@@ -176,7 +202,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError unless a trial of `optimizer` (optimizer_probe.py) can tell everything that matters."""
+    """Raise UnsupportedError unless a trial of `optimizer` (optimizer_trial.py) can tell everything that matters."""
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedError(f"offload takes a torch.optim.Optimizer; {type(optimizer).__name__} is not supported")
     kind = kind_of(optimizer)

@@ -21,8 +21,7 @@ from swapper.tensors.guarded_tensor import KEEPS_NOTHING, Function
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.layout.inventory import Inventory
-from swapper.train.layout.slices import TensorLocation
-from swapper.train.layout.trainable import Trainable
+from swapper.train.layout.slices import TensorLocation, Trainable
 from swapper.train.passes.gathering import Gathering
 from swapper.train.passes.train_hooks import TrainingHooks
 from swapper.train.state.mapped_state import MappedState, expire

@@ -3,10 +3,15 @@
 torch loads a state dict module by module, and calls hooks before and after each: they pin the unit's parameters for
 writing, and update fp32 masters. So a state dict mapped from a file is loaded without the whole model in memory. A
 state_dict of gathered parameters is a copy: plain torch's refers to the parameters' memory, which is released here.
+
+Masters follow parameters that are changed so, or by operations. A master that is stored encoded is the difference from its
+parameter, so the parameter is noted before it may change: 2 bytes for each element that is gathered for writing, in addition to
+the budget, until the change is over.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +27,54 @@ from swapper.modules.groups import Models, Unit
 from swapper.modules.leased_group import storage_of
 from swapper.modules.module_hooks import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.turns import Turns
+from swapper.paging.pager import Pager
 from swapper.runtime.interrupts import close_all, defer_signals, run_uninterrupted
 from swapper.train.groups.parameter_group import GroupParameters
-from swapper.train.updates.masters import Masters
+from swapper.train.layout.content import copy_of
+from swapper.train.layout.slices import Trainable
+from swapper.train.updates.sweep import Sweep
+
+
+class Masters:
+    """Notes parameters before changes, and refreshes their masters afterwards.
+
+    Args:
+        fail: called with an error that left some masters as they were: the session cannot go on.
+    """
+
+    def __init__(self, sweep: Sweep, pager: Pager, fail: Callable[[BaseException], None]) -> None:
+        self._sweep = sweep
+        self._pager = pager
+        self._fail = fail
+        self._of = {t.group: t for t in sweep.trainables if any(places.has_master for places in t.places)}
+        self._changes: Counter[int] = Counter()  # that are open, by group
+        self._before: dict[int, dict[str, torch.Tensor]] = {}  # by group and name: parameters before a change
+
+    def before_change(self, groups: Iterable[GroupParameters]) -> None:
+        """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
+        found = list(groups)
+        for group in found:
+            group.home.sync_to_host()
+        for trainable in self._among(found):
+            if self._changes[trainable.group] == 0:
+                coded = [places for places in trainable.places if places.has_coded_master]
+                self._before[trainable.group] = {one.name: copy_of(one.param, self._pager).view(-1) for one in coded}
+            self._changes[trainable.group] += 1
+
+    def after_change(self, groups: Iterable[GroupParameters]) -> None:
+        """Set masters of `groups` to changed parameters, when the outermost change of each is over: no step is taken before."""
+        for trainable in self._among(groups):
+            self._changes[trainable.group] -= 1
+            if self._changes[trainable.group] == 0:
+                try:
+                    self._sweep.refresh_masters(trainable, self._before.pop(trainable.group))
+                except BaseException as error:
+                    self._fail(error)
+                    raise
+
+    def _among(self, groups: Iterable[GroupParameters]) -> Iterator[Trainable]:
+        found = (self._of.get(group.index) for group in groups)
+        return (trainable for trainable in found if trainable is not None)
 
 
 @dataclass(eq=False, repr=False)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from swapper.durability.ranks import Ranks
-from swapper.errors import UnsupportedError
+from swapper.errors import StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
 from swapper.io.engines import Engine
 from swapper.modules.groups import Models
@@ -35,7 +35,6 @@ from swapper.runtime.process import is_off
 from swapper.tensors.torch_private import replace_sync_of_ddp, sync_of_ddp, without_torch_functions
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionEvents
-from swapper.train.layout.averaging import is_replicated
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.initial import Values
 from swapper.train.layout.slices import TensorLocation
@@ -43,9 +42,10 @@ from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.passes.fault_handler import ParameterFaultHandler
 from swapper.train.passes.gathering import Placed, state_dict_of
-from swapper.train.state.member_state import MemberState
+from swapper.train.state.conditions import is_replicated
 from swapper.train.state.optim import StateOwner, packed_groups
 from swapper.train.state.optimizer_state import OptimizerState
+from swapper.train.state.state_view import StateView
 from swapper.train.steps.executor import UpdateExecutor
 
 _without_averaging: weakref.WeakKeyDictionary[FaultHandler, str] = weakref.WeakKeyDictionary()  # and why
@@ -276,3 +276,57 @@ def _sync(parameter: nn.Parameter, process_group: Any, src: int) -> None:
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(value.reshape(-1).view(torch.uint8) for value in (one, other)))
+
+
+class MemberState:
+    """Shows one optimizer of several its own part of the state: see StateOwner (optim.py) and StateStore.
+
+    Args:
+        owner: has the state of all.
+        optimizers: all.
+        member: the number of this one.
+    """
+
+    def __init__(self, owner: OptimizerState, optimizers: OptimizerSet, member: int) -> None:
+        self._owner = owner
+        self._optimizers = optimizers
+        self._member = member
+        self.view = StateView(self)
+
+    @property
+    def hidden(self) -> str | None:
+        return self._owner.hidden
+
+    def save(self) -> dict[int, dict[str, Any]]:
+        return self._owner.save(self._optimizers.numbers(self._member))
+
+    def load(self, state: dict[int, dict[str, Any]]) -> None:
+        self._owner.load(state, self._optimizers.numbers(self._member))
+
+    def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._owner.skip_step(parameters)
+
+    def with_state(self) -> list[torch.Tensor]:
+        own = self._own
+        return [parameter for parameter in self._owner.with_state() if id(parameter) in own]
+
+    def keys(self, parameter: torch.Tensor) -> list[str]:
+        return self._owner.keys(parameter) if id(parameter) in self._own else []
+
+    def read(self, parameter: torch.Tensor, key: str) -> Any:
+        return self._owner.read(parameter, key)
+
+    def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        own = self._own
+        for parameter, state in states.items():
+            if state and id(parameter) not in own:
+                raise StateError(
+                    f"the state of {self._optimizers.describe_member(self._member)} was given a parameter of shape "
+                    f"{list(parameter.shape)} that is in none of its groups"
+                )
+        self._owner.put({parameter: state for parameter, state in states.items() if id(parameter) in own})
+
+    @property
+    def _own(self) -> set[int]:
+        groups = self._optimizers.members[self._member].param_groups
+        return {id(parameter) for group in groups for parameter in group["params"]}

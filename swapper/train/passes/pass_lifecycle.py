@@ -19,7 +19,6 @@ from swapper.train.gradients.grads import Gradients
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.averaging import check_not_averaged
 from swapper.train.layout.inventory import Inventory
 from swapper.train.passes.accumulation_pass import (
     REMEDY,
@@ -28,10 +27,10 @@ from swapper.train.passes.accumulation_pass import (
     forget_failed_backward,
 )
 from swapper.train.passes.fault_handler import ParameterFaultHandler
-from swapper.train.passes.gathering import LoadHooks
+from swapper.train.passes.gathering import LoadHooks, Masters
 from swapper.train.passes.train_hooks import TrainingHooks
+from swapper.train.state.conditions import check_not_averaged
 from swapper.train.steps.executor import UpdateExecutor
-from swapper.train.updates.masters import Masters
 from swapper.train.updates.sweep import Sweep
 
 

@@ -16,7 +16,6 @@ from swapper.io.drives import Tuning
 from swapper.paging.layout import Budget
 from swapper.paging.store.swap_files import TURNS
 from swapper.runtime.stats import StepStats
-from swapper.train.layout.averaging import check_averaging
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables
 from swapper.train.layout.train_placement import (
     StepKind,
@@ -28,7 +27,8 @@ from swapper.train.layout.train_placement import (
 from swapper.train.planning.plan_text import describe
 from swapper.train.planning.planned_step import PlannedStep, sections_of
 from swapper.train.planning.request import Request
-from swapper.train.updates.slice_parts import group_state_bytes, ring_bytes
+from swapper.train.state.conditions import check_averaging
+from swapper.train.updates.device_slots import group_state_bytes, ring_bytes
 
 
 @dataclass(frozen=True)

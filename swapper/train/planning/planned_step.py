@@ -19,15 +19,15 @@ from swapper.paging.schedule import Access
 from swapper.paging.section import Section, pieces_of
 from swapper.runtime.free_memory import HOLES_SHARE, kept_free_bytes
 from swapper.runtime.stats import StepStats
-from swapper.train.gradients.victim_cache import find_regions
+from swapper.train.gradients.grads import find_regions
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
+from swapper.train.layout.slices import Trainable
 from swapper.train.layout.train_placement import (
     ORDER_TOLERANCE,
     groups_in_memory,
     is_resident,
     without_gradients,
 )
-from swapper.train.layout.trainable import Trainable
 from swapper.train.planning.request import Request
 from swapper.train.steps.policies import POLICIES
 from swapper.train.steps.program import StepProgram

@@ -28,7 +28,7 @@ from swapper.train.sharded.sharded_model import ShardedModel
 from swapper.train.sharded.shards import is_sharded
 from swapper.train.state.conditions import check_update
 from swapper.train.state.optim import NoOptimizer
-from swapper.train.updates.adamw_kernel import AdamWKernel
+from swapper.train.updates.one_pass import AdamWKernel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,8 @@ from swapper.device.device import Device
 from swapper.device.device_storage import DeviceStorage
 from swapper.io.registered import Registration, slabs
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
-from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
-from swapper.train.optimizer.optimizer_set import kind_of
+from swapper.train.optimizer.optimizer_set import copy_for_trial, kind_of
 from swapper.train.updates.one_pass import MOMENTS, find_torchs_pass
 
 log = logging.getLogger("swapper")

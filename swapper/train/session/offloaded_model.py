@@ -22,24 +22,20 @@ from swapper.paging.residency import DIRTY, WRITING
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.interrupts import close_all, forget, is_closed
 from swapper.tensors.torch_private import without_torch_functions
-from swapper.train.gradients.grads import Gradients, is_gradient_aliased
-from swapper.train.gradients.victim_cache import find_regions
-from swapper.train.layout.averaging import averaging_refused
+from swapper.train.gradients.grads import Gradients, find_regions, is_gradient_aliased
 from swapper.train.layout.initial import Values
-from swapper.train.layout.slices import ParameterLocations
-from swapper.train.layout.trainable import GroupUpdate, Trainable
+from swapper.train.layout.slices import GroupUpdate, ParameterLocations, Trainable
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.passes.accumulation_pass import AccumulationOrder
-from swapper.train.passes.gathering import Gathering
+from swapper.train.passes.gathering import Gathering, Masters
 from swapper.train.passes.given_model import HookTargets
 from swapper.train.passes.pass_lifecycle import PassLifecycle
 from swapper.train.session.placed_model import PlacedModel
-from swapper.train.state.conditions import Conditions
+from swapper.train.state.conditions import Conditions, averaging_refused
 from swapper.train.state.optim import OtherOptimizers
 from swapper.train.steps.executor import UpdateExecutor
 from swapper.train.steps.policies import POLICIES
 from swapper.train.updates.device_sweep import DeviceSweep
-from swapper.train.updates.masters import Masters
 from swapper.train.updates.sweep import Sweep
 
 log = logging.getLogger("swapper")

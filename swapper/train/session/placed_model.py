@@ -22,7 +22,7 @@ from swapper.train.groups.session_guard import SessionEvents, SessionGuard
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.inventory import find_places, find_trainables
-from swapper.train.layout.shared_memory import find_shared_attributes
+from swapper.train.layout.model_checks import find_shared_attributes
 from swapper.train.passes.fault_handler import ModelInUse, ParameterFaultHandler
 from swapper.train.planning.plan import Plan
 from swapper.train.state.conditions import Membership

@@ -29,8 +29,7 @@ from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.passes.given_model import HookTargets
-from swapper.train.sharded.buffer_memory import EmptyTensors, give_memory, has_replicas, take_memory
-from swapper.train.sharded.buffers import memory_bytes
+from swapper.train.sharded.buffers import EmptyTensors, give_memory, has_replicas, memory_bytes, take_memory
 from swapper.train.sharded.local_tensors import LocalTensor, OpenShards, local_of
 from swapper.train.sharded.shards import Shard, Shards, shard_count, sharded_like
 from swapper.train.steps.executor import UpdateExecutor

@@ -1,10 +1,20 @@
-"""Shows a session a model that `fully_shard` has sharded: this rank pages its shards. See passes/given_model.py."""
+"""Shows a session a model that `fully_shard` has sharded: this rank pages its shards. See passes/given_model.py.
+
+A model that was built on the meta device is initialized shard by shard: no rank ever has the whole model in memory. From a
+checkpoint a rank reads the bytes of its own rows. A function is called with each module in turn, whose own parameters are whole
+meanwhile, as on the CPU; the rank keeps its rows of them. The optimizer's state is shown as plain torch has it: for the model's
+parameters, as DTensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,20 +22,206 @@ from swapper.durability.ranks import Ranks
 from swapper.errors import StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
 from swapper.io.engines import Engine
+from swapper.modules.groups import Group
 from swapper.train.layout.content import NOT_BY_ROWS
 from swapper.train.layout.frozen import FrozenFiles
-from swapper.train.layout.initial import Values
+from swapper.train.layout.initial import Initialize, Values
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.passes.gathering import Placed
 from swapper.train.passes.given_model import GivenModel, HookTargets, ModelBinding
 from swapper.train.sharded.buffers import buffer_bytes
 from swapper.train.sharded.shard_hooks import ShardHooks
-from swapper.train.sharded.shard_values import ShardValues, rows_of
-from swapper.train.sharded.sharded_state import ShardedState, model_state, optimizer_state
-from swapper.train.sharded.shards import Shards, optimizer_of, shard_count
-from swapper.train.state.optim import StateOwner
+from swapper.train.sharded.shards import (
+    Shard,
+    Shards,
+    local_state,
+    optimizer_of,
+    shard_count,
+    sharded_like,
+    sharded_rows,
+)
+from swapper.train.state.optim import StateOwner, packed_groups
 from swapper.train.state.optimizer_state import OptimizerState
+from swapper.train.state.state_view import StateView
+
+
+class ShardValues(Values):
+    """The source of initial values of a rank's shards. For arguments and errors see Values."""
+
+    def __init__(
+        self, init: Initialize | str | os.PathLike[str], shards: Shards, engine: Engine, external: Collection[str] = ()
+    ) -> None:
+        super().__init__(init, shards.model, engine, external)
+        self._shard_of = {key: shard for key, shard in shards.of.items() if key in self._wanted}
+        self._wanted = {id(shard.local) for shard in self._shard_of.values()}
+        self._names = {id(shard.local): shard.name for shard in self._shard_of.values()}
+        for shard in self._shard_of.values() if self._source is not None else ():
+            self._stored[shard.name] = rows_of(self._stored[shard.name], shard)
+        self._modules: Sequence[nn.Module] = ()
+        self._whole: dict[int, nn.Parameter] = {}  # by id of the model's: those that another module owns too
+
+    def batches(self, groups: Iterable[Group]) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
+        """See Values. A function is called in the order of `model.modules()`."""
+        if self._source is not None:
+            yield from super().batches(groups)
+            return
+        group_of = {id(local): group.index for group in groups for _, local in group.parameters}
+        owning = ((module, self._own(module)) for module in self._model.modules())
+        known = ((module, own) for module, own in owning if own)
+        for _, batch in groupby(known, key=lambda item: {group_of[id(shard.local)] for shard in item[1].values()}):
+            members = list(batch)
+            self._modules = [module for module, _ in members]
+            locals_ = list({id(s.local): s.local for _, own in members for s in own.values()}.values())
+            yield locals_, locals_
+
+    @torch.no_grad()
+    def fill(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._source is not None:
+            super().fill(parameters)
+            return
+        for module in self._modules:
+            self._fill_module(module, self._own(module))
+
+    def _fill_module(self, module: nn.Module, own: dict[str, Shard]) -> None:
+        """Call the function with `module` while its own parameters are whole, and keep this rank's rows."""
+        sharded = dict(module._parameters)
+        for name, shard in own.items():
+            whole = self._whole.get(id(shard.parameter))
+            if whole is None:
+                zeros = torch.zeros(shard.parameter.shape, dtype=shard.local.dtype, device="cpu")
+                whole = nn.Parameter(zeros, requires_grad=shard.local.requires_grad)
+            module._parameters[name] = whole
+        try:
+            self._initialize(module)
+            for name, shard in own.items():
+                found: Any = module._parameters[name]
+                shard.local.copy_(found[shard.rows.start : shard.rows.stop])
+                if any(id(module) not in self._done for module in self._owners(shard)):
+                    self._whole[id(shard.parameter)] = found
+                else:
+                    self._whole.pop(id(shard.parameter), None)
+        finally:
+            module._parameters.update(sharded)
+
+    def _own(self, module: nn.Module) -> dict[str, Shard]:
+        """Return the shards of the module's own parameters, by attribute."""
+        own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        found = {name: self._shard_of[id(p)] for name, p in own.items() if id(p) in self._shard_of}
+        if found and len(found) < len(own):
+            raise UnsupportedError(
+                f"{type(module).__name__} has parameters on the meta device ({', '.join(found)}) and others that are not: init= "
+                "would be called with shards. Build all of them on the meta device, or none"
+            )
+        return found
+
+    def _owners(self, shard: Shard) -> Iterator[nn.Module]:
+        return (m for m in self._model.modules() if any(p is shard.parameter for p in m._parameters.values()))
+
+
+def rows_of(stored: StoredTensor, shard: Shard) -> StoredTensor:
+    """Return the place of a shard's rows in a stored tensor. Raises UnsupportedError: they are not one run of bytes."""
+    rows = shard.rows
+    if not rows:
+        return replace(stored, shape=tuple(shard.local.shape), nbytes=0, stride=None)
+    found = stored.rows(rows.start, rows.stop)
+    if found is None:
+        raise UnsupportedError(
+            f"{stored.name!r} in {stored.path} is not contiguous, so rows of it cannot be read alone: make one file of it by "
+            f"`swapper export {stored.path} NEW --to safetensors`"
+        )
+    return found
+
+
+class ShardedState:
+    """The state of the shards of one model: see StateOwner (optim.py) and StateStore.
+
+    Args:
+        owner: has it.
+        shards: of this rank.
+        optimizer: the user's, over the model's parameters.
+    """
+
+    def __init__(self, owner: OptimizerState, shards: Shards, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._owner = owner
+        self._shards = shards
+        self._parameters = {id(shard.local): shard.parameter for shard in shards.all}
+        self.view = StateView(self)
+
+    @property
+    def hidden(self) -> str | None:
+        return "it would see shards for parameters, which fully_shard has made. Do that in step()"
+
+    def save(self) -> dict[int, dict[str, Any]]:
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return {
+            number: {key: sharded_like(value, parameters[number]) for key, value in state.items()}
+            for number, state in self._owner.save().items()
+        }
+
+    def load(self, state: dict[int, dict[str, Any]]) -> None:
+        self._owner.load({number: local_state(values) for number, values in state.items()})
+
+    def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        found = (self._shards.of.get(id(parameter)) for parameter in parameters)
+        self._owner.skip_step(shard.local for shard in found if shard is not None)
+
+    # --- see StateStore -------------------------------------------------------------------------------------------------
+
+    def with_state(self) -> list[torch.Tensor]:
+        return [self._parameters[id(local)] for local in self._owner.with_state()]
+
+    def keys(self, parameter: torch.Tensor) -> list[str]:
+        shard = self._shards.of.get(id(parameter))
+        return [] if shard is None else self._owner.keys(shard.local)
+
+    def read(self, parameter: torch.Tensor, key: str) -> Any:
+        return sharded_like(self._owner.read(self._shards.of[id(parameter)].local, key), parameter)
+
+    def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        self._owner.put({self._shards.of[id(p)].local: local_state(state) for p, state in states.items()})
+
+
+def model_state(shards: Shards) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint.state_dict.get_model_state_dict does."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes a second
+
+    return get_model_state_dict(shards.model)
+
+
+def optimizer_state(shards: Shards, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does.
+
+    Args:
+        optimizer: of the shards.
+        state: by number, as in torch's state_dict.
+    """
+    shard_of = {id(shard.local): shard for shard in shards.all}
+    in_order = [shard_of[id(local)] for group in optimizer.param_groups for local in group["params"]]
+    names = [_qualified(shard.name) for shard in in_order]
+    settings = packed_groups(optimizer.param_groups)
+    return {
+        "state": {
+            names[number]: {key: _like(value, in_order[number].parameter) for key, value in values.items()}
+            for number, values in state.items()
+        },
+        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in settings],
+    }
+
+
+def _like(value: Any, parameter: Any) -> Any:
+    """As `sharded_like`; of an encoded tensor the same for each of its parts, which have the parameter's rows."""
+    if not isinstance(value, dict):
+        return sharded_like(value, parameter)
+    return {
+        key: sharded_rows(part, parameter) if isinstance(part, torch.Tensor) else part for key, part in value.items()
+    }
+
+
+def _qualified(name: str) -> str:
+    """Return a parameter's name as in torch's state dicts, without wrappers."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 class ShardedModel(GivenModel):

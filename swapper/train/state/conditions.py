@@ -4,21 +4,25 @@
 then the user may have taken a parameter out of its group, moved it, or removed, inserted, reordered and replaced groups.
 The next step follows such edits, and so does every numbering of parameters. An edit that cannot be followed is refused
 by name before anything changes, and can be undone.
+
+Averages of gradients over processes are refused where a placement or an update time rules them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import distributed as torch_ddp
 
+from swapper.capabilities import Feature, broken_rule
 from swapper.errors import StateError, UnsupportedError
-from swapper.train.layout.averaging import check_averaging
+from swapper.tensors.torch_private import composed, running_ddp
 from swapper.train.layout.inventory import Inventory, updated_dtype
-from swapper.train.layout.slices import ParameterLocations
-from swapper.train.layout.trainable import NO_GROUP, Trainable
+from swapper.train.layout.slices import NO_GROUP, ParameterLocations, Trainable
 from swapper.train.optimizer.entries import StateEntries, StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 
@@ -160,9 +164,7 @@ class Conditions:
         self._kinds: dict[tuple[int, torch.dtype, int], dict[StateForm, str]] = {}
         self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterLocations]]] = {}
         for trainable in self._trainables:
-            for parameter, places, settings in zip(
-                trainable.parameters, trainable.places, trainable.settings, strict=True
-            ):
+            for parameter, places, settings in trainable.members:
                 if settings == NO_GROUP:
                     continue
                 dtype = updated_dtype(parameter, self._inventory.master_dtype)
@@ -229,3 +231,46 @@ def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], opti
             "after the next forward: offload with update='step'"
         )
     check_averaging(model, update, gradients_leave=False)
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Return whether gradients of `module` are averaged over processes: by DDP, or by torch's composable `replicate`."""
+    return isinstance(module, torch_ddp.DistributedDataParallel) or "replicate" in composed(module)
+
+
+def averaging_refused(update: str, gradients_leave: bool) -> str:
+    """Return why DistributedDataParallel cannot average a model's gradients; "" if it can.
+
+    Args:
+        update: when the model is updated.
+        gradients_leave: they are copied from an accelerator to the host as they arrive.
+    """
+    asked = {Feature.REPLICATED}
+    if update == "backward":
+        asked.add(Feature.IN_BACKWARD)
+    if gradients_leave:
+        asked.add(Feature.GRADIENTS_LEAVE)
+    rule = broken_rule(asked)
+    return "" if rule is None else rule.message
+
+
+def check_averaging(model: nn.Module, update: str, gradients_leave: bool) -> None:
+    """Raise UnsupportedError if gradients of `model` are averaged, which needs a group of processes, and cannot be.
+
+    Args: see `averaging_refused`.
+    """
+    refusal = averaging_refused(update, gradients_leave)
+    if refusal and dist.is_initialized() and any(map(is_replicated, model.modules())):
+        raise UnsupportedError(refusal)
+
+
+def check_not_averaged(ids: Container[int], refusal: str) -> None:
+    """Raise UnsupportedError in a forward of a DistributedDataParallel that `offload` was not given, as Lightning's is.
+
+    Args:
+        ids: of the parameters that were offloaded.
+        refusal: why their gradients cannot be averaged. See `averaging_refused`.
+    """
+    outer = running_ddp()
+    if outer is not None and any(id(parameter) in ids for parameter in outer.parameters()):
+        raise UnsupportedError(refusal)

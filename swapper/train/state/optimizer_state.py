@@ -23,11 +23,10 @@ from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import as_tensor, copy_of, iter_section_pages
 from swapper.train.layout.inventory import Inventory, updated_dtype
-from swapper.train.layout.slices import ParameterLocations, TensorLocation
+from swapper.train.layout.slices import NO_GROUP, ParameterLocations, TensorLocation, Trainable
 from swapper.train.layout.state_codecs import MASTER
-from swapper.train.layout.trainable import NO_GROUP, Trainable
 from swapper.train.optimizer.entries import PAGED, StateEntries, entry_of, flat, nested
-from swapper.train.state.coded_tensors import CodedTensors
+from swapper.train.state.coded_state import CodedTensors
 from swapper.train.state.conditions import Membership
 from swapper.train.state.mapped_state import MappedState, expire, steady
 from swapper.train.state.resident_state import DeviceResidentState
@@ -92,11 +91,11 @@ class OptimizerState:
         self._group_of = {id(parameter): t.group for t in trainables for parameter in t.parameters}
         self.entries = StateEntries(inventory.forms)
         self._coded = CodedTensors([places_of for _, places_of in self._trained], pager, directory)
-        self._on_device = on_device
         self.kept: DeviceResidentState | None = None
         if on_device is not None and on_device.updates:
             resident_set = (trainable for trainable in trainables if trainable.group in inventory.staying_state)
             self.kept = DeviceResidentState(resident_set, on_device, pager)
+        self._elsewhere = [one for one in (self.kept, on_device) if one is not None]  # what may have newer content
         self._shown: weakref.WeakSet[MappedState] = weakref.WeakSet()  # state dicts
         self._copies: weakref.WeakValueDictionary[tuple[str, str], ShownState] = weakref.WeakValueDictionary()
         self._generation = 0  # increases when the state changes as a whole
@@ -118,10 +117,8 @@ class OptimizerState:
         Raises:
             IoError, DeviceError: it could not be copied.
         """
-        if self.kept is not None:
-            self.kept.sync_to_host()
-        if self._on_device is not None:
-            self._on_device.sync_to_host()
+        for one in self._elsewhere:
+            one.sync_to_host()
 
     def forget_kept(self) -> None:
         """Discard state on the device: the sections are valid."""
@@ -214,9 +211,7 @@ class OptimizerState:
             new = [
                 (places.name, at, updated_dtype(parameter, self._inventory.master_dtype))
                 for trainable in self._trainables
-                for parameter, places, at in zip(
-                    trainable.parameters, trainable.places, trainable.settings, strict=True
-                )
+                for parameter, places, at in trainable.members
                 if id(parameter) in active and at != NO_GROUP and not self.entries[places.name]
             ]
             if new:

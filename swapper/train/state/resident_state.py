@@ -19,8 +19,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.slices import ParameterLocations, TensorLocation
-from swapper.train.layout.trainable import Trainable
+from swapper.train.layout.slices import ParameterLocations, TensorLocation, Trainable
 
 
 @dataclass(slots=True)

@@ -46,13 +46,11 @@ from swapper.paging.schedule import Access
 from swapper.runtime.interrupts import defer_signals
 from swapper.tensors.torch_private import backward_task
 from swapper.train.gradients.autograd_grads import AccumulationHooks
-from swapper.train.gradients.used_gradient import ADVICE
+from swapper.train.gradients.gradient_guards import ADVICE, GradientGuards
 from swapper.train.groups.group_state import CURRENT, DUE, READY, SEALED, UPDATING
 from swapper.train.groups.parameter_group import GroupParameters
-from swapper.train.layout.trainable import GroupUpdate, Trainable
-from swapper.train.steps.backward_progress import BackwardProgress
-from swapper.train.steps.gradient_guards import GradientGuards
-from swapper.train.steps.pending_uses import PendingUses
+from swapper.train.layout.slices import GroupUpdate, Trainable
+from swapper.train.steps.backward_progress import BackwardProgress, PendingUses
 from swapper.train.steps.policies import Completed, Event, Reached, Read, Stepped, UpdatePolicy, Wanted
 from swapper.train.updates.sweep import Sweep
 

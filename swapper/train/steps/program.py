@@ -11,8 +11,7 @@ from swapper.paging.schedule import Access
 from swapper.paging.section import Section
 from swapper.train.groups.group_state import CURRENT, DUE, SEALED, GroupState
 from swapper.train.layout.inventory import Inventory
-from swapper.train.layout.slices import TensorLocation
-from swapper.train.layout.trainable import Trainable
+from swapper.train.layout.slices import TensorLocation, Trainable
 from swapper.train.steps.policies import Completed, Event, Stepped, UpdatePolicy, Wanted
 
 UPDATED_BEHIND = 2

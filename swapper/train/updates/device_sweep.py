@@ -6,21 +6,9 @@ results down. The slice's pages are leased until they have arrived, and then its
 update of three slices overlap with each other and with the drive, also across groups; the ring exists from a step's
 first update until its last results have come. State that stays on the device is updated there.
 
-The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
+The user's optimizer does the updates, or, if chosen, swapper's AdamW (one_pass.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
-decoded for the update there, and encoded after it (slice_parts.py).
-
-[Note: who waits for a slot] The copies up into a slot wait, on their stream, for the copies down from it: for state in host memory
-Python waits for nothing. It waits for the slot's last results if the slice leases frames, since a frame is given to another page
-by Python, or if the slot has too little memory.
-
-[Note: a step goes on] A step is queued when `optimizer.step()` returns, and its copies go on during the next forward, as far as
-streams order everything: state in host memory, of parameters that are updated in their images. What reads that state, or a
-commit, waits for it (`settle`); so does the next update of a group for its own. Results are waited for in the step if they
-lease frames, or if a forward is to copy them to the device again. Of those that a codec may refuse, the step waits for the
-kernels that count such values, and not for the results. Kernels of updates may still read
-gradients then: an operation on one that is still a parameter's `grad` waits for them first (fixed_gradient.py), and one that was
-dropped is kept until its slice has arrived.
+decoded for the update there, and encoded after it (coded_state.py).
 """
 
 from __future__ import annotations
@@ -28,9 +16,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import NoneType
@@ -39,34 +26,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.device.copies import Downloads
-from swapper.device.device_storage import Span, merge_spans
-from swapper.device.model_device import RING
-from swapper.errors import DeviceError, InvariantError, StateError
+from swapper.errors import DeviceError, InvariantError
 from swapper.paging.schedule import Access
-from swapper.paging.section import Page
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.cold_grad import ColdGradient
-from swapper.train.gradients.fixed_gradient import fix, unfix
+from swapper.train.gradients.gradient_guards import fix, unfix
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
-from swapper.train.layout.trainable import GroupUpdate, Trainable
+from swapper.train.layout.slices import GroupUpdate, ParameterLocations, Slice, TensorLocation, Trainable
 from swapper.train.optimizer.optimizer_proxy import Work
+from swapper.train.state.coded_state import CodedSlices
 from swapper.train.state.resident_state import DeviceResidentState
-from swapper.train.updates.adamw_kernel import AdamWKernel, update_by_kernel
-from swapper.train.updates.one_pass import is_fused
-from swapper.train.updates.slice_parts import (
-    CodedSlices,
+from swapper.train.updates.device_results import Results
+from swapper.train.updates.device_slots import (
     Gradient,
     SlicePart,
+    StateAhead,
+    UpdateRing,
+    UpdateSlot,
     coded_in,
     device_scratch_bytes,
     parts_of,
+    pieces_on_host,
     slice_bytes,
     slot_bytes,
 )
-from swapper.train.updates.state_ahead import StateAhead, UpdateSlot
-from swapper.train.updates.sweep import Sweep, Update
+from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, update_by_kernel
+from swapper.train.updates.sweep import Sweep
 
 
 class DeviceSweep(Sweep):
@@ -92,42 +77,31 @@ class DeviceSweep(Sweep):
         self.gradient_of = gradient_of
         self.kept = kept
         self._kernel = kernel
-        self._over: deque[Access] = deque()  # arrived, and leased until the next slice is
-        self._in_flight: Counter[int] = Counter()  # by group: slices
-        self._slots = [UpdateSlot() for _ in range(RING)]
-        self._ahead = StateAhead(on_device, self._pieces, self._needs_only_state)
-        self._last_down: dict[int, torch.Event] = {}  # by group: after the results of its last update have come down
-        self._turn = 0
-        self._results: dict[int, list[Callable[[], None]]] = {}  # by group: sends those of slices whose state was there
+        self._ring = UpdateRing(on_device)
+        self._results = Results(on_device, self._pager, self._counters)
+        self._ahead = StateAhead(on_device, self._needs_only_state)
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
         # Of a slice: what is in the slot, by its begin.
         self._views: dict[tuple[TensorLocation, int], torch.Tensor] = {}
-        self._coded_there = CodedSlices(
-            device_scratch_bytes(self.trainables, self._page_bytes), self._there, on_device.new_storage
-        )
-        self._awaited: set[int] = set()  # groups of the step whose results something waits for: [Note: a step goes on]
+        scratch_bytes = device_scratch_bytes(self.trainables, self._page_bytes)
+        self._coded = self._coded_there = CodedSlices(scratch_bytes, self._there, on_device.new_storage)
         # Gradients that updates of the step may still read.
         self._read: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        self._failure: BaseException | None = None  # with which results of a step were lost
-        self._refusals = Downloads(on_device.device, self._counters)  # counts of what codecs cannot hold
-        self._unchecked: set[int] = set()  # groups whose counts are in flight
-        self._unheld: dict[int, StateError] = {}  # by group: a codec's refusal of a slice of the step
         self._accesses: dict[Access, Access] = {}  # of slices
         self._is_in_place = False  # of the group that is updated: see TrainingDevice.updates_in_place
-        self._usual_bytes = 0  # of a slot
         self._has_updated = False  # in this step
 
     def update(self, update: GroupUpdate) -> None:
         """Update a group. Copies of its results may still be in flight, their pages leased: see `settle`."""
         group = update.trainable.group
-        self._wait_for(group)  # of the step before
+        self._results.wait_for(group)  # of the step before
         self._make_ready(update)
         if not self.kept.is_ready(group):
             self.settle()  # its pages go through the frames that earlier slices still lease
         if not self._has_updated:
             self._begin_ring()
         self._read += zip(update.trainable.parameters, update.gradients, strict=True)
-        with self._apart(), torch.autocast(self.on_device.device.device.type, enabled=False):
+        with self.on_device.apart(), torch.autocast(self.on_device.device.device.type, enabled=False):
             if not self._has_updated or any(type(g) not in (ColdGradient, NoneType) for g in update.gradients):
                 self.on_device.order.follow()
             self._has_updated = True
@@ -137,18 +111,17 @@ class DeviceSweep(Sweep):
                 for number, part in enumerate(update.trainable.slices(update.active, self._page_bytes)):
                     access = self._access(update.trainable, part)
                     if (slot := self._slot_ahead(update, number)) is not None:
-                        send = self._update_on_device(update, part, access, slot, is_there=True)
-                        self._results.setdefault(group, []).append(send)
+                        self._results.keep(group, self._update_on_device(update, part, access, slot, is_there=True))
                         continue
-                    slot = self._next_slot(slice_bytes(update.trainable, part), bool(access.pages))
+                    slot = self._ring.next(slice_bytes(update.trainable, part), bool(access.pages))
                     self._update_on_device(update, part, access, slot, is_there=False)()
 
     def fetch_ahead(self, groups: int | None = None) -> None:
-        if not self._has_updated and self.on_device.ahead_bytes and self._failure is None:
+        if not self._has_updated and self.on_device.ahead_bytes and not self._results.are_lost:
             self.on_device.order.note()
-            with self._apart():
+            with self.on_device.apart():
                 slices = ((of, of.all_slices(self._page_bytes)) for of in self.trainables[:groups])
-                self._ahead.fetch(slices, self._last_down)
+                self._ahead.fetch(slices, self._results.down_at)
 
     def _needs_only_state(self, trainable: Trainable) -> bool:
         are_there = self.on_device.updates_in_place(trainable.group) and all(of.grad is None for of in trainable.places)
@@ -165,7 +138,7 @@ class DeviceSweep(Sweep):
         if then is not None:
             self._pager.lease(then)
         self.on_device.downloads.collect()
-        self._release_arrived()
+        self._results.release_arrived()
         if then is not None:
             self._pager.wait(then)
 
@@ -193,10 +166,7 @@ class DeviceSweep(Sweep):
         self._read.clear()
 
     def show(self, group: int) -> None:
-        if group in self._awaited:
-            self._wait_for(group)
-        elif group in self._unchecked:
-            self._check(group)
+        self._results.show(group)
 
     def settle(self) -> None:
         """Wait until all results are in host memory.
@@ -207,50 +177,19 @@ class DeviceSweep(Sweep):
         """
         self._ahead.invalidate()
         self.drain()
-        self._check()
+        self._results.check()
 
     def drain(self) -> None:
-        self._send_rest(*self._results)
-        try:
-            while self._in_flight.total():
-                self.on_device.downloads.wait_for_oldest()
-        finally:
-            self._release_arrived()
-
-    def _wait_for(self, group: int) -> None:
-        """Wait until the results of a group are in host memory. Raises as `settle`, for this group."""
-        self._send_rest(group)
-        try:
-            while self._in_flight[group]:
-                self.on_device.downloads.wait_for_oldest()
-        finally:
-            self._release_arrived()
-        self._check(group)
-
-    def _send_rest(self, *groups: int) -> None:
-        """Send the results of groups that nothing waits for: those in the ring, whose slots are needed again, came first."""
-        with self._apart():
-            for group in groups:
-                for send in self._results.pop(group, ()):
-                    send()
-
-    def _check(self, group: int | None = None) -> None:
-        if group in self._unchecked or (group is None and self._unchecked):
-            self._refusals.finish()
-            self._unchecked.clear()
-        if self._failure is not None:
-            raise self._failure
-        for error in [error for index, error in self._unheld.items() if group in (None, index)]:
-            raise error
+        self._results.wait_for_all()
 
     def end(self) -> None:
         """Note that all groups are updated. Only results that something waits for are in memory: [Note: a step goes on]"""
-        self._send_rest(*self._results)
-        if self._awaited:
+        self._results.send_rest()
+        if self._results.awaited:
             self.settle()
-            self._awaited.clear()
-        self._check()
-        if not self._in_flight.total():
+            self._results.awaited.clear()
+        self._results.check()
+        if not self._results.in_flight:
             self._free_slots()
         self._has_updated = False
         self._ahead.begin_step()
@@ -261,57 +200,25 @@ class DeviceSweep(Sweep):
 
     def abandon(self) -> None:
         super().abandon()
-        self._results.clear()
         self.rejoin()
         with contextlib.suppress(DeviceError):  # a failed device keeps the memory until the process ends
-            if self._in_flight.total():
-                self.on_device.downloads.finish()
-            self._refusals.finish()
-            self._over.clear()
+            self._results.finish()
             self._free_slots()
-            with self._apart():
+            with self.on_device.apart():
                 self._ahead.free()
-        self._awaited.clear()
-        self._unchecked.clear()
-        self._unheld.clear()
-        self._failure = None
+        self._results.forget()
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _apart(self) -> AbstractContextManager[None]:
-        """Return a context whose kernels are queued on the stream of updates."""
-        return self.on_device.device.on(self.on_device.updating)
 
     def _begin_ring(self) -> None:
         """Give the ring its memory, so that the first copies to it wait neither for updates nor for the caller's kernels."""
         self.on_device.order.note()
-        self._usual_bytes = self._usual_bytes or slot_bytes(self.trainables, self._page_bytes)
-        with self._apart():
-            for slot in self._slots:
-                if slot.storage is None:
-                    slot.storage = self.on_device.new_storage(self._usual_bytes)
-
-    def _next_slot(self, nbytes: int, has_pages: bool) -> UpdateSlot:
-        """Return the ring's next slot, with at least this memory. [Note: who waits for a slot]"""
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % RING
-        is_short = slot.storage is None or slot.storage.nbytes < nbytes
-        while slot.in_flight and (has_pages or is_short):
-            self.on_device.downloads.wait_for_oldest()
-        if slot.storage is None or slot.storage.nbytes < nbytes:
-            if slot.storage is not None:
-                slot.storage.free()
-                slot.storage = slot.last_use = None
-            slot.storage = self.on_device.new_storage(max(nbytes, self._usual_bytes))
-        return slot
+        with self.on_device.apart():
+            self._ring.begin(lambda: slot_bytes(self.trainables, self._page_bytes))
 
     def _free_slots(self) -> None:
-        for slot in self._slots:
-            storage, slot.storage, slot.last_use, slot.in_flight = slot.storage, None, None, 0
-            if storage is not None:
-                with self._apart():
-                    storage.free()
-        with self._apart():
+        with self.on_device.apart():
+            self._ring.free()
             self._coded_there.free()
         self._has_updated = False
 
@@ -323,23 +230,23 @@ class DeviceSweep(Sweep):
         if storage is None:
             raise InvariantError("a slice was to be updated in a slot without memory")
         self._pager.lease(access)
-        self._release_arrived()
+        self._results.release_arrived()
         self._pager.wait(access)
         started = time.monotonic()
         try:
             parts = parts_of(update, part, self.gradient_of, self._is_in_place)
-            up = list(self._pieces(p for p in parts if p.copied_up))
+            up = list(self._on_host(p for p in parts if p.copied_up))
             if not is_there:
                 self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
             self._views = {(p.place, p.begin): p.view(storage) for p in parts}
-            run = list(self._updates(update, part))
+            run = [self._prepare(update, piece.parameter, piece.begin, piece.end) for piece in part.pieces]
             for proxy, works in self._proxies.each_with(self._update_by_kernels(run)):
                 proxy.update(works)
             for one in run:
                 self._store(one)
-            self._send_unheld(update.trainable.group)
-            found = self._pieces(p for p in parts if p.copied_down)
+            self._results.send_unheld(update.trainable.group, self._coded_there.counts())
+            found = self._on_host(p for p in parts if p.copied_down)
             down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
             if self._is_in_place and access.pages:
                 down += self._parameters(update.trainable, part)
@@ -352,22 +259,8 @@ class DeviceSweep(Sweep):
             raise
         self._views.clear()
         self._counters.updated(started, access.key)
-        return partial(self._send_results, update, access, slot, [*down, *counts])
-
-    def _send_results(
-        self, update: GroupUpdate, access: Access, slot: UpdateSlot, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        group, gradients = update.trainable.group, update.gradients
-        slot.in_flight += 1
-        self._in_flight[group] += 1
-        if access.pages or not self._is_in_place:
-            self._awaited.add(group)
-        slot.last_use = self._last_down[group] = self.on_device.downloads.send(
-            pieces,
-            lambda: self._arrived(group, access, slot, gradients),
-            lambda error: self._lost(group, access, slot, error),
-            is_held=False,
-        )
+        is_awaited = bool(access.pages) or not self._is_in_place
+        return partial(self._results.send, update, access, slot, [*down, *counts], is_awaited)
 
     def _parameters(self, trainable: Trainable, part: Slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield a slice's parameters in host memory and in the image. [Note: what stays is updated there]"""
@@ -376,7 +269,7 @@ class DeviceSweep(Sweep):
             if place.section.resident:
                 continue
             here = self.on_device.parameter(place.section, place.slot)[piece.begin : piece.end].view(torch.uint8)
-            for at, memory in self._pieces([SlicePart(place, piece.begin, piece.end, 0, False, True)]):
+            for at, memory in self._on_host([SlicePart(place, piece.begin, piece.end, 0, False, True)]):
                 yield memory, here[at : at + memory.numel()]
 
     def _access(self, trainable: Trainable, part: Slice) -> Access:
@@ -389,50 +282,15 @@ class DeviceSweep(Sweep):
             self._accesses[part.access] = access
         return access
 
-    def _arrived(self, group: int, access: Access, slot: UpdateSlot, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Note that the results of a slice are in host memory. Until now `gradients`, which it was updated with, were kept."""
-        self._in_flight[group] -= 1
-        slot.in_flight -= 1
-        self._over.append(access)
+    def _is_by_kernel(self, places: ParameterLocations, settings: int) -> bool:
+        kind, values = self._proxies.kind(settings), self._proxies.settings(settings)
+        return self._kernel is not None or is_fused(kind, values, places)
 
-    def _lost(self, group: int, access: Access, slot: UpdateSlot, error: BaseException) -> None:
-        self._failure = error
-        self._in_flight[group] -= 1
-        slot.in_flight -= 1
-        self._pager.release(access)
+    def _widen(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return gradient.to(dtype)
 
-    def _release_arrived(self) -> None:
-        while self._over:
-            access = self._over.popleft()
-            self._pager.release(access, access.writes)
-
-    def _updates(self, update: GroupUpdate, part: Slice) -> Iterator[Update]:
-        """Yield the optimizer's updates, on views of the slot, of state that stays on the device, and of the scratch."""
-        trainable = update.trainable
-        for piece in part.pieces:
-            places, settings = trainable.places[piece.parameter], trainable.settings[piece.parameter]
-            begin, end = piece.begin, piece.end
-            by_kernel = self._kernel is not None or is_fused(
-                self._proxies.kind(settings), self._proxies.settings(settings), places
-            )
-            shape = (-1,) if places.may_cut else places.param.slot.spec.shape
-            state_tensors = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
-            param = self._there(places.param, begin, end).view(shape)
-            decoded = self._decoded(self._coded_there, places, begin, end, param, by_kernel)
-            state_tensors.update(decoded)
-            master = state_tensors.pop("master", None)
-            target = param if master is None else master
-            gradient = self._gradient_of(update, piece).view(shape)
-            if not by_kernel:
-                gradient = gradient.to(target.dtype)
-            state = self._state(places, begin, end, state_tensors)
-            for key in places.others:
-                if isinstance(value := state.get(key), torch.Tensor):
-                    state[key] = self._on_device(value, target.device, self._counts_there(settings, by_kernel))
-            marks, passes = vars(trainable.parameters[piece.parameter]), self._entries.passes(places.name)
-            work = Work(settings, target.detach(), gradient, state, marks, passes)
-            rounded = None if master is None else param
-            yield Update(work, places, begin, end, state_tensors, target, rounded, decoded, by_kernel)
+    def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
+        return self._there(place, begin, end).view((-1,) if places.may_cut else places.param.slot.spec.shape)
 
     def _update_by_kernels(self, run: list[Update]) -> list[Work]:
         """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], one_pass.py"""
@@ -448,29 +306,15 @@ class DeviceSweep(Sweep):
         """Return True if counters of a group are counted on the device."""
         return not by_kernel and self._proxies.counts_on_device(settings)
 
-    def _encode(self, update: Update, param: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        self._coded_there.encode(update.places, update.begin, update.end, param, values)
-
-    def _send_unheld(self, group: int) -> None:
-        """Have the counts of what codecs cannot hold of a slice come down, before its results."""
-        found = self._coded_there.counts()
-        if found is None:
-            return
-        counts, error_in = found
-        here = self.on_device.device.empty_on_host(counts.numel())
-        self._unchecked.add(group)
-        self._refusals.send([(here, counts)], lambda: self._refused(group, error_in(here)))
-
-    def _refused(self, group: int, error: StateError | None) -> None:
-        if error is not None:
-            self._unheld.setdefault(group, error)
-
-    @staticmethod
-    def _on_device(value: torch.Tensor, device: torch.device, counts_there: bool) -> torch.Tensor:
-        """Return state of other shapes on the device; a counter only if it is counted there, by a kernel: no wait."""
-        if value.dim():
-            return value.to(device)
-        return torch.full((), value.item(), dtype=value.dtype, device=device) if counts_there else value
+    def _place_others(self, state: dict[str, Any], places: ParameterLocations, settings: int, by_kernel: bool) -> None:
+        """A counter is copied there only if it is counted there, by a kernel: no wait."""
+        device = self.on_device.device.device
+        for key in places.others:
+            value = state.get(key)
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[key] = value.to(device)
+            elif isinstance(value, torch.Tensor) and self._counts_there(settings, by_kernel):
+                state[key] = torch.full((), value.item(), dtype=value.dtype, device=device)
 
     def _is_unchanged(self, stored: torch.Tensor, value: torch.Tensor) -> bool:
         return False  # comparing would wait for the kernels
@@ -495,9 +339,12 @@ class DeviceSweep(Sweep):
             return super()._others(places)
         return self.kept.others(places.param.section.plan.group, places)
 
+    def _on_host(self, parts: Iterable[SlicePart]) -> Iterator[tuple[int, torch.Tensor]]:
+        return pieces_on_host(parts, self.on_device.host)
+
     def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
         self._ahead.invalidate()
-        self._wait_for(trainable.group)
+        self._results.wait_for(trainable.group)
         if trainable.group not in self.kept:
             super().refresh_masters(trainable, before)
             return
@@ -522,7 +369,7 @@ class DeviceSweep(Sweep):
                 if not places.has_master:
                     continue
                 param = SlicePart(places.param, begin, end, 0, True, False)
-                self.on_device.bring_up(slot, list(self._pieces([param])))
+                self.on_device.bring_up(slot, list(self._on_host([param])))
                 new = self._views[places.param, begin] = param.view(slot)
                 if places.has_coded_master:
                     self._coded_there.refresh_master(places, begin, end, before[places.name], end - begin)
@@ -534,27 +381,10 @@ class DeviceSweep(Sweep):
         if (found := self._coded_there.counts()) is not None and (error := found[1](found[0].cpu())) is not None:
             raise error
 
-    def _gradient_of(self, update: GroupUpdate, piece: SlicePiece) -> torch.Tensor:
-        """Return a piece of a gradient, flat and clipped: in the slot, or in the gradient that stays on the device."""
-        here = update.gradients[piece.parameter]
+    def _gradient_part(self, update: GroupUpdate, number: int, begin: int, end: int) -> torch.Tensor:
+        """Return elements of a gradient, clipped: in the slot, or in the gradient that stays on the device."""
+        here = update.gradients[number]
         if here is not None and type(here) is not ColdGradient:
-            return here.detach().reshape(-1)[piece.begin : piece.end]
-        grad, content = self.gradient_of(update.trainable.parameters[piece.parameter])
-        return content.of(self._views[grad, piece.begin])
-
-    def _pieces(self, parts: Iterable[SlicePart]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the offset in the slot and the host memory of what each page has of `parts`; neighbors are one piece."""
-        spans: dict[Page, list[Span]] = {}
-        for part in parts:
-            section, slot = part.place.section, part.place.slot
-            begin = slot.offset + part.begin * slot.spec.dtype.itemsize
-            end = begin + part.nbytes
-            for page in section.pages_of(begin, end) or [section.piece]:
-                first, last = max(begin, page.offset), min(end, page.offset + page.nbytes)
-                if first < last:
-                    span = Span(first - page.offset, last - first, part.offset + first - begin)
-                    spans.setdefault(page, []).append(span)
-        for page, found in spans.items():
-            memory = self.on_device.host.of(page)
-            for span in merge_spans(found):
-                yield span.target, memory[span.begin : span.begin + span.nbytes]
+            return here.detach().reshape(-1)[begin:end]
+        grad, content = self.gradient_of(update.trainable.parameters[number])
+        return content.of(self._views[grad, begin])

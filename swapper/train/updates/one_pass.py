@@ -1,4 +1,6 @@
-"""Updates a piece of a parameter and its state in one pass of C++ without the GIL, if the optimizer is torch's Adam or AdamW.
+"""Defines the update of some elements of a parameter, and does it in one pass where that is possible.
+
+In host memory that is a pass of C++ without the GIL, if the optimizer is torch's Adam or AdamW.
 
 [Note: fused AdamW] One pass decodes, does AdamW and encodes (swapper/codecs/coded_adamw.py) where both moments are stored
 rounded, masters encoded too ("8bit" and "bf16"), and the optimizer is torch's own AdamW without amsgrad. On a device kernels
@@ -6,11 +8,15 @@ do the three, with the same bits. The order of operations is not torch's: result
 the last bits of fp32, far below what rounding the moments changes. Whether it is used follows from the optimizer and the
 codecs alone, so results do not depend on placements and budgets.
 
-[Note: as torch does] Other state of torch's Adam and AdamW, above all exact state, is updated by a pass with torch's
-bits (swapper/codecs/coded_adamw.py): a piece's gradients are widened, and parameters rounded, in the same pass. What
-it does not have is left to the optimizer: amsgrad, `fused`, settings that are tensors, subnormal numbers flushed to
-zero. A trial compares it with torch's AdamW and Adam, once a process; if their bits differ, the optimizer itself is
-run.
+[Note: as torch does] Other state of torch's Adam and AdamW, above all exact state, is updated by a pass with torch's bits
+(swapper/codecs/coded_adamw.py): a piece's gradients are widened, and parameters rounded, in the same pass. What it does not have
+is left to the optimizer: amsgrad, `fused`, settings that are tensors, subnormal numbers flushed to zero. A trial compares it
+with torch's AdamW and Adam, once a process; if their bits differ, the optimizer itself is run.
+
+[Note: chosen AdamW] With update_with="kernel" a device updates with swapper's own AdamW (device/kernels.py) too: one pass over a
+slice instead of torch's many. Its order of operations is not torch's, so it is never chosen automatically. The state is
+torch.optim.AdamW's, with the same keys: `state_dict` shows it, and a run may resume with either. It reads gradients after torch's
+own clipping and unscaling, in their dtype, wherever they were: results do not depend on where anything lives.
 """
 
 from __future__ import annotations
@@ -18,7 +24,9 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +34,8 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from swapper.codecs import CODECS, CodedState, adamw_
 from swapper.codecs.coded_adamw import TorchAdamStep, TorchArithmetic, arithmetics, torch_adam_
-from swapper.device.kernels import AdamWStep
-from swapper.errors import StateError
+from swapper.device.kernels import PARAMETERS, AdamWSlice, AdamWStep, kernel, update_, uses_kernel
+from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.entries import PAGED
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
@@ -39,6 +47,68 @@ ADAM = "torch.optim.adam.Adam"
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 """Keys of the state, whose codecs all round."""
 STATE = {"step", *MOMENTS}
+
+
+@dataclass(slots=True)
+class Update:
+    """The update of elements [begin, end) of a parameter.
+
+    Attributes:
+        work: the optimizer's input.
+        places: the parameter's.
+        state_tensors: in sections, by key: the optimizer's new state is stored there.
+        target: of the updated tensor.
+        rounded: the parameter's elements, if `target` is a master.
+        decoded: state that is stored encoded, by key, for as long as the run: the new values are stored there first.
+        by_kernel: swapper's AdamW updates it, and writes `rounded` too.
+    """
+
+    work: Work
+    places: ParameterLocations
+    begin: int
+    end: int
+    state_tensors: dict[str, torch.Tensor]
+    target: torch.Tensor
+    rounded: torch.Tensor | None
+    decoded: dict[str, torch.Tensor] = field(default_factory=dict)
+    by_kernel: bool = False
+
+
+ALIGNMENT_ELEMENTS = 16
+"""Elements. A gradient begins on a cache line, as separately allocated memory would."""
+
+
+class UpcastBuffer:
+    """Upcasts gradients to the dtype of the updated tensors, in one memory for all gradients of a run of the optimizer.
+
+    So that memory stays in the processor's cache, and the heap allocates no tensor for each run. Owns memory for
+    `numel` elements of the last requested dtype, allocated at the first use.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._memory: torch.Tensor | None = None
+        self._used = 0
+
+    def begin_run(self) -> None:
+        """Begin a run: results of earlier calls are not used any more."""
+        self._used = 0
+
+    def widen(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient in `dtype`: itself, a copy valid until the next `begin_run`, or, if too large, its own
+        copy."""
+        if gradient.dtype == dtype:
+            return gradient
+        begin, end = self._used, self._used + gradient.numel()
+        if end > self._numel or (begin > 0 and (self._memory is None or self._memory.dtype != dtype)):
+            return gradient.to(dtype)
+        if self._memory is None or self._memory.dtype != dtype:
+            self._memory = torch.empty(self._numel, dtype=dtype, device="cpu")
+        self._used = -(-end // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+        return self._memory[begin:end].view(gradient.shape).copy_(gradient)
+
+
+# --- one pass ---------------------------------------------------------------------------------------------------------
 
 States = Mapping[str, CodedState]
 OnePass = Callable[[torch.Tensor, torch.Tensor, States, float, Mapping[str, Any]], int]
@@ -74,23 +144,20 @@ def update_fused(
     param: torch.Tensor, gradient: torch.Tensor, states: States, step: float, settings: Mapping[str, Any]
 ) -> int:
     """See OnePass and [Note: fused AdamW]."""
+    moments, numbers = (states["exp_avg"], states["exp_avg_sq"]), _adamw_step(step, settings)
+    factor, threads = -1.0 if settings.get("maximize") else 1.0, torch.get_num_threads()
+    return adamw_(param, gradient, states.get("master"), *moments, numbers, factor=factor, threads=threads)
+
+
+def _adamw_step(step: float, settings: Mapping[str, Any], seed: int | None = None) -> AdamWStep:
     beta1, beta2 = settings["betas"]
-    numbers = AdamWStep(
-        int(step),
-        float(settings["lr"]),
-        (float(beta1), float(beta2)),
-        float(settings["eps"]),
-        float(settings["weight_decay"]),
-    )
-    return adamw_(
-        param,
-        gradient,
-        states.get("master"),
-        states["exp_avg"],
-        states["exp_avg_sq"],
-        numbers,
-        factor=-1.0 if settings.get("maximize") else 1.0,
-        threads=torch.get_num_threads(),
+    return AdamWStep(
+        step=int(step),
+        lr=float(settings["lr"]),
+        betas=(float(beta1), float(beta2)),
+        eps=float(settings["eps"]),
+        weight_decay=float(settings["weight_decay"]),
+        seed=seed,
     )
 
 
@@ -217,3 +284,84 @@ def _is_torchs(arithmetic: TorchArithmetic, optimizer: Optimizer, values: torch.
     ours = {"parameter": found, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
     theirs = {"parameter": wanted.tensor, **wanted.state}
     return all(torch.equal(tensor.view(torch.int32), theirs[key].view(torch.int32)) for key, tensor in ours.items())
+
+
+NOT_IN_KERNEL = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+"""Settings of torch.optim.AdamW that the kernel does not support."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWKernel:
+    """The kernel's rounding.
+
+    Attributes:
+        seed: of stochastic rounding of the parameters; None rounds to nearest.
+    """
+
+    seed: int | None = None
+
+    def check(self, optimizer: Optimizer, master_weights: torch.dtype | None, device: torch.device) -> None:
+        """Raise ConfigError or UnsupportedError if the kernel cannot update this run."""
+        if type(optimizer) is not torch.optim.AdamW:
+            raise ConfigError(f"update_with='kernel' does what torch.optim.AdamW does, not {type(optimizer).__name__}")
+        if master_weights is not torch.float32:
+            raise ConfigError("update_with='kernel' updates fp32 masters: pass master_weights=torch.float32 too")
+        AdamWStep(1, seed=self.seed)
+        for group in optimizer.param_groups:
+            _check_settings(group)
+        if uses_kernel(device):
+            kernel("arithmetic")
+
+    def check_parameters(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Raise ConfigError for parameters of an unsupported dtype; `dtypes` has the trained ones, by name."""
+        known = (torch.float32, *(PARAMETERS if self.seed is None else (torch.bfloat16,)))
+        for name, dtype in dtypes.items():
+            if dtype not in known:
+                how = "update_with='kernel'" + (" with stochastic_rounding" if self.seed is not None else "")
+                names = " or ".join(str(one).removeprefix("torch.") for one in known)
+                raise ConfigError(f"{how} is for parameters of {names}, and {name} is {dtype}")
+
+    def update(self, updates: Iterable[Update], settings: Callable[[int], Mapping[str, Any]]) -> None:
+        """Update slices that are on the device, the rounded parameters too.
+
+        Args:
+            settings: returns those of the step, by number of the optimizer's group.
+
+        Raises:
+            UnsupportedError: one of them was changed to an unsupported value.
+        """
+        for one in updates:
+            group = settings(one.work.settings)
+            _check_settings(group)
+            update_by_kernel(one, group, self.seed_of(one.places.name))
+
+    def seed_of(self, name: str) -> int | None:
+        """Return the seed of a parameter: with one seed for all, elements of the same number would be rounded alike."""
+        return None if self.seed is None else (self.seed + zlib.crc32(name.encode())) % (1 << 63)
+
+
+def update_by_kernel(one: Update, group: Mapping[str, Any], seed: int | None = None) -> None:
+    """Update one slice, whose state is zeros if there is none yet; `group` has its settings."""
+    work = one.work
+    before = work.state.get("step", torch.zeros((), dtype=torch.float32, device="cpu"))
+    first, second = one.state_tensors["exp_avg"], one.state_tensors["exp_avg_sq"]
+    part = AdamWSlice(
+        work.tensor.view(-1),
+        first.view(-1),
+        second.view(-1),
+        work.gradient.reshape(-1),
+        None if one.rounded is None else one.rounded.view(-1),
+        one.begin,
+    )
+    step = _adamw_step(int(before) + 1, group, seed)
+    update_(part, step, torch.full((1,), -1.0, device=work.tensor.device) if group.get("maximize") else None)
+    work.state = {"step": before + 1, "exp_avg": first, "exp_avg_sq": second}
+
+
+def _check_settings(group: Mapping[str, Any]) -> None:
+    for name in NOT_IN_KERNEL:
+        if group.get(name):
+            raise UnsupportedError(
+                f"update_with='kernel' does not support {name}={group[name]!r} of the optimizer's groups: leave it out, or pass "
+                "update_with='optimizer'"
+            )

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,37 +32,20 @@ from swapper.paging.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.free_memory import note_freed, note_temporaries
 from swapper.tensors.torch_private import without_torch_functions
-from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
-from swapper.train.layout.trainable import UPDATE_ELEMENTS, GroupUpdate, Trainable, decoded_bytes
+from swapper.train.layout.slices import (
+    UPDATE_ELEMENTS,
+    GroupUpdate,
+    ParameterLocations,
+    Slice,
+    SlicePiece,
+    TensorLocation,
+    Trainable,
+    decoded_bytes,
+)
 from swapper.train.optimizer.entries import PAGED, StateEntries, in_order
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work, is_same
-from swapper.train.state.coded_run import CodedRun
-from swapper.train.updates.one_pass import OnePass, find_pass, not_held
-
-
-@dataclass(slots=True)
-class Update:
-    """The update of elements [begin, end) of a parameter.
-
-    Attributes:
-        work: the optimizer's input.
-        places: the parameter's.
-        state_tensors: in sections, by key: the optimizer's new state is stored there.
-        target: of the updated tensor.
-        rounded: the parameter's elements, if `target` is a master.
-        decoded: state that is stored encoded, by key, for as long as the run: the new values are stored there first.
-        by_kernel: swapper's AdamW updates it, and writes `rounded` too.
-    """
-
-    work: Work
-    places: ParameterLocations
-    begin: int
-    end: int
-    state_tensors: dict[str, torch.Tensor]
-    target: torch.Tensor
-    rounded: torch.Tensor | None
-    decoded: dict[str, torch.Tensor] = field(default_factory=dict)
-    by_kernel: bool = False
+from swapper.train.state.coded_state import CodedRun
+from swapper.train.updates.one_pass import OnePass, UpcastBuffer, Update, find_pass, not_held
 
 
 class Sweep:
@@ -114,7 +96,7 @@ class Sweep:
         self._unchanged: set[TensorLocation] = set()  # in the slice that is being updated: [Note: rare writes]
         self._changed: frozenset[int] | None = None  # pages of the last slice; None if they are all that it may change
         self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
-        self._coded = CodedRun(decoded_bytes(trainables), self._flat_part)
+        self._coded = self._coded_here = CodedRun(decoded_bytes(trainables), self._flat_part)
 
     def begin(self, member: int) -> None:
         """Begin a step of one optimizer, with its settings of this moment."""
@@ -213,7 +195,7 @@ class Sweep:
         self._new.clear()
         self._last = self._changed = None
         self._unchanged.clear()
-        self._coded.begin_run()
+        self._coded_here.begin_run()
 
     def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
         """Set masters to parameters that were changed from outside, except where they still round to the parameter.
@@ -228,10 +210,12 @@ class Sweep:
             for piece in part.pieces:
                 places = trainable.places[piece.parameter]
                 if places.has_coded_master:
-                    self._coded.refresh_master(places, piece.begin, piece.end, before[places.name], UPDATE_ELEMENTS)
+                    self._coded_here.refresh_master(
+                        places, piece.begin, piece.end, before[places.name], UPDATE_ELEMENTS
+                    )
                 elif places.has_master:
-                    param = self._part(places.param, places, piece.begin, piece.end)
-                    master = self._part(places.state["master"], places, piece.begin, piece.end)
+                    param = self._flat_part(places.param, piece.begin, piece.end)
+                    master = self._flat_part(places.state["master"], piece.begin, piece.end)
                     master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
             self._pager.release(access, access.writes)
 
@@ -296,9 +280,7 @@ class Sweep:
     def _update_in_one_pass(self, in_one_pass: OnePass, update: GroupUpdate, piece: SlicePiece) -> None:
         """Update a piece and its state in one pass; its step counter as `_state` and `_store` do."""
         trainable, number, begin, end = update.trainable, piece.parameter, piece.begin, piece.end
-        places, fixed = trainable.places[number], update.gradients[number]
-        if fixed is None:
-            raise InvariantError(f"{places.name} has no gradient and was to be updated")
+        places = trainable.places[number]
         stored = self._old[places.name]["step"] if begin > 0 else self._others(places)["step"]
         entries = self._entries[places.name]
         is_new = "step" not in entries
@@ -309,7 +291,7 @@ class Sweep:
                 part.zero_()
         lost = in_one_pass(
             self._flat_part(places.param, begin, end),
-            self._gradient(trainable.parameters[number], fixed, begin, end).contiguous(),
+            self._gradient_part(update, number, begin, end).contiguous(),
             states,
             float(before + 1),
             self._proxies.settings(trainable.settings[number]),
@@ -355,40 +337,54 @@ class Sweep:
         self._coded.begin_run()
 
     def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
-        trainable, fixed = group.trainable, group.gradients[number]
+        """Return the optimizer's input for elements [begin, end) of a parameter, by its number in the group."""
+        trainable, settings = group.trainable, group.trainable.settings[number]
         places = trainable.places[number]
+        by_kernel = self._is_by_kernel(places, settings)
         state_tensors = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
         param = self._part(places.param, places, begin, end)
-        decoded = self._decoded(self._coded, places, begin, end, param)
+        decoded = self._decoded(places, begin, end, param, by_kernel)
         state_tensors.update(decoded)
         master = state_tensors.pop("master", None)
         target = param if master is None else master
-        if fixed is None:
-            raise InvariantError(f"{places.name} has no gradient and was to be updated")
-        gradient = self._gradient(trainable.parameters[number], fixed, begin, end)
+        gradient = self._gradient_part(group, number, begin, end)
         if not places.may_cut:
             gradient = gradient.view(target.shape)
+        if not by_kernel:
+            gradient = self._widen(gradient, target.dtype)
         state = self._state(places, begin, end, state_tensors)
-        wide = self._upcast.widen(gradient, target.dtype)
+        self._place_others(state, places, settings, by_kernel)
         marks, passes = vars(trainable.parameters[number]), self._entries.passes(places.name)
-        work = Work(trainable.settings[number], target.detach(), wide, state, marks, passes)
+        work = Work(settings, target.detach(), gradient, state, marks, passes)
         rounded = None if master is None else param
-        return Update(work, places, begin, end, state_tensors, target, rounded, decoded)
+        return Update(work, places, begin, end, state_tensors, target, rounded, decoded, by_kernel)
+
+    def _is_by_kernel(self, places: ParameterLocations, settings: int) -> bool:
+        """Return True if swapper's AdamW updates a parameter as a part of a run, on a device."""
+        return False
+
+    def _place_others(self, state: dict[str, Any], places: ParameterLocations, settings: int, by_kernel: bool) -> None:
+        """Replace state of other shapes by copies where it is updated, if that is elsewhere."""
+
+    def _gradient_part(self, update: GroupUpdate, number: int, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of a parameter's gradient, flat, clipped, not to be changed."""
+        fixed = update.gradients[number]
+        if fixed is None:
+            raise InvariantError(f"{update.trainable.places[number].name} has no gradient and was to be updated")
+        return self._gradient(update.trainable.parameters[number], fixed, begin, end)
+
+    def _widen(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient in `dtype`, for as long as the run."""
+        return self._upcast.widen(gradient, dtype)
 
     def _decoded(
-        self,
-        coded: CodedRun,
-        places: ParameterLocations,
-        begin: int,
-        end: int,
-        param: torch.Tensor,
-        by_kernel: bool = False,
+        self, places: ParameterLocations, begin: int, end: int, param: torch.Tensor, by_kernel: bool
     ) -> dict[str, torch.Tensor]:
         """Return the state that is stored encoded, decoded, in the shape of `param`. New state is zeros for the kernel."""
         if not places.coded:
             return {}
         known = places.coded if by_kernel else {"master", *self._entries[places.name]}
-        values = coded.decode(places, begin, end, param, known)
+        values = self._coded.decode(places, begin, end, param, known)
         return {key: value.view(param.shape) for key, value in values.items()}
 
     def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
@@ -471,16 +467,12 @@ class Sweep:
         if update.decoded:
             param = update.target if update.rounded is None else update.rounded
             kept = {key: value for key, value in update.decoded.items() if key == "master" or key in entries}
-            self._encode(update, param, kept)
+            self._coded.encode(places, update.begin, update.end, param, kept)
         if update.begin == 0:
             self._new[places.name] = entries
         if update.end == places.numel:
             self._old.pop(places.name, None)
             self._entries.replace(places.name, self._new.pop(places.name))
-
-    def _encode(self, update: Update, param: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Encode new state, by key, of elements whose new parameters are `param`."""
-        self._coded.encode(update.places, update.begin, update.end, param, values)
 
     def _is_unchanged(self, stored: torch.Tensor, value: torch.Tensor) -> bool:
         """Return True if the optimizer has left a factor as it is stored, bit for bit."""
@@ -494,37 +486,3 @@ class Sweep:
 def _is_factor(places: ParameterLocations, key: str, value: Any) -> bool:
     """Return True for state that is a matrix of another shape than the parameter's. See [Note: rare writes]."""
     return key in places.others and isinstance(value, torch.Tensor) and value.dim() > 1
-
-
-ALIGNMENT_ELEMENTS = 16
-"""Elements. A gradient begins on a cache line, as separately allocated memory would."""
-
-
-class UpcastBuffer:
-    """Upcasts gradients to the dtype of the updated tensors, in one memory for all gradients of a run of the optimizer.
-
-    So that memory stays in the processor's cache, and the heap allocates no tensor for each run. Owns memory for
-    `numel` elements of the last requested dtype, allocated at the first use.
-    """
-
-    def __init__(self, numel: int) -> None:
-        self._numel = numel
-        self._memory: torch.Tensor | None = None
-        self._used = 0
-
-    def begin_run(self) -> None:
-        """Begin a run: results of earlier calls are not used any more."""
-        self._used = 0
-
-    def widen(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient in `dtype`: itself, a copy valid until the next `begin_run`, or, if too large, its own
-        copy."""
-        if gradient.dtype == dtype:
-            return gradient
-        begin, end = self._used, self._used + gradient.numel()
-        if end > self._numel or (begin > 0 and (self._memory is None or self._memory.dtype != dtype)):
-            return gradient.to(dtype)
-        if self._memory is None or self._memory.dtype != dtype:
-            self._memory = torch.empty(self._numel, dtype=dtype, device="cpu")
-        self._used = -(-end // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        return self._memory[begin:end].view(gradient.shape).copy_(gradient)

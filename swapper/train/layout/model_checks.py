@@ -1,7 +1,8 @@
-"""Finds what shares memory with a model's parameters before `offload` moves them: other parameters, buffers, attributes, others.
+"""Checks that a model can be offloaded: its parameters, and what shares their memory before `offload` moves them.
 
-Attributes that are views of one parameter follow it to its location. Everything else is refused by name; of what is not the
-model's own (a state_dict that is kept, the graph of an earlier forward) nothing is known but its number, and a warning tells it.
+Attributes that are views of one parameter follow it to its location. Other attributes, parameters and buffers that share its memory
+are refused by name; of what is not the model's own (a state_dict that is kept, the graph of an earlier forward) nothing is known
+but its number, and a warning tells it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,104 @@ import itertools
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from swapper.errors import UnsupportedError
+from swapper.errors import StateError, UnsupportedError
+from swapper.modules.cold import is_cold
+from swapper.modules.groups import refuse_scripted
+from swapper.modules.guarded import is_guarded
 from swapper.modules.leased_group import count_uses, storage_of
+from swapper.train.optimizer.entries import StateForm, is_plain
 
 log = logging.getLogger("swapper")
+
+
+def check_model(
+    model: nn.Module, may_be_meta: bool, device: torch.device | None, frozen_may_be: bool, is_sharded: bool
+) -> None:
+    """Check that a model can be offloaded.
+
+    Args:
+        may_be_meta: parameters may be on the meta device.
+        device: of the model, if not the CPU.
+        frozen_may_be: frozen ones may be there.
+        is_sharded: the parameters are FSDP2's shards.
+
+    Raises:
+        UnsupportedError: it cannot be.
+        StateError: it is offloaded already.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
+    refuse_scripted(model, "manager.offload")
+    for name, parameter in model.named_parameters():
+        if is_cold(parameter) or is_guarded(parameter):
+            raise StateError(
+                f"parameter {name} is offloaded already: a model can belong to only one manager, so close the other one "
+                "first"
+            )
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise UnsupportedError(
+                f"parameter {name} is a part of a flat tensor of FullyShardedDataParallel, which is not paged: shard "
+                "the model with fully_shard instead (with Lightning: ModelParallelStrategy in place of FSDPStrategy)"
+            )
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
+        if parameter.is_meta and not may_be_meta and (parameter.requires_grad or not frozen_may_be):
+            raise UnsupportedError(
+                f"parameter {name} is on the meta device and has no values: pass their source, "
+                "manager.offload(..., init=function_of_a_module or the path of a checkpoint), or build the model on the CPU"
+            )
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            raise UnsupportedError(
+                f"parameter {name} is on {parameter.device}, and the model is to run on {device or 'the CPU'}: pass "
+                f"manager.offload(..., device={str(parameter.device)!r}), or call model.to('cpu') before the optimizer is built"
+            )
+        if type(parameter).__name__ == "DTensor":
+            raise UnsupportedError(
+                f"parameter {name} is a DTensor, and torch's fully_shard was not called on the given {type(model).__name__}: give "
+                "manager.offload the module on which it was called, or call it on this one too"
+            )
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: "
+                "only plain dense nn.Parameter can be paged"
+            )
+    _check_modules(model)
+    check_shared(model, is_sharded)
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedError(
+                f"{name or type(module).__name__} makes sparse gradients, which have no fixed place: build the embedding with "
+                "sparse=False"
+            )
+
+
+def check_state(
+    name: str, parameter: nn.Parameter, state: Mapping[str, Any], form: StateForm, updated: torch.dtype
+) -> None:
+    """Raise UnsupportedError unless the optimizer's existing state of a parameter has the form of the trial's."""
+    known = {key.name: key for key in form.keys}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            fits = is_plain(value)
+        else:
+            fits = key in known and tuple(value.shape) == known[key].shape(parameter.shape)
+            fits = fits and (value.dtype == known[key].dtype or updated != parameter.dtype)
+        if not fits:
+            shape = f" of {value.dtype} and shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise UnsupportedError(
+                f"the optimizer's state of {name} has {sorted(state)}, of which {key!r} (a {type(value).__name__}{shape}) is "
+                f"not its own ({sorted(known)}): offload it with the state that it made, or with none"
+            )
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,87 @@ both increase the gradient's version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from swapper.errors import StateError
-from swapper.train.gradients.fixed_gradient import fix, unfix
-from swapper.train.gradients.used_gradient import protect, release
-from swapper.train.layout.trainable import GroupUpdate, Trainable
+from swapper.tensors.guarded_tensor import Function, TensorWatch, unwatch, watch_of
+from swapper.train.layout.slices import GroupUpdate, Trainable
+
+
+class FixedGradient(TensorWatch):
+    """Watches a gradient that a step will still use.
+
+    Args:
+        finish: has the step use it, and calls `unfix`.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def use(self, tensor: torch.Tensor) -> None:
+        self._finish()
+
+
+def fix(gradient: torch.Tensor, finish: Callable[[], None]) -> None:
+    """Have operations on `gradient`, if it is an ordinary tensor, call `finish` first."""
+    if type(gradient) is torch.Tensor:
+        FixedGradient(finish).watch(gradient)
+
+
+def unfix(gradient: torch.Tensor) -> None:
+    """Make `gradient` an ordinary tensor again, if it was fixed."""
+    if isinstance(watch_of(gradient), FixedGradient):
+        unwatch(gradient)
+
+
+ADVICE = (
+    "to clip or scale gradients, offload with update='step' or update='deferred'; what needs one gradient alone (clipping its "
+    "values) can be done in a hook, parameter.register_post_accumulate_grad_hook, which runs before the update"
+)
+
+
+class UsedGradient(TensorWatch):
+    """Watches the gradient of parameter `name`, which an update has used while the user may still try to change it.
+
+    Until `step()` it can be read, and an operation that would write to it, or to a view of it, raises an error; arrays
+    are read-only. `step()` detects other writes by the gradient's version.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.is_over = False
+
+    def use(self, tensor: torch.Tensor) -> None:
+        if self.is_over:  # a view that somebody has kept
+            unwatch(tensor)
+
+    def changes_nothing(self, func: Function, args: Sequence[Any]) -> bool:
+        factor = args[1] if func is torch.Tensor.mul_ else None  # torch's clip_grad_norm_, if it clips nothing
+        is_number = isinstance(factor, int | float) or (type(factor) is torch.Tensor and factor.dim() == 0)
+        return is_number and bool(factor == 1)
+
+    def write(self, how: str) -> None:
+        raise StateError(
+            f"{how} would change the gradient of {self._name}, which was used in backward already: with update='backward' "
+            f"gradients cannot be changed before optimizer.step(); {ADVICE}"
+        )
+
+
+def protect(gradient: torch.Tensor, name: str) -> None:
+    """Make `gradient`, that of the parameter `name`, read-only from now on."""
+    if type(gradient) is torch.Tensor:
+        UsedGradient(name).watch(gradient)
+
+
+def release(gradient: torch.Tensor) -> None:
+    """Make `gradient` an ordinary tensor again."""
+    watch = watch_of(gradient)
+    if isinstance(watch, UsedGradient):
+        watch.is_over = True
+        unwatch(gradient)
 
 
 class GradientGuards:
@@ -55,8 +128,7 @@ class GradientGuards:
     def protect(self, trainables: Iterable[Trainable]) -> None:
         """Make all gradients of these parameters read-only: a backward has used some of them."""
         for trainable in trainables:
-            members = zip(trainable.parameters, trainable.places, trainable.settings, strict=True)
-            for parameter, places, settings in members:
+            for parameter, places, settings in trainable.members:
                 if parameter.grad is not None:
                     protect(parameter.grad, places.name)
                     self._protected.append((settings, parameter.grad))
@@ -70,9 +142,7 @@ class GradientGuards:
     def changed(self, updates: Iterable[GroupUpdate], groups: range) -> Iterator[str]:
         """Yield the gradients in these groups of the optimizers that are not as they were noted, in words."""
         for update in updates:
-            of = update.trainable
-            members = zip(of.parameters, update.gradients, of.places, of.settings, strict=True)
-            for parameter, gradient, places, settings in members:
+            for (parameter, places, settings), gradient in zip(update.trainable.members, update.gradients, strict=True):
                 is_other = parameter.grad is not gradient or (gradient is not None and self._is_changed(gradient))
                 if settings in groups and is_other:
                     yield f"the gradient of {places.name}"
