@@ -149,7 +149,9 @@ def _with_scratch(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Mod
     sizes: dict[torch.dtype, int] = {}
     for parameter, dtype in zip(parameters, wanted, strict=True):
         sizes[dtype] = max(sizes.get(dtype, SCRATCH_BYTES // dtype.itemsize), parameter.numel())
-    scratch = {dtype: torch.zeros(numel, dtype=dtype) for dtype, numel in sizes.items()}
+    scratch = {
+        dtype: torch.zeros(numel, dtype=dtype, device=torch.get_default_device()) for dtype, numel in sizes.items()
+    }
     memo: dict[int, Any] = {id(buffer): _real(buffer).clone() for buffer in model.buffers()}
     begins = dict.fromkeys(sizes, 0)
     for parameter, dtype in zip(parameters, wanted, strict=True):

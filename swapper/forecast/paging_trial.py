@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from swapper import _C
@@ -92,7 +91,7 @@ class _Layer(nn.Module):
 
     def __init__(self, nbytes: int, memory: _C.Arena) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(nbytes, dtype=torch.uint8), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), requires_grad=False)
         self._memory = memory
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -128,8 +127,8 @@ class _LayerCosts:
         """Use LAYERS layers of this many bytes, with as little memory as works; small ones stay."""
         model: nn.Module = nn.Sequential(*(_Layer(nbytes, memory) for _ in range(LAYERS)))
         with tempfile.TemporaryDirectory(prefix="swapper-") as folder:
-            path = Path(folder) / "trial.safetensors"
-            save_file(model.state_dict(), path)
+            path = Path(folder) / "trial.pt"
+            torch.save(model.state_dict(), path)
             try:
                 model = load(model, path, host_memory=1)
             except BudgetError as error:
@@ -142,7 +141,7 @@ class _LayerCosts:
     @classmethod
     def _measure(cls, model: nn.Module) -> _LayerCosts:
         found: list[tuple[float, float, float]] = []
-        counters, x = loaded(model).counters, torch.zeros(1)
+        counters, x = loaded(model).counters, torch.zeros(1, device="cpu")
         for _ in range(PASSES):
             before_bytes = counters.read_bytes["param"]
             _Layer.apart_s, began_s, all_s = 0.0, time.thread_time(), time.process_time()

@@ -203,6 +203,9 @@ OPTIONS: dict[str, Callable[[str, Path], list[str]]] = {
         ]
         for option in ("--device", "--link")
     },
+    "plan --device-memory": lambda size, _: [
+        "plan", "none.json", *(word for pair in {**PLAN, "--device": "H100"}.items() for word in pair), "--device-memory", size
+    ],
     "bench --file-size": lambda size, at: ["bench", str(at), "--file-size", size],
     "bench --sizes": lambda size, at: ["bench", str(at), "--file-size", "8MiB", "--sizes", size],
     "tune --file-size": lambda size, at: ["tune", str(at), "--file-size", size],
