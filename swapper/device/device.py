@@ -70,7 +70,13 @@ class QueuedCopy:
 
 
 class Device:
-    """Streams, events and memory of one accelerator: `device` with its index, and torch's module for it."""
+    """Streams, events and memory of one accelerator: `device` with its index, and torch's module for it.
+
+    Attributes:
+        is_there: it computes; False: it is only planned for.
+    """
+
+    is_there = True
 
     def __init__(self, device: torch.device, module: object = None) -> None:
         self.device = device

@@ -68,6 +68,15 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+class PlannedDevice(Device):
+    """An accelerator that need not be there, of which nothing but the memory is asked."""
+
+    is_there = False
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("meta"), module=())
+
+
 @dataclass(frozen=True)
 class Machine:
     """What a step is predicted for. [Note: what is assumed]
@@ -189,7 +198,7 @@ class Forecaster:
             self._optimizers[model, setting.optimizer] = OPTIMIZERS[setting.optimizer](model)
         options: dict[str, Any] = {}
         if machine.device_bytes is not None:
-            device = Device(torch.device("meta"), module=())  # of which nothing but the memory is asked
+            device = PlannedDevice()
             options = {
                 "device": device,
                 "device_memory": machine.device_bytes,

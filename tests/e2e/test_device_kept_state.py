@@ -264,9 +264,9 @@ def test_state_that_is_used_before_its_copy_is_over_is_noticed(
     if not waits:
         monkeypatch.setattr(TrainingDevice, "finish", lambda on_device: None)
         monkeypatch.setattr(DeviceStorage, "wait_on_current_stream", lambda storage: None)
-    model.optimizer_state.kept.ready(trainable.group for trainable in model._trainables)
+    model.optimizer_state.kept.ready(trainable.group for trainable in model._sweep.trainables)
     same = []
-    for trainable in model._trainables:
+    for trainable in model._sweep.trainables:
         for parameter, places in zip(trainable.parameters, trainable.places, strict=True):
             here = model.optimizer_state.kept.view(trainable.group, places.state["exp_avg"]).view(parameter.shape)
             name = model._names[id(parameter)]
@@ -331,7 +331,7 @@ def test_pages_whose_parameters_masters_follow_are_leased_until_their_copies_are
 
     monkeypatch.setattr(Pager, "release", note)
     model = pair.manager.current.run.model
-    for trainable in model._trainables:
+    for trainable in model._sweep.trainables:
         calls.clear()
         model._sweep.refresh_masters(trainable, {})
         assert calls == ["finish", "release"] * (len(calls) // 2) and calls

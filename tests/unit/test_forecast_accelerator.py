@@ -15,10 +15,17 @@ from sim.timed_device import Machine, Sizes
 from torch import nn
 
 import swapper
-from swapper.device.device import Device
 from swapper.forecast.accelerator import UPDATE_TOUCHES, DeviceRates, simulate
 from swapper.forecast.compute import ComputeTimes
-from swapper.forecast.machine import KNOWN, REACHED_FLOPS, REACHED_LINK, REACHED_MEMORY, Forecaster, Setting
+from swapper.forecast.machine import (
+    KNOWN,
+    REACHED_FLOPS,
+    REACHED_LINK,
+    REACHED_MEMORY,
+    Forecaster,
+    PlannedDevice,
+    Setting,
+)
 from swapper.forecast.machine import Machine as ForecastMachine
 from swapper.forecast.virtual_drive import DriveRates
 from swapper.io.drives import Drives
@@ -69,7 +76,7 @@ def plan_of(bytes_an_element: float, options: dict[str, Any]) -> Plan:
     numel = sum(parameter.numel() for parameter in model.parameters())
     defaults: dict[str, Any] = {
         "params": "device", "gradients": "device", "optimizer_state": "host", "master_weights": torch.float32,
-        "device": Device(torch.device("meta"), module=()), "device_memory": int(bytes_an_element * numel),
+        "device": PlannedDevice(), "device_memory": int(bytes_an_element * numel),
         "accelerator": swapper.Accelerator(update_on="device"),
     }  # fmt: skip
     manager = ManagerOptions(

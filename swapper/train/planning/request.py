@@ -148,7 +148,7 @@ class Request:
             of.check_rows(options.state_codecs.said)
         updates_there = _updates_there(options, accelerator, device, used)
         if device is not None and options.state_codecs.of_key and updates_there:
-            _check_codecs_there(options, accelerator, device.device.device)
+            _check_codecs_there(options, accelerator, device.device)
         kernel = None
         if accelerator.update_with == "kernel" and device is not None:
             kernel = AdamWKernel(accelerator.stochastic_rounding)
@@ -216,12 +216,12 @@ def _asked(options: OffloadOptions, device: DeviceBudget | None, several: bool, 
     return frozenset(feature for feature, is_so in asked.items() if is_so)
 
 
-def _check_codecs_there(options: OffloadOptions, accelerator: Accelerator, device: torch.device) -> None:
+def _check_codecs_there(options: OffloadOptions, accelerator: Accelerator, there: Device) -> None:
     """Raise UnsupportedError or ConfigError if encoded state cannot be updated on the device."""
-    said = options.state_codecs.said
+    said, device = options.state_codecs.said, there.device
     if uses_kernel(device):
         kernel("codecs")
-    elif device.type not in ("cpu", "meta"):  # on the latter nothing is computed
+    elif there.is_there and device.type != "cpu":
         raise UnsupportedError(
             f"{said}: state is decoded on {' and '.join(ACCELERATORS)}, not on {device.type}: say "
             "swapper.Accelerator(update_on='cpu')"
