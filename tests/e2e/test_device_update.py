@@ -97,7 +97,7 @@ def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_aga
 @pytest.mark.parametrize("rate, place", [(0.0, "device"), (100.0, "cpu")])
 def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate: float, place: str) -> None:
     times = iter([0.5, rate])
-    monkeypatch.setattr("swapper.train.planning.update_times.min_seconds", lambda act: next(times, 0.5))
+    monkeypatch.setattr("swapper.train.planning.update_place.min_seconds", lambda act: next(times, 0.5))
     pair = on_device(update_on="auto", device_memory=8 * MIB, budget=64 * MIB)
     assert pair.manager.current.run.plan.request.updates_there == (place == "device")
     pair.train(train_step, steps=2)
