@@ -117,14 +117,12 @@ class Beginning:
         record: the commit to resume from; None: a new run, or `earlier`.
         fallback: the commit before it, if that is still usable.
         earlier: the run of another number of ranks that this one continues, if any; to be closed.
-        kept: names of swap files of a commit that this directory has, until `earlier` is continued.
     """
 
     directory: RunDirectory
     record: CommitRecord | None
     fallback: Commit | None = None
     earlier: EarlierRanks | None = None
-    kept: frozenset[str] = frozenset()
 
     @property
     def resumed(self) -> CommitRecord | None:
@@ -192,9 +190,7 @@ def _begin(
     if size is not None:
         earlier.keep(size)
         directory.job = earlier.first.job or start
-        return Beginning(
-            directory, None, None, earlier, frozenset(name for commit in commits for name in commit.files.values())
-        )
+        return Beginning(directory, None, None, earlier)
     earlier.close()
     chosen, are_together = choose(held), directory.ranks.are_together
     if chosen is None and are_together:

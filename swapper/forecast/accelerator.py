@@ -4,6 +4,8 @@
 copies up and copies down each follow one another in the order in which the program queues them. A slice of an update is copied up
 into one of the RING's slots, or early into memory that the plan has left for that; its kernels wait for the gradient, and for all
 gradients if they are clipped; and what was copied up early comes down last. Kernels of updates slow those of passes by their time.
+Of what lies on NVMe, each use reads and writes the part that the plan's dry run says does not stay in the pool. A step is at least
+as long as the link's, the drive's and the processors' own work in it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from swapper.forecast.compute import ComputeTimes
 from swapper.forecast.virtual_drive import DriveRates
 from swapper.paging.dry_run import Task
 from swapper.runtime.stats import PHASES, PhaseStats, StepStats
-from swapper.train.layout.train_placement import is_resident, state_bytes
-from swapper.train.planning.planned_step import PlannedStep
+from swapper.train.layout.train_placement import state_bytes
+from swapper.train.planning.planned_step import PlannedStep, Traffic
 from swapper.train.planning.update_place import copy_seconds, min_seconds
 
 STEPS = 4
@@ -86,7 +88,6 @@ class _Group:
         stays: its parameters are on the device from step to step.
         state_bytes: of an element, that an update copies up, and down.
         gradient_bytes: of an element, that are copied to host memory.
-        state_on_drive: an update reads and writes it there.
         ready_s: when its parameters can be used.
         gradient_s: when its gradient is there.
         early_s, early_bytes: when state that went up early is there, and how much has not been updated.
@@ -98,7 +99,6 @@ class _Group:
     stays: bool
     state_bytes: float
     gradient_bytes: float
-    state_on_drive: bool
     ready_s: float = 0.0
     gradient_s: float = 0.0
     early_s: float = 0.0
@@ -110,19 +110,62 @@ class _Step:
     """The clocks. [Note: a step on clocks]"""
 
     def __init__(
-        self, plan: PlannedStep, rates: DeviceRates, compute: ComputeTimes, drive: DriveRates, clipped: bool
+        self,
+        plan: PlannedStep,
+        rates: DeviceRates,
+        compute: ComputeTimes,
+        drive: DriveRates,
+        passes: int,
+        clipped: bool,
     ) -> None:
         self._plan, self._rates, self._compute, self._drive, self._clipped = plan, rates, compute, drive, clipped
         self.kernels, self.up, self.down, self.processors = _Queue(), _Queue(), _Queue(), _Queue()
         self.reads, self.writes = _Queue(), _Queue()
         self.update_s = 0.0
         self._groups = _groups_of(plan)
+        is_on_drive = "nvme" in plan.places.values()
+        self._traffic = plan.traffic_of(passes) if is_on_drive else Traffic({}, {})
+        self._read_share, self._written_share = self._shares(passes)
         self._ring: deque[float] = deque([0.0] * RING, maxlen=RING)
         assert plan.on_device is not None
         self._placed, self._is_last = plan.on_device, False
         self._room = plan.on_device.image_bytes - sum(group.nbytes for group in self._groups.values() if group.stays)
         self._uses: deque[tuple[float, int]] = deque()  # of streamed groups that are there: their ends, and bytes
         self._late: list[tuple[_Group, float, float]] = []  # results that come down last: bytes, and since when
+
+    @property
+    def others(self) -> tuple[_Queue, ...]:
+        """What works besides the kernels."""
+        return self.up, self.down, self.processors, self.reads, self.writes
+
+    @property
+    def drive_s(self) -> float:
+        """The least seconds that the drive needs for a step."""
+        return self._drive.seconds_for(self._traffic.total_read_bytes, self._traffic.total_written_bytes)
+
+    def _shares(self, passes: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Return, by family, which part of the bytes that uses need is read from the drive, and written to it."""
+        groups, traffic = self._groups.values(), self._traffic
+        updated = {
+            "param": float(sum(group.nbytes for group in groups)),
+            "state": sum(group.state_bytes * group.numel for group in groups),
+            "grad": sum(group.gradient_bytes * group.numel for group in groups),
+        }
+        used = {**updated, "param": 2.0 * passes * sum(group.nbytes for group in groups if not group.stays)}
+        written = {**updated, "grad": passes * updated["grad"]}
+        return (
+            {family: traffic.read_bytes.get(family, 0) / max(nbytes, 1.0) for family, nbytes in used.items()},
+            {family: traffic.written_bytes.get(family, 0) / max(nbytes, 1.0) for family, nbytes in written.items()},
+        )
+
+    def _read(self, family: str, nbytes: float) -> float:
+        """Return when these bytes are in host memory."""
+        share = self._read_share[family]
+        return self.reads.take(share * nbytes / self._drive.read) if share else 0.0
+
+    def _write(self, family: str, nbytes: float, not_before_s: float) -> None:
+        if share := self._written_share[family]:
+            self.writes.take(share * nbytes / self._drive.write, not_before_s)
 
     def _copy(self, lane: _Queue, nbytes: float, not_before_s: float) -> float:
         other = self.down if lane is self.up else self.up
@@ -137,7 +180,7 @@ class _Step:
         order = sorted(self._groups) if self._plan.request.options.update != "backward" else [min(self._groups)]
         for group in (self._groups[index] for index in order):
             nbytes = min(group.state_bytes * group.numel, left)
-            if not group.state_on_drive and nbytes > 0:
+            if not self._read_share["state"] and nbytes > 0:
                 group.early_bytes = nbytes
                 group.early_s = self._copy(self.up, nbytes, max(now_s, group.early_free_s))
                 left -= nbytes
@@ -147,14 +190,17 @@ class _Step:
         group = self._groups[task.group]
         ready_s = group.ready_s
         if not group.stays:
-            ready_s = self._copy(self.up, group.nbytes, max(ready_s, self._when_free(group.nbytes)))
+            not_before_s = max(ready_s, self._when_free(group.nbytes), self._read("param", group.nbytes))
+            ready_s = self._copy(self.up, group.nbytes, not_before_s)
         end_s = self.kernels.take(self._compute.of(task), ready_s)
         if not group.stays:
             self._uses.append((end_s, group.nbytes))
         if task.phase == "backward":
             group.gradient_s = end_s
             if group.gradient_bytes and (self._is_last or not self._placed.sum_bytes):
-                group.gradient_s = self._copy(self.down, group.gradient_bytes * group.numel, end_s)
+                gradient_bytes = group.gradient_bytes * group.numel
+                group.gradient_s = self._copy(self.down, gradient_bytes, end_s)
+                self._write("grad", gradient_bytes, group.gradient_s)
 
     def _when_free(self, nbytes: int) -> float:
         """Return when earlier uses have left memory for a streamed group."""
@@ -165,13 +211,14 @@ class _Step:
 
     def update(self, task: Task) -> None:
         """Queue the update of a slice."""
-        group, state_bytes = self._groups[task.group], task.updated * self._groups[task.group].state_bytes
+        group = self._groups[task.group]
+        state_bytes, gradient_bytes = task.updated * group.state_bytes, task.updated * group.gradient_bytes
         gradient_s = max(of.gradient_s for of in self._groups.values()) if self._clipped else group.gradient_s
-        read_s = self.reads.take(state_bytes / self._drive.read) if group.state_on_drive else 0.0
+        read_s = max(self._read("state", state_bytes), self._read("grad", gradient_bytes))
         update = self._update_there if self._plan.request.updates_there else self._update_here
         done_s = update(task, group, gradient_s, read_s)
-        if group.state_on_drive:
-            self.writes.take(state_bytes / self._drive.write, done_s)
+        self._write("state", state_bytes, done_s)
+        self._write("param", task.updated * group.nbytes / group.numel, done_s)
 
     def _update_here(self, task: Task, group: _Group, gradient_s: float, read_s: float) -> float:
         """Queue an update on the processors. Returns when its results are in host memory."""
@@ -218,7 +265,6 @@ def _groups_of(plan: PlannedStep) -> dict[int, _Group]:
     placed, device = plan.on_device, plan.request.device
     assert placed is not None and device is not None
     updated = state_bytes(plan.inventory)
-    on_drive = {of.group for of in plan.state_plans if not is_resident(of, plan.places)}
     found = {}
     for group in plan.inventory.groups:
         numel = max(sum(parameter.numel() for _, parameter in group.parameters), 1)
@@ -230,7 +276,6 @@ def _groups_of(plan: PlannedStep) -> dict[int, _Group]:
             stays=group.index in placed.resident_set,
             state_bytes=state / numel,
             gradient_bytes=nbytes / numel if group.index in updated and group.index not in placed.gradients else 0.0,
-            state_on_drive=group.index in on_drive and group.index not in placed.state,
         )
     return found
 
@@ -252,21 +297,28 @@ def simulate(
         passes: forwards and backwards in a step, whose gradients accumulate.
         clipped: gradients are clipped by the norm of all: no update begins before the last of them is there.
     """
-    tasks, clocks = plan.tasks_of(passes), _Step(plan, rates, compute, drive, clipped)
+    tasks, clocks = plan.tasks_of(passes), _Step(plan, rates, compute, drive, passes, clipped)
     uses = [number for number, task in enumerate(tasks) if task.phase == "backward" and not task.updated]
-    last = sum(task.phase == "forward" and not task.updated for task in tasks) // passes  # uses in a backward
-    first_of_last = uses[-last]
+    first_of_last = uses[-(len(uses) // passes)]
     for _ in range(STEPS):
         phases = dict.fromkeys(PHASES, 0.0)
-        before = clocks.up.busy_s, clocks.down.busy_s, clocks.update_s
+        before_s, update_s = [queue.busy_s for queue in clocks.others], clocks.update_s
         for number, task in enumerate(tasks):
             since_s = clocks.kernels.free_s
             if number == first_of_last:
                 clocks.begin_last_backward()
-            clocks.update(task) if task.updated else clocks.use(task)
+            if task.updated:
+                clocks.update(task)
+            else:
+                clocks.use(task)
             phases[task.phase] += clocks.kernels.free_s - since_s
         clocks.end_updates()
-    up_s, down_s, update_s = clocks.up.busy_s - before[0], clocks.down.busy_s - before[1], clocks.update_s - before[2]
+    busy_s = [queue.busy_s - before for queue, before in zip(clocks.others, before_s, strict=True)]
+    waited_s = max(max(*busy_s, clocks.drive_s) - sum(phases.values()), 0.0)
+    phases["step"] += waited_s
     stats = {name: PhaseStats(wall_s=seconds) for name, seconds in phases.items()}
-    stats["step"] = replace(stats["step"], update_s=update_s)
-    return StepStats(0, stats, upload_s=up_s, download_s=down_s)
+    is_for_drive = waited_s > 0 and max(*busy_s, clocks.drive_s) in (*busy_s[3:], clocks.drive_s)
+    stats["step"] = replace(
+        stats["step"], update_s=clocks.update_s - update_s, frame_wait_s=waited_s if is_for_drive else 0.0
+    )
+    return StepStats(0, stats, upload_s=busy_s[0], download_s=busy_s[1])

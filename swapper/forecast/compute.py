@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.device.device import open_device
 from swapper.errors import StateError
 from swapper.forecast.measured_pass import measure_pass
 from swapper.forecast.paging_trial import measure_paging
@@ -24,6 +24,7 @@ from swapper.paging.dry_run import Task
 from swapper.paging.layout import SectionPlan
 from swapper.train.layout.inventory import Inventory
 from swapper.train.planning.planned_step import PlannedStep
+from swapper.train.planning.update_place import min_seconds
 from swapper.train.sharded.sharded_model import ShardedModel
 
 log = logging.getLogger("swapper")
@@ -114,7 +115,7 @@ def measure_step(
         raise StateError("the model is offloaded already: predict its step before manager.offload")
     given: Any = (torch.zeros(1, tokens, dtype=torch.long, device="meta"),) if example is None else example
     args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
-    device = None if request.device is None else request.device.device
+    device = open_device(request.model.device or "cpu") if request.device is None else request.device.device
     dtypes = compute_dtypes(request.model.shards) if isinstance(request.model, ShardedModel) else None
     try:
         measured = measure_pass(model, inventory.units, args, kwargs, bool(inventory.forms), dtypes, device)
@@ -161,12 +162,7 @@ def _copying_seconds() -> float:
     """Return how long it takes to copy a byte of a gradient."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device="cpu")
     target = torch.zeros_like(source)
-    times_s = []
-    for _ in range(5):
-        began_s = time.perf_counter()
-        target.copy_(source)
-        times_s.append(time.perf_counter() - began_s)
-    return min(times_s) / COPIED_BYTES
+    return min_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
 
 
 def count_products(
@@ -205,10 +201,5 @@ def measure_products(rows: int, dtype: torch.dtype, size: int = 2048) -> float:
     """Return the floating-point operations a second of a product of `rows` vectors with a matrix of `size` x `size`."""
     x = torch.zeros(min(rows, PRODUCT_ROWS), size, dtype=dtype, device="cpu")
     weight = torch.zeros(size, size, dtype=dtype, device="cpu")
-    times_s = []
     with torch.no_grad():
-        for _ in range(4):
-            began_s = time.perf_counter()
-            nn.functional.linear(x, weight)
-            times_s.append(time.perf_counter() - began_s)
-    return 2 * x.numel() * size / min(times_s[1:])
+        return 2 * x.numel() * size / min_seconds(lambda: nn.functional.linear(x, weight), times=4)

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -93,14 +94,16 @@ def measure_pass(
     Raises:
         Exception: what the model raises.
     """
+    log.info("predict: one step of the model is measured, without its weights")
     watch = Watch()  # memory comes and goes as in a run
     clock = _Clock(device)
     where = torch.device("cpu") if device is None else device.device
     try:
-        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(train), where:
-            clone = _with_scratch(model, dtypes or {})
+        generators = [] if where.type == "cpu" else [where]
+        with torch.random.fork_rng(generators, device_type=where.type), torch.set_grad_enabled(train):
+            clone = _with_scratch(model, dtypes or {}, where)
             _time_units(clone, {unit.name: unit.groups[0] for unit in units if unit.groups}, clock)
-            given = pytree.tree_map_only(torch.Tensor, _real, (tuple(args), dict(kwargs)))
+            given = pytree.tree_map_only(torch.Tensor, partial(_real, where=where), (tuple(args), dict(kwargs)))
             return _measure(lambda: _run(clone, given, train, clock), clock)
     finally:
         watch.end()
@@ -135,24 +138,21 @@ def _run(clone: nn.Module, given: tuple[Any, Any], train: bool, clock: _Clock) -
     clock.enter()
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the present default device, of zeros if it has no values."""
-    there = torch.get_default_device()
-    made = torch.zeros_like(tensor, device=there) if tensor.is_meta else tensor.detach().to(there)
+def _real(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """Return the tensor on a device, of zeros if it has no values."""
+    made = torch.zeros_like(tensor, device=where) if tensor.is_meta else tensor.detach().to(where)
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _with_scratch(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Module:
+def _with_scratch(model: nn.Module, dtypes: Mapping[int, torch.dtype], where: torch.device) -> nn.Module:
     """Return a copy of `model` whose parameters are parts of one memory for each dtype, and whose buffers are its own."""
     parameters = list(model.parameters())
     wanted = [dtypes.get(id(parameter), parameter.dtype) for parameter in parameters]
     sizes: dict[torch.dtype, int] = {}
     for parameter, dtype in zip(parameters, wanted, strict=True):
         sizes[dtype] = max(sizes.get(dtype, SCRATCH_BYTES // dtype.itemsize), parameter.numel())
-    scratch = {
-        dtype: torch.zeros(numel, dtype=dtype, device=torch.get_default_device()) for dtype, numel in sizes.items()
-    }
-    memo: dict[int, Any] = {id(buffer): _real(buffer).clone() for buffer in model.buffers()}
+    scratch = {dtype: torch.zeros(numel, dtype=dtype, device=where) for dtype, numel in sizes.items()}
+    memo: dict[int, Any] = {id(buffer): _real(buffer, where).clone() for buffer in model.buffers()}
     begins = dict.fromkeys(sizes, 0)
     for parameter, dtype in zip(parameters, wanted, strict=True):
         begin = begins[dtype] if begins[dtype] + parameter.numel() <= sizes[dtype] else 0

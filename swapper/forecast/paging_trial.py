@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from swapper import _C
-from swapper.errors import BudgetError
+from swapper.errors import BudgetError, ConfigError
 from swapper.forecast.virtual_drive import PagingCosts
 from swapper.infer.load_model import load
 from swapper.infer.loaded_model import loaded
@@ -128,7 +128,13 @@ class _LayerCosts:
         model: nn.Module = nn.Sequential(*(_Layer(nbytes, memory) for _ in range(LAYERS)))
         with tempfile.TemporaryDirectory(prefix="swapper-") as folder:
             path = Path(folder) / "trial.pt"
-            torch.save(model.state_dict(), path)
+            try:
+                torch.save(model.state_dict(), path)
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(
+                    f"predict writes {LAYERS * nbytes >> 20} MiB to {tempfile.gettempdir()} for a trial, which failed ({error}): "
+                    "name a directory with space in the environment's TMPDIR"
+                ) from error
             try:
                 model = load(model, path, host_memory=1)
             except BudgetError as error:

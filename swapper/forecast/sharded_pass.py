@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from swapper.modules.groups import Group
-from swapper.train.sharded.shards import Shards, is_sharded
+from swapper.train.sharded.shards import Shards, is_sharded, shard_count
 
 GATHERED_BYTES = 16 << 20
 """Of a trial's collective, in all ranks together."""
@@ -54,16 +54,17 @@ def compute_dtypes(shards: Shards) -> dict[int, torch.dtype]:
 
 def gathering_seconds(shards: Shards, groups: list[Group]) -> Mapping[int, float]:
     """Return, by group, the seconds of a gather of its parameters from all ranks. All ranks call this at the same time."""
-    mesh: Any = shards.all[0].parameter.device_mesh  # type: ignore[attr-defined]
-    process_group = mesh.get_group(0)
-    ranks = process_group.size()
+    param_group = shards.by_group[0][0]
+    ranks = shard_count(param_group)
     if ranks == 1:
         return {group.index: 0.0 for group in groups}
-    parts = [torch.zeros(GATHERED_BYTES // ranks, dtype=torch.uint8, device="cpu") for _ in range(ranks)]
+    device, process_group = shards.all[0].fsdp_param.device, param_group.mesh_info.shard_process_group
+    parts = [torch.zeros(GATHERED_BYTES // ranks, dtype=torch.uint8, device=device) for _ in range(ranks)]
     times_s = []
     for _ in range(TRIALS):
         began_s = time.perf_counter()
         torch.distributed.all_gather(parts, parts[0].clone(), group=process_group)
+        parts[0][0].item()  # on an accelerator it is over then
         times_s.append(time.perf_counter() - began_s)
     byte_s = min(times_s) / GATHERED_BYTES
     dtypes = compute_dtypes(shards)

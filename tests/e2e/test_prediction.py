@@ -24,6 +24,7 @@ from swapper.forecast.step import drive_rates, simulate
 from swapper.modules.groups import partition
 from swapper.modules.guarded import guarded_parameters
 from swapper.paging.dry_run import Task
+from swapper.runtime.free_memory import kept_free_bytes
 
 RATES: dict[str, Any] = {"drive_read": "1GB", "drive_write": "1GB"}
 CONFIG = GptConfig(vocabulary=128, context=16, layers=3, width=64)
@@ -102,7 +103,7 @@ def test_memory_counts_gradients_that_stay_beside_all_activations_and_holes_wher
             assert plan.memory["gradients"] >= gradient_bytes and "activations" not in plan.memory
             plan.found.activation_bytes = 24 << 20
             assert plan.memory["activations"] == 24 << 20
-            assert plan.memory.get("allocator", 0) == (0 if params == "host" else 12 << 20)
+            assert plan.memory.get("allocator", 0) == (0 if params == "host" else kept_free_bytes(64 << 20))
 
 
 def test_a_trial_of_paging_finds_what_threads_take_and_leaves_nothing_behind() -> None:
@@ -287,7 +288,6 @@ def test_what_is_chosen_is_what_is_predicted_and_what_is_done(
             model, optimizer, params=said[1], optimizer_state=said[2], update=said[3], state_codec=said[4] or "exact"
         )
         assert (again.places, again.budget, again.traffic) == (plan.places, plan.budget, plan.traffic)
-        assert again.found.step is None
         model, optimizer = manager.offload(model, optimizer, plan)
         layers_step(model, optimizer)
         assert manager.current.run.plan is plan and manager.stats().predicted is predicted

@@ -17,7 +17,7 @@ from swapper.paging.dry_run import DryRun, InstantDrive, Task
 from swapper.paging.layout import Budget, SectionPlan, read_ahead_pages
 from swapper.paging.schedule import Access
 from swapper.paging.section import Section, pieces_of
-from swapper.runtime.free_memory import HOLES_SHARE, kept_free_bytes
+from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.stats import StepStats
 from swapper.train.gradients.grads import find_regions
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
@@ -256,16 +256,15 @@ class PlannedStep:
     def memory(self) -> dict[str, int]:
         """The peak of host memory by part, in bytes, beyond the imported libraries.
 
-        Activations are what `predict` has measured: the model's results, temporary tensors, gradients on their way, and what an
-        operation takes while it runs. Gradients that stay autograd's own come on top of these: they hardly fit where activations
-        have been freed. The allocator's part is what swapper lets the heap keep free: holes, of which checks allow one part in
-        HOLES_SHARE of what is in use (runtime/free_memory.py), where gradients that were copied are freed.
+        Activations are what `predict` has measured: what a forward and backward added to the process, with the heap's holes.
+        Gradients that stay autograd's own come on top of these: they hardly fit where activations have been freed. The allocator's
+        part is what swapper lets the heap keep free (runtime/free_memory.py) where gradients that were copied are freed.
         """
         budget = self.budget
         gradients = sum(plan.nbytes for plan in self.grad_plans if is_resident(plan, self.places))
         activations = self.found.activation_bytes or 0
         are_own = activations > 0 and not self.placed_grad_plans
-        kept_bytes = 0 if are_own else max(kept_free_bytes(self.request.manager.host_bytes), activations // HOLES_SHARE)
+        kept_bytes = 0 if are_own else kept_free_bytes(self.request.manager.host_bytes)
         parts = {
             "what stays": budget.resident_bytes - gradients,
             "gradients": gradients,
