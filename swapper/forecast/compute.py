@@ -129,23 +129,27 @@ def measure_step(
         )
         found = ComputeTimes(forward, backward, 0.0, activation_bytes=measured.peak_bytes)
     if isinstance(request.model, ShardedModel):
-        found = _with_gathers(found, gathering_seconds(request.model.shards, inventory.groups))
+        gathers = gathering_seconds(request.model.shards, inventory.groups)
+        found = _longer(
+            found, gathers, {group: 2 * of for group, of in gathers.items()}
+        )  # the sum over ranks takes as long
     if request.updates_there:
         return found
     group_update_s, piece_s = measure_updates(inventory, request.optimizers, plan.budget.page_bytes)
     paging = measure_paging(request.manager.check_reads)
+    found = _longer(found, dict.fromkeys(found.forward_s, paging.use_s), dict.fromkeys(found.forward_s, paging.use_s))
     return replace(
         found, group_update_s=group_update_s, piece_s=piece_s, copied_byte_s=_copying_seconds(),
-        paging=replace(paging, access_s=paging.access_s - paging.use_s),  # updates, without hooks
+        paging=replace(paging, access_s=paging.access_s - paging.use_s),  # an update has no hooks
     )  # fmt: skip
 
 
-def _with_gathers(compute: ComputeTimes, gathers: Mapping[int, float]) -> ComputeTimes:
-    """Return the seconds with a gather in forward, and in backward with another one and a sum over ranks, which takes as long."""
+def _longer(compute: ComputeTimes, forward: Mapping[int, float], backward: Mapping[int, float]) -> ComputeTimes:
+    """Return the seconds with more of them, by group."""
     return replace(
         compute,
-        forward_s={group: seconds + gathers[group] for group, seconds in compute.forward_s.items()},
-        backward_s={group: seconds + 2 * gathers[group] for group, seconds in compute.backward_s.items()},
+        forward_s={group: seconds + forward[group] for group, seconds in compute.forward_s.items()},
+        backward_s={group: seconds + backward[group] for group, seconds in compute.backward_s.items()},
     )
 
 
