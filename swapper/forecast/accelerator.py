@@ -80,6 +80,24 @@ class _Queue:
         return self.free_s
 
 
+class _ReusedMemory:
+    """Memory that is used again: what comes waits until what came before has left enough of it."""
+
+    def __init__(self, nbytes: float) -> None:
+        self._nbytes = nbytes
+        self._used: deque[tuple[float, float]] = deque()  # until when, and bytes
+
+    def when_free(self, nbytes: float) -> float:
+        """Return when there is room for these bytes."""
+        free_s = 0.0
+        while self._used and sum(used for _, used in self._used) + nbytes > self._nbytes:
+            free_s, _ = self._used.popleft()
+        return free_s
+
+    def use(self, nbytes: float, until_s: float) -> None:
+        self._used.append((until_s, nbytes))
+
+
 @dataclass
 class _Group:
     """A group of parameters on the clocks.
@@ -122,6 +140,7 @@ class _Step:
         self.kernels, self.up, self.down, self.processors = _Queue(), _Queue(), _Queue(), _Queue()
         self.reads, self.writes = _Queue(), _Queue()
         self.update_s = 0.0
+        self.read_wait_s = dict.fromkeys(PHASES, 0.0)
         self._groups = _groups_of(plan)
         is_on_drive = "nvme" in plan.places.values()
         self._traffic = plan.traffic_of(passes) if is_on_drive else Traffic({}, {})
@@ -129,8 +148,13 @@ class _Step:
         self._ring: deque[float] = deque([0.0] * RING, maxlen=RING)
         assert plan.on_device is not None
         self._placed, self._is_last = plan.on_device, False
-        self._room = plan.on_device.image_bytes - sum(group.nbytes for group in self._groups.values() if group.stays)
-        self._uses: deque[tuple[float, int]] = deque()  # of streamed groups that are there: their ends, and bytes
+        kept_bytes = sum(group.nbytes for group in self._groups.values() if group.stays)
+        self._images = _ReusedMemory(plan.on_device.image_bytes - kept_bytes)
+        slices = [task.updated * self._groups[task.group].state_bytes for task in plan.tasks_of(passes)]
+        window_bytes = plan.window_pages * plan.budget.page_bytes
+        self._pool = _ReusedMemory(
+            max(window_bytes, RING * max(slices))
+        )  # one is read, one is updated, one is written at least
         self._late: list[tuple[_Group, float, float]] = []  # results that come down last: bytes, and since when
 
     @property
@@ -158,14 +182,15 @@ class _Step:
             {family: traffic.written_bytes.get(family, 0) / max(nbytes, 1.0) for family, nbytes in written.items()},
         )
 
-    def _read(self, family: str, nbytes: float) -> float:
+    def _read(self, family: str, nbytes: float, not_before_s: float = 0.0) -> float:
         """Return when these bytes are in host memory."""
         share = self._read_share[family]
-        return self.reads.take(share * nbytes / self._drive.read) if share else 0.0
+        return self.reads.take(share * nbytes / self._drive.read, not_before_s) if share else 0.0
 
-    def _write(self, family: str, nbytes: float, not_before_s: float) -> None:
-        if share := self._written_share[family]:
-            self.writes.take(share * nbytes / self._drive.write, not_before_s)
+    def _write(self, family: str, nbytes: float, not_before_s: float) -> float:
+        """Return when these bytes are on the drive, and their frames are free."""
+        share = self._written_share[family]
+        return self.writes.take(share * nbytes / self._drive.write, not_before_s) if share else not_before_s
 
     def _copy(self, lane: _Queue, nbytes: float, not_before_s: float) -> float:
         other = self.down if lane is self.up else self.up
@@ -190,11 +215,11 @@ class _Step:
         group = self._groups[task.group]
         ready_s = group.ready_s
         if not group.stays:
-            not_before_s = max(ready_s, self._when_free(group.nbytes), self._read("param", group.nbytes))
+            not_before_s = max(ready_s, self._images.when_free(group.nbytes), self._read("param", group.nbytes))
             ready_s = self._copy(self.up, group.nbytes, not_before_s)
         end_s = self.kernels.take(self._compute.of(task), ready_s)
         if not group.stays:
-            self._uses.append((end_s, group.nbytes))
+            self._images.use(group.nbytes, end_s)
         if task.phase == "backward":
             group.gradient_s = end_s
             if group.gradient_bytes and (self._is_last or not self._placed.sum_bytes):
@@ -202,29 +227,28 @@ class _Step:
                 group.gradient_s = self._copy(self.down, gradient_bytes, end_s)
                 self._write("grad", gradient_bytes, group.gradient_s)
 
-    def _when_free(self, nbytes: int) -> float:
-        """Return when earlier uses have left memory for a streamed group."""
-        free_s = 0.0
-        while self._uses and sum(of for _, of in self._uses) + nbytes > self._room:
-            free_s, _ = self._uses.popleft()
-        return free_s
-
     def update(self, task: Task) -> None:
         """Queue the update of a slice."""
         group = self._groups[task.group]
         state_bytes, gradient_bytes = task.updated * group.state_bytes, task.updated * group.gradient_bytes
         gradient_s = max(of.gradient_s for of in self._groups.values()) if self._clipped else group.gradient_s
-        read_s = max(self._read("state", state_bytes), self._read("grad", gradient_bytes))
+        paged_bytes = self._read_share["state"] * state_bytes
+        read_s = max(
+            self._read("state", state_bytes, self._pool.when_free(paged_bytes)), self._read("grad", gradient_bytes)
+        )
+        self.read_wait_s[task.phase] += max(read_s - max(self.kernels.free_s, gradient_s), 0.0)
         update = self._update_there if self._plan.request.updates_there else self._update_here
         done_s = update(task, group, gradient_s, read_s)
-        self._write("state", state_bytes, done_s)
+        self._pool.use(paged_bytes, self._write("state", state_bytes, done_s))
+        self.kernels.free_s = max(self.kernels.free_s, read_s)  # the host waits for pages, and queues nothing meanwhile
         self._write("param", task.updated * group.nbytes / group.numel, done_s)
 
     def _update_here(self, task: Task, group: _Group, gradient_s: float, read_s: float) -> float:
-        """Queue an update on the processors. Returns when its results are in host memory."""
+        """Update on the processors: the host queues nothing meanwhile. Returns when its results are in host memory."""
         seconds = self._compute.of(task)
         self.update_s += seconds
         group.ready_s = done_s = self.processors.take(seconds, max(gradient_s, read_s))
+        self.kernels.free_s = max(self.kernels.free_s, done_s)
         if group.stays:
             group.ready_s = self._copy(self.up, task.updated * group.nbytes / group.numel, done_s)
         return done_s
@@ -259,6 +283,8 @@ class _Step:
             group.early_free_s = self._copy(self.down, nbytes, since_s)
         self._late.clear()
         self._is_last = False
+        if self._read_share["state"] and self._plan.request.options.update == "step":
+            self.kernels.free_s = max(self.kernels.free_s, self.down.free_s)  # results that lease frames are waited for
 
 
 def _groups_of(plan: PlannedStep) -> dict[int, _Group]:
@@ -301,7 +327,7 @@ def simulate(
     uses = [number for number, task in enumerate(tasks) if task.phase == "backward" and not task.updated]
     first_of_last = uses[-(len(uses) // passes)]
     for _ in range(STEPS):
-        phases = dict.fromkeys(PHASES, 0.0)
+        phases, clocks.read_wait_s = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
         before_s, update_s = [queue.busy_s for queue in clocks.others], clocks.update_s
         for number, task in enumerate(tasks):
             since_s = clocks.kernels.free_s
@@ -316,7 +342,8 @@ def simulate(
     busy_s = [queue.busy_s - before for queue, before in zip(clocks.others, before_s, strict=True)]
     waited_s = max(max(*busy_s, clocks.drive_s) - sum(phases.values()), 0.0)
     phases["step"] += waited_s
-    stats = {name: PhaseStats(wall_s=seconds) for name, seconds in phases.items()}
+    waits_s = clocks.read_wait_s
+    stats = {name: PhaseStats(wall_s=of, read_wait_s=min(waits_s[name], of)) for name, of in phases.items()}
     is_for_drive = waited_s > 0 and max(*busy_s, clocks.drive_s) in (*busy_s[3:], clocks.drive_s)
     stats["step"] = replace(
         stats["step"], update_s=clocks.update_s - update_s, frame_wait_s=waited_s if is_for_drive else 0.0
