@@ -107,6 +107,14 @@ class Resources(Generic[StoreT]):
         self._pages = [page for section in self._sections for page in section.pages]
         self.pager = Pager(self._pages, self.pool, self.store, schedule, self.counters, **pager_options)
 
+    def add_pages(self, sections: Sequence[Section]) -> None:
+        """Give paged sections their windows, and their pages to the pager, after `open`. On a CPU."""
+        self.memory.attach_windows(sections)
+        self._sections += sections
+        pages = [page for section in sections for page in section.pages]
+        self._pages += pages
+        self.pager.add_pages(pages)
+
     def add_memory(self, sections: Sequence[Section]) -> None:
         """Give resident sections their memory, after `open`."""
         arena, nbytes = self.memory.attach(sections, 0)

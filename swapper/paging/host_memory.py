@@ -74,10 +74,14 @@ class HostMemory:
             elif not windows:
                 section.attach(torch.empty(0, dtype=torch.uint8, device="cpu"), NoWindow())
             else:
-                window = arena.window(nbytes)
-                section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
+                _attach_window(section, arena)
         arena.prefault_rest()  # last: windows would wait for the process's map of addresses, which it keeps busy
         return arena, kept_bytes
+
+    def attach_windows(self, sections: Sequence[Section]) -> None:
+        """Give more paged sections windows on the first arena, which has the pool."""
+        for section in sections:
+            _attach_window(section, self._arenas[0])
 
     def take(self, nbytes: int) -> tuple[_C.Arena, torch.Tensor]:
         """Return memory for transfers, an arena of its own: that, and uint8 of shape (nbytes,)."""
@@ -115,6 +119,12 @@ class HostMemory:
         del views
         for arena in arenas:
             arena.retire()
+
+
+def _attach_window(section: Section, arena: _C.Arena) -> None:
+    nbytes = section.plan.nbytes
+    window = arena.window(nbytes)
+    section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
 
 
 class Pool:

@@ -1,9 +1,9 @@
 """Plans, pure: the layout of tensors in sections and of sections in pages, and the division of the host budget among them.
 
-A *section* is one storage of the container: the tensors of one group that share a family ("param", "state", "grad"), laid out
-one after the other. Parameters and gradients of a section share a dtype too. A *page* is a fixed-size piece of a section, the
-unit of I/O and of residency; the last page of a section may be shorter. Every size is a multiple of SECTOR_BYTES, so that all
-transfers can be direct.
+A *section* is one storage of the container: the tensors of one group that share a family ("param", "state", "grad"; "kv" is
+keys and values of attention), laid out one after the other. Parameters and gradients of a section share a dtype too. A *page* is
+a fixed-size piece of a section, the unit of I/O and of residency; the last page of a section may be shorter. Every size is a
+multiple of SECTOR_BYTES, so that all transfers can be direct.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from swapper.errors import BudgetError
 from swapper.io.tensor_bytes import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.runtime.sizes import format_bytes
 
+TRANSIENT_FAMILIES = ("grad", "kv")
 MIXED = "mixed"
 """In the name of a section, in place of its dtype: its tensors have several."""
 
@@ -87,8 +88,8 @@ class SectionPlan:
 
     @property
     def transient(self) -> bool:
-        """Whether the content matters only within a step: it is never committed, and written only when its frame is needed."""
-        return self.family == "grad"
+        """Whether the content matters only while the process lives: never committed, and written only when its frame is needed."""
+        return self.family in TRANSIENT_FAMILIES
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ class Pager:
     """Owns the residency of every page and the use of every frame.
 
     Args:
-        pages: all pages of the run, each at its own index.
+        pages: all pages of the run, each at its own index; `add_pages` adds more.
         pool: the frames; owned by the pager from now on.
         store: reads and writes pages.
         schedule: the order of use.
@@ -66,7 +66,7 @@ class Pager:
         writes_noted: Callable[[], int] = _C.writes_noted,
         finished: Callable[[], int] | None = None,
     ) -> None:
-        self._pages = pages
+        self._pages = pages = list(pages)
         self._pool = pool
         self._store = store
         self._schedule = schedule
@@ -291,6 +291,11 @@ class Pager:
     def file_of(self, page: Page) -> File | None:
         """Return the file that has the content of `page` that was written last, at `page.stored_offset`."""
         return self._store.file_of(page)
+
+    def add_pages(self, pages: Iterable[Page]) -> None:
+        """Own these pages too: COLD ones, whose indices follow those before."""
+        with self._lock:
+            self._pages += pages
 
     def use_victim_cache(self, victim_cache: VictimCache) -> None:
         """From now on keep evicted pages that are read again in `victim_cache`, if it has room."""

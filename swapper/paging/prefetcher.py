@@ -196,9 +196,10 @@ class Prefetcher:
         self.read_ahead()
 
     def _choose_resident_set(self) -> None:
-        pages = self._pages
+        pages, held = self._pages, self._frames.held.values()
+        leased = {index for access, _ in held if access.key is None for index in access.pages}
         self._frames.resident_set = choose_resident_set(
-            self._schedule.cycle, lambda index: pages[index].nbytes, self._pool.frame_count, self._window_pages
+            self._schedule.cycle, lambda index: pages[index].nbytes, self._pool.frame_count, self._window_pages, leased
         )
 
     def _find_next_uses(self) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 NEVER = 1 << 62
@@ -189,13 +189,18 @@ class Schedule:
 
 
 def choose_resident_set(
-    cycle: Sequence[Access], page_bytes: Callable[[int], int], frame_count: int, window_pages: int
+    cycle: Sequence[Access],
+    page_bytes: Callable[[int], int],
+    frame_count: int,
+    window_pages: int,
+    leased: Collection[int] = (),
 ) -> frozenset[int]:
     """Return the pages that stay in memory; none if that is no free choice, or without room. [Note: a resident set]
 
     Args:
         page_bytes: returns the size of a page; only pages of the largest size stay.
         window_pages: how many pages may be read early.
+        leased: pages that stay anyway, leased outside of the order.
     """
     first: dict[int, int] = {}
     for position, access in enumerate(cycle):
@@ -205,9 +210,9 @@ def choose_resident_set(
     neighbors = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
     working = max((len({*one.pages, *other.pages}) for one, other in neighbors), default=0)
     largest = max((page_bytes(page) for page in first), default=0)
-    order = [page for page in first if page_bytes(page) == largest]
+    order = [page for page in first if page_bytes(page) == largest and page not in leased]
     streaming = max(window_pages + 2, working + 1)
-    count = min(frame_count - streaming, len(order))
+    count = min(frame_count - len(leased) - streaming, len(order))
     if count <= 0:
         return frozenset()
     lead = min(int(FIRST_SHARE * count), window_pages)

@@ -192,6 +192,11 @@ class SwapFile:
                 )
                 raise ChecksumError("stat", part.path, size, nbytes - size, errno.EBADMSG, detail)
 
+    def extend(self, nbytes: int) -> None:
+        """Make each part `nbytes` long; what is new is a hole."""
+        for part in self._parts:
+            part.truncate(nbytes)
+
     def sync(self) -> None:
         for part in self._parts:
             part.sync()

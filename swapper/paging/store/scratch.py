@@ -21,7 +21,7 @@ class ScratchFile:
 
     Args:
         drives: each page is assigned to one.
-        pages: all that have an offset in it; the space is allocated now.
+        pages: all that have an offset in it; the space is allocated now. Those of `add_pages` take theirs when they are written.
         check_reads: compare what is read with the checksum of what was written. [Note: checksums], swap_files.py
 
     Raises:
@@ -30,13 +30,22 @@ class ScratchFile:
 
     def __init__(self, engine: Engine, drives: Drives, pages: Sequence[Page], check_reads: bool = True) -> None:
         self._engine = engine
+        self._drives = drives
         self._checks_reads = check_reads
-        for page, drive in zip(pages, drives.assign_to_drives([page.nbytes for page in pages]), strict=True):
-            page.drive = drive
-        nbytes = max(page.file_offset + page.nbytes for page in pages)
+        nbytes = self._assign(pages)
         self._file = page_files.create(drives, f"scratch-{os.getpid()}.swap", nbytes, (), pages)
         for path in self._file.paths:
             beneath.unlink(path)
+
+    def _assign(self, pages: Sequence[Page]) -> int:
+        """Assign pages to drives; return where the last one ends, in bytes."""
+        for page, drive in zip(pages, self._drives.assign_to_drives([page.nbytes for page in pages]), strict=True):
+            page.drive = drive
+        return max((page.file_offset + page.nbytes for page in pages), default=0)
+
+    def add_pages(self, pages: Sequence[Page]) -> None:
+        """Make the file longer for `pages`, which lie behind all others. Raises IoError: the filesystem has no such long files."""
+        self._file.extend(self._assign(pages))
 
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         if page.location is None:
@@ -64,6 +73,11 @@ class ScratchFile:
 
     def file_of(self, page: Page) -> File | None:
         return None if page.location is None else self._file.of(page)
+
+    @property
+    def io_mode(self) -> str:
+        """How it is opened: "direct", or "buffered" and the reason."""
+        return self._file.io_mode
 
     def close(self) -> None:
         self._file.close()

@@ -1,0 +1,318 @@
+"""Keeps the rows of keys and values in pages: in host memory as far as a budget goes, the rest in a scratch file (kv_rows.py).
+
+[Note: order of layers] A step leases the layers one after the other, each until the next one's keys come: its attention is over
+then. What a step will use is known when it begins, and what the next will: the pager expects that. Pages that a step makes are
+in its accesses as fresh, in those of the next one as read.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+
+from swapper import _C
+from swapper.errors import BudgetError, ChecksumError, StateError
+from swapper.formats.sources import FileStamp
+from swapper.infer.kv_rows import KeyValueFile, Rows, RowShape, SavedRows
+from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
+from swapper.modules.resources import Resources
+from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, ExternalBytes, PoolSize, SectionPlan
+from swapper.paging.schedule import Access, Schedule
+from swapper.paging.section import EXTERNAL, Section
+from swapper.runtime.counters import Counters
+from swapper.runtime.sizes import format_bytes
+
+MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64 << 10, 4 << 20
+LAST_PAGES_SHARE = 1 / 16
+"""Of the frames: the last pages of all layers, which stay, take about this part of them."""
+HEAD_BYTES = 32 << 20
+"""Bytes of the frames that are populated before the first use; the rest is while it goes on: a choice."""
+
+
+class KeyValuePages(Resources[KeyValueFile]):
+    """Owns memory, file and pager of the keys and values of one cache, and the rows of each of its layers.
+
+    Args:
+        host_bytes: of the pool.
+        directory: of the scratch file, which has no name.
+        saved: see `KeyValueFile`.
+        layer_count: of the model.
+        backend: of the engine.
+        counters: to update.
+
+    Raises:
+        BudgetError: `host_bytes` is less than a few pages.
+        IoError: the directory refuses.
+    """
+
+    def __init__(
+        self,
+        host_bytes: int,
+        directory: Path,
+        saved: tuple[Path, FileStamp] | None,
+        layer_count: int,
+        backend: str,
+        counters: Counters,
+    ) -> None:
+        super().__init__(counters)
+        page_bytes = _page_bytes(host_bytes, layer_count)
+        self._size = PoolSize(page_bytes, host_bytes // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES // page_bytes)
+        self._layers: dict[int, Rows] = {}
+        self._file_bytes = 0
+        self._page_count = 0
+        self._unused: dict[int, list[Section]] = {}  # by size, sections of rows that were given up
+        self._held: tuple[Rows, Access] | None = None
+        self._last_layer = -1
+        self._thread: int | None = None
+        self._cycle: list[Access] = []
+        counters.pool_bytes, counters.frame_bytes = self._size.pool_bytes, page_bytes
+        try:
+            self.open(
+                [],
+                self._size,
+                [directory],
+                backend,
+                lambda engine: KeyValueFile(engine, directory, saved),
+                Schedule([]),
+                head_bytes=HEAD_BYTES,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def append(self, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens to a layer. Return the keys and values of all, views that are whole until the next layer's turn.
+
+        Args:
+            rows: of the layer, of `open_rows`, with room for them.
+            keys, values: of the new tokens, of shape (batch, heads, tokens, width).
+
+        Raises:
+            IoError: a page could not be read or written. The layer is as it was before.
+            BudgetError: the pool is too small for the layer's pages.
+            StateError: two threads use the cache at once.
+        """
+        added = keys.shape[2]
+        self._begin_turn(rows, added)
+        access = rows.next_access(added)
+        self._check_room(access)
+        self._acquire(rows, access)
+        begin, end = rows.begin, rows.end + added
+        rows.over = begin  # an error in this step takes its tokens back, and no others
+        for whole, new in zip(rows.views(rows.end, end), (keys, values), strict=True):
+            whole.copy_(new)
+        rows.filled_bytes = max(rows.filled_bytes, end * rows.shape.nbytes)
+        self._hold_last_page(rows, end)
+        rows.end = end
+        if rows.kept is not None:
+            rows.begin = max(begin, end - rows.kept)
+        return rows.views(begin, end)
+
+    def read(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a layer, as `append` does."""
+        if self._held is None or self._held[0] is not rows:
+            self._begin_turn(rows, 0)
+            access = rows.next_access(0)
+            self._check_room(access)
+            self._acquire(rows, access)
+        return rows.views(rows.begin, rows.end)
+
+    def _acquire(self, rows: Rows, access: Access) -> None:
+        self.pager.acquire(access)
+        self._held = (rows, access)
+        if rows.unchecked is not None:
+            self._check_saved(rows, rows.unchecked)
+
+    def _check_saved(self, rows: Rows, saved: SavedRows) -> None:
+        """Raise ChecksumError unless the layer's bytes of the saved context are those that were saved."""
+        crc32, first_reads = 0, self.store.first_reads
+        pages = rows.section.pages_of(0, saved.place.nbytes)
+        if saved.crc32 and all(page in first_reads for page in pages):  # else something read less than all of it
+            for page in pages:
+                crc32 = _C.crc32_combine(crc32, first_reads[page].crc32, page.stored_bytes)
+            if crc32 != saved.crc32:
+                raise ChecksumError(
+                    "read", str(saved.place.path), saved.place.offset, saved.place.nbytes, errno.EBADMSG,
+                    f"the keys and values of layer {rows.index} are not those that were saved: take another copy of the file",
+                )  # fmt: skip
+        rows.unchecked = None
+
+    def end_turn(self) -> None:
+        """End the lease of the layer that had its turn."""
+        if self._held is not None:
+            (rows, access), self._held = self._held, None
+            self.pager.release(access, access.writes)
+            if rows.kept is not None:
+                self.pager.forget(rows.section.indices_of(0, rows.over * rows.shape.nbytes)[:-1])
+
+    def _begin_turn(self, rows: Rows, added: int) -> None:
+        self.end_turn()
+        self.store.check_unchanged()
+        me = threading.get_ident()
+        if rows.index <= self._last_layer or self._thread is None:
+            self._thread = me
+            self._expect(added)
+        elif me != self._thread:
+            raise StateError(
+                "two threads generate with one KVCache at once: give each its own, or wait for the other to end"
+            )
+        self._last_layer = rows.index
+
+    def _expect(self, added: int) -> None:
+        """Expect a step that adds `added` tokens, and then steps of one. [Note: order of layers]"""
+        layers = [self._layers[index] for index in sorted(self._layers)]
+        cycle = [rows.next_access(added) for rows in layers]
+        if any(access.fresh for access in cycle):
+            cycle += [rows.next_access(min(added, 1), before=added) for rows in layers]
+        if cycle != self._cycle:
+            self._cycle = cycle
+            self.pager.expect(cycle)
+
+    def _hold_last_page(self, rows: Rows, end: int) -> None:
+        """Lease the page of the last row before `end`, in place of the one that was leased before."""
+        row = rows.shape.nbytes
+        last = tuple(rows.section.indices_of(end * row - 1, end * row))
+        before = rows.last
+        if before is not None and before.pages == last:
+            return
+        access = Access(None, last, writes=frozenset(last))
+        self.pager.acquire(access)
+        rows.last = access
+        if before is not None:
+            self.pager.release(before, before.writes)
+
+    def _let_last_page_go(self, rows: Rows) -> None:
+        if rows.last is not None:
+            access, rows.last = rows.last, None
+            self.pager.release(access, access.writes)
+
+    def _check_room(self, access: Access) -> None:
+        """Raise BudgetError unless the pool has frames for these pages, beside the last ones of all layers."""
+        stay = {page for rows in self._layers.values() if rows.last is not None for page in rows.last.pages}
+        needed = len(stay.union(access.pages)) + 1
+        if needed > self._size.frame_count:
+            smallest = round_up(needed * self._size.page_bytes, ARENA_ALIGNMENT_BYTES)
+            raise BudgetError(
+                f"host_memory={format_bytes(self._size.pool_bytes)} of a KVCache is too small: the keys and values of one layer "
+                f"take {format_bytes(len(access.pages) * self._size.page_bytes)} and must be there together, with the last page "
+                f"of each other layer: at least {format_bytes(smallest)} ({smallest} bytes) are needed now, and twice as much to "
+                "read the next layer meanwhile",
+                smallest_bytes=smallest,
+            )
+
+    # --- layers -------------------------------------------------------------------------------------------------------
+
+    def open_rows(self, index: int, shape: RowShape, capacity: int, kept: int | None) -> Rows:
+        """Return a layer's rows, empty.
+
+        Args:
+            index: of the layer.
+            shape: of a row.
+            capacity: tokens that there is room for.
+            kept: see `Rows`.
+        """
+        rows = Rows(index, shape, self._take_section(index, capacity * shape.nbytes), kept)
+        self._layers[index] = rows
+        return rows
+
+    def open_saved(self, index: int, saved: SavedRows, capacity: int, kept: int | None) -> Rows:
+        """Return a layer's rows, with those of a saved context. Args: as of `open_rows`."""
+        section = self._new_section(index, round_up(capacity * saved.shape.nbytes, SECTOR_BYTES), saved.place)
+        rows = Rows(index, saved.shape, section, kept)
+        rows.end, rows.filled_bytes, rows.unchecked = saved.count, saved.place.nbytes, saved
+        for page in section.pages_of(0, saved.place.nbytes):
+            page.location = EXTERNAL
+        self._layers[index] = rows
+        return rows
+
+    def read_ahead(self) -> None:
+        """Begin to read what the first step will use."""
+        self._expect(1)
+
+    def close_rows(self, rows: Rows) -> None:
+        """Forget the tokens of a layer; its part of the file is used again."""
+        self.end_turn()
+        self._let_last_page_go(rows)
+        self.pager.discard_pages(page.index for page in rows.section.pages)
+        self.pager.forget(page.index for page in rows.section.pages)
+        self._unused.setdefault(rows.section.plan.nbytes, []).append(rows.section)
+        if self._layers.get(rows.index) is rows:
+            del self._layers[rows.index]
+
+    def crop(self, rows: Rows, count: int) -> None:
+        """Forget the last `count` tokens of a layer."""
+        self.end_turn()
+        rows.end = max(rows.end - count, rows.begin)
+
+    def rewrite(self, rows: Rows, target: Rows, pick: torch.Tensor | None = None) -> None:
+        """Write the tokens of one layer's rows to the beginning of `target`, which may be the same rows.
+
+        Args:
+            rows: where they are.
+            target: with room for them.
+            pick: of the batch, which entry each entry of the target is; int64, of shape (target's batch,). None: the same.
+        """
+        self.end_turn()
+        self._let_last_page_go(rows)
+        self._let_last_page_go(target)
+        begin, end = rows.begin, rows.end
+        for first, last in self._chunks(begin, end, max(rows.shape.nbytes, target.shape.nbytes)):
+            with self.pager.leased(rows.access(first, last, 0)):
+                parts = [part.clone() for part in rows.views(first, last)]
+            if pick is not None:
+                parts = [part.index_select(0, pick) for part in parts]
+            to = first - begin
+            count = last - first
+            with self.pager.leased(target.access(to, to, count)):
+                for whole, part in zip(target.views(to, to + count), parts, strict=True):
+                    whole.copy_(part)
+            target.filled_bytes = max(target.filled_bytes, (to + count) * target.shape.nbytes)
+        target.begin, target.end = 0, end - begin
+
+    def pieces(self, rows: Rows) -> Iterator[torch.Tensor]:
+        """Yield the bytes of a layer's rows, uint8, piece by piece; each is whole until the next."""
+        self.end_turn()
+        row = rows.shape.nbytes
+        for first, last in self._chunks(rows.begin, rows.end, row):
+            with self.pager.leased(rows.access(first, last, 0)):
+                yield rows.section.memory[first * row : last * row]
+
+    def _chunks(self, begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+        step = max(self._size.page_bytes // row_bytes, 1)
+        for first in range(begin, end, step):
+            yield first, min(first + step, end)
+
+    def _take_section(self, index: int, nbytes: int) -> Section:
+        nbytes = round_up(nbytes, SECTOR_BYTES)
+        unused = self._unused.get(nbytes)
+        if unused:
+            return unused.pop()
+        return self._new_section(index, nbytes, None)
+
+    def _new_section(self, index: int, nbytes: int, external: ExternalBytes | None) -> Section:
+        plan = SectionPlan(index, "kv", torch.uint8, (), nbytes, external)
+        section = Section(plan, self._file_bytes, self._size.page_bytes, self._page_count)
+        self._file_bytes += nbytes
+        self._page_count += section.page_count
+        self.store.add_pages(section.pages)
+        self.add_pages([section])
+        return section
+
+    def close(self, stay: Collection[int] = ()) -> None:
+        """Close memory, file and engine. Views of keys and values may not be used any more."""
+        self._held = None
+        self._layers.clear()
+        self._unused.clear()
+        super().close(stay)
+
+
+def _page_bytes(host_bytes: int, layer_count: int) -> int:
+    """Return the size of a page: small enough for the last one of each layer to stay, large enough for the drive."""
+    share = int(host_bytes * LAST_PAGES_SHARE) // max(layer_count, 1)
+    return max(min(share, MAX_PAGE_BYTES) // MIN_PAGE_BYTES * MIN_PAGE_BYTES, MIN_PAGE_BYTES)

@@ -1,0 +1,240 @@
+"""Defines KVCache: a cache of transformers whose keys and values are in pages, in host memory or on NVMe.
+
+    cache = swapper.KVCache(model, host_memory="4GiB", directory="/mnt/nvme")
+    model.generate(**inputs, past_key_values=cache)
+
+transformers decides what a layer keeps; swapper/infer/kv_pages.py where that is. Results are those of `DynamicCache`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from swapper.infer import kv_file
+from swapper.integrations.kv_layers import MIN_RESERVED_TOKENS, LayerPages, PagedLayer, PagedSlidingLayer
+from swapper.io.engines import is_in_memory
+from swapper.options import parse_host_memory
+from swapper.runtime.counters import Counters
+
+MAX_RESERVED_TOKENS = 1 << 16
+"""Tokens that a layer gets addresses for at once, if nothing says how many there will be; more are moved to others."""
+EDGE_ELEMENTS = 16
+"""Of each weight, first and last, that tell models with other weights apart: a choice."""
+
+
+class KVCache(DynamicCache):
+    """Keys and values of attention, in host memory as far as a budget goes, and in a file for the rest.
+
+    Any model of transformers on the CPU takes it as `past_key_values=`, in `generate` and in a forward under `torch.no_grad()`.
+    The next layer's pages are read while one computes, and those of a prefill are written while the next layer computes.
+    Close it, or drop it: its memory and its file end with it.
+
+    Args:
+        model: with a `config`, or the config.
+        host_memory: bytes, or "4GiB", of keys and values in memory. One layer must fit, and two to read ahead. "auto": half
+            of the free memory.
+        directory: of the scratch file, on a drive. None: the directory for temporary files.
+        max_tokens: of the longest sequence, prompt and output. It may be exceeded, by copying. None: the model's
+            `max_position_embeddings`, at most 65,536.
+        backend: of the engine; see `SwapManager`.
+
+    Attributes:
+        counters: bytes read and written, waits.
+
+    Raises:
+        ConfigError: an option makes no sense, or the directory is in memory.
+        UnsupportedError: the model has layers whose cache is not just keys and values.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        host_memory: int | str = "auto",
+        directory: str | os.PathLike[str] | None = None,
+        max_tokens: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        config = getattr(model, "config", model)
+        if not hasattr(config, "get_text_config"):
+            raise ConfigError(f"KVCache needs a model of transformers, or its config, and not {type(model).__name__}")
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            raise ConfigError(f"max_tokens={max_tokens!r} must be a positive number of tokens, or None")
+        super().__init__(config=config)
+        self.counters = Counters()
+        decoder = config.get_text_config(decoder=True)
+        known = getattr(decoder, "max_position_embeddings", None)
+        reserved = max_tokens or min(known or MIN_RESERVED_TOKENS, MAX_RESERVED_TOKENS)
+        host_bytes = parse_host_memory(host_memory)
+        self._pages = LayerPages(host_bytes, _scratch_directory(directory), reserved, backend, self.counters)
+        self.layers = [_paged(layer, self._pages, index) for index, layer in enumerate(self.layers)]
+        self._pages.layers = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
+        self._config = config
+        self._end = weakref.finalize(self, self._pages.close)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokens: torch.Tensor | None = None,
+        overwrite: bool = True,
+        durable: bool = True,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Save keys and values as a torch checkpoint, which `KVCache.open` reads in place, and `torch.load` too.
+
+        Args:
+            path: a file name. Missing directories above it are made.
+            tokens: of the context, integers of shape (batch, at least as many as went through the model): `open` compares them.
+                Those beyond are left out.
+            overwrite: False refuses an existing file.
+            durable: return when the file would survive a power loss.
+            progress: called with the number of bytes, whenever some are written.
+
+        Raises:
+            StateError: nothing is in the cache, or it is closed.
+            ConfigError: `tokens` are fewer than are in the cache, or of another batch.
+            CheckpointError: the path is not allowed.
+            IoError: the drive failed, or is full. Nothing is left under the name.
+        """
+        rows = {layer.index: layer.rows for layer in self._pages.layers if layer.rows is not None and layer.count}
+        if not rows:
+            raise StateError("nothing is in this KVCache yet: save it after a forward or a generate")
+        position = self.get_seq_length()
+        if tokens is not None:
+            batch = next(iter(rows.values())).shape.batch
+            if tokens.dim() != 2 or tokens.shape[0] != batch or tokens.shape[1] < position:
+                raise ConfigError(
+                    f"tokens= has shape {tuple(tokens.shape)}, and the KVCache {position} tokens of a batch of {batch}: give all "
+                    "ids that went through the model, as generate returns them"
+                )
+            tokens = tokens[:, :position]
+        kv_file.write(
+            path, self._pages.owner, rows, model=self._fingerprint(), position=position, tokens=tokens, overwrite=overwrite,
+            durable=durable, moved=progress,
+        )  # fmt: skip
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], model: Any, *, tokens: torch.Tensor | None = None, **options: Any
+    ) -> KVCache:
+        """Return a cache with the context that `save` wrote. Its rows are read from that file, as they are needed.
+
+        The file is never written to: several caches may continue from it, each with a scratch file for what it adds.
+
+        Args:
+            path: of the file.
+            model: whose context it is.
+            tokens: of the context or longer, to be compared with the saved ones; None: they are not.
+            options: those of KVCache.
+
+        Raises:
+            CheckpointError: the file is damaged, or of another model, other tokens or another dtype.
+            IoError: it cannot be read.
+            ConfigError, UnsupportedError: as KVCache.
+        """
+        saved = kv_file.read(path)
+        cache = cls(model, **options)
+        try:
+            _check_same(saved, cache._fingerprint(), tokens)
+            cache._pages.open_saved(saved)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
+    def close(self) -> None:
+        """Free memory and file. Keys and values that were returned may not be used any more. May be called again."""
+        self._end()
+
+    def _fingerprint(self) -> str:
+        model = None if self._model is None else self._model()
+        return f"{_crc32_of_config(self._config)} {'-' if model is None else _crc32_of_weights(model)}"
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UnsupportedError("a KVCache is not copied: make another one, and give it the same tokens")
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError("a KVCache is not pickled: its pages are in memory and files of this process")
+
+
+def _paged(layer: Any, pages: LayerPages, index: int) -> Any:
+    """Return the layer that keeps in pages what `layer` keeps in memory."""
+    if type(layer) is DynamicLayer:
+        return PagedLayer(pages, index)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return PagedSlidingLayer(pages, index, sliding_window=layer.sliding_window)
+    if not isinstance(
+        layer, CacheLayerMixin
+    ):  # without keys: states of linear attention, layers that share others' keys
+        return layer
+    raise UnsupportedError(
+        f"layer {index} keeps more than keys and values ({type(layer).__name__}): take transformers' DynamicCache for this model"
+    )
+
+
+def _scratch_directory(directory: str | os.PathLike[str] | None) -> Path:
+    found = Path(tempfile.gettempdir() if directory is None else directory)
+    if not found.is_dir():
+        raise ConfigError(f"directory={os.fspath(found)!r} of a KVCache is not there: make it, or name another")
+    if is_in_memory(found / "x"):
+        raise ConfigError(f"{found} is in memory: name a directory= on a drive, for what does not fit host_memory")
+    return found
+
+
+OF_POSITIONS = ("model_type", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types")
+"""What a configuration says, besides shapes, that changes keys."""
+
+
+def _crc32_of_config(config: Any) -> str:
+    decoder = config.get_text_config(decoder=True)
+    said = {name: repr(getattr(decoder, name, None)) for name in OF_POSITIONS}
+    return f"{zlib.crc32(json.dumps(said, sort_keys=True).encode()):08x}"
+
+
+def _crc32_of_weights(model: nn.Module) -> str:
+    """Return a checksum of names, shapes, dtypes, and of both ends of each weight. Reads a few bytes of each."""
+    found = 0
+    for name, tensor in model.state_dict().items():
+        found = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), found)
+        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+        for end in (flat[:EDGE_ELEMENTS], flat[-EDGE_ELEMENTS:]):
+            found = zlib.crc32(end.to("cpu").contiguous().view(torch.uint8).numpy().tobytes(), found)
+    return f"{found:08x}"
+
+
+def _check_same(saved: kv_file.SavedContext, fingerprint: str, tokens: torch.Tensor | None) -> None:
+    """Raise CheckpointError unless a saved context is of the model with this fingerprint, and begins with these tokens."""
+    config, weights = fingerprint.split()
+    its_config, _, its_weights = saved.model.partition(" ")
+    if config != its_config or ("-" not in (weights, its_weights) and weights != its_weights):
+        raise CheckpointError(
+            f"{saved.path} is the context of another model, or of other weights: make it again with this one"
+        )
+    if tokens is None or saved.tokens is None:
+        return
+    given = tokens.detach().to("cpu", torch.int64)[..., : saved.position]
+    if given.shape != saved.tokens.shape or not torch.equal(given, saved.tokens):
+        raise CheckpointError(
+            f"{saved.path} is the context of other tokens (or of another tokenizer): it has {saved.position} of a batch of "
+            f"{saved.tokens.shape[0]}, and yours differ from them"
+        )

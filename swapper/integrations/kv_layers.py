@@ -1,0 +1,359 @@
+"""Defines the layers of a KVCache: transformers' own, with their keys and values in pages."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from swapper.infer.kv_file import SavedContext
+from swapper.infer.kv_pages import KeyValuePages
+from swapper.infer.kv_rows import Rows, RowShape, SavedRows
+from swapper.runtime.counters import Counters
+
+log = logging.getLogger("swapper")
+
+MIN_RESERVED_TOKENS = 1 << 10
+
+
+class PagedLayer(DynamicLayer):
+    """Keys and values of one layer, in pages.
+
+    Args:
+        pages: of the cache.
+        index: of the layer.
+    """
+
+    def __init__(self, pages: LayerPages, index: int, **options: Any) -> None:
+        self._pages = pages
+        self.index = index
+        self._rows: Rows | None = None
+        initialize: Callable[..., None] = super().__init__
+        initialize(**options)
+
+    # --- torch's tensors of it ----------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys, of shape (batch, heads, tokens, width), until the next layer is used; None: there are none."""
+        return None if self._rows is None else self._pages.owner.read(self._rows)[0]
+
+    @keys.setter
+    def keys(self, value: object) -> None:
+        self._refuse_value(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, as `keys`."""
+        return None if self._rows is None else self._pages.owner.read(self._rows)[1]
+
+    @values.setter
+    def values(self, value: object) -> None:
+        self._refuse_value(value)
+
+    def _refuse_value(self, value: object) -> None:
+        if value is not None:
+            raise StateError(
+                f"keys and values of layer {self.index} of a KVCache are in pages: change them by update, crop and reorder_cache"
+            )
+
+    # --- what transformers calls --------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if self._rows is None:
+            self._pages.open_alike(self.index, key_states, value_states)
+
+    def open(self, shape: RowShape, capacity: int, device: torch.device) -> None:
+        """Open the rows, empty."""
+        self._rows = self._pages.owner.open_rows(self.index, shape, capacity, self.kept)
+        self.device, self.dtype = device, shape.dtype
+        self.is_initialized = True
+
+    def open_saved(self, saved: SavedRows, capacity: int, position: int) -> None:
+        """Open the rows with those of a saved context, of `position` tokens."""
+        if saved.count != min(position, self.kept or position):
+            raise CheckpointError(
+                f"{saved.place.path}: layer {self.index} has {saved.count} of {position} tokens: it is of another model"
+            )
+        self._rows = self._pages.owner.open_saved(self.index, saved, capacity, self.kept)
+        self.device, self.dtype = torch.device("cpu"), saved.shape.dtype
+        self.is_initialized = True
+
+    @property
+    def rows(self) -> Rows | None:
+        return self._rows
+
+    @property
+    def kept(self) -> int | None:
+        """How many tokens stay after a step; None: all."""
+        return None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the new tokens' keys and values, of shape (batch, heads, tokens, width); return those of all tokens.
+
+        Raises:
+            UnsupportedError: they are on an accelerator, or autograd records them.
+            ConfigError: they have another shape or dtype than those before.
+            BudgetError, IoError, StateError: as `KeyValuePages.append`. The cache is as it was before this step.
+        """
+        pages = self._pages
+        pages.check(key_states)
+        with torch.no_grad(), pages.undone_if_it_fails(self, key_states.shape[2]):
+            rows = self._rows_for(key_states, value_states)
+            return pages.owner.append(rows, key_states, value_states)
+
+    def undo(self, added: int, before: int) -> None:
+        """Take a step back that has added `added` tokens to `before`."""
+        rows = self._rows
+        if rows is not None:
+            rows.end -= added
+            rows.begin = rows.end - before
+
+    def _rows_for(self, keys: torch.Tensor, values: torch.Tensor) -> Rows:
+        """Return the rows, with room for these tokens."""
+        self.lazy_initialization(keys, values)
+        shape = RowShape.of(keys, values)
+        if self._rows is not None and self._rows.shape != shape and self._rows.end == 0:
+            self.reset()
+            self.open(shape, self._pages.capacity(keys.shape[2]), keys.device)
+        rows = self._rows
+        assert rows is not None
+        if rows.shape != shape:
+            raise ConfigError(
+                f"layer {self.index} of this KVCache has {_describe(rows.shape)}, but gets {_describe(shape)}: a cache is of one "
+                "model, dtype and batch; make another one, or call reset()"
+            )
+        if rows.end + keys.shape[2] > rows.capacity:
+            rows = self._with_room(rows, rows.count + keys.shape[2])
+        return rows
+
+    def _with_room(self, rows: Rows, count: int) -> Rows:
+        """Return rows with the same tokens, and room for `count`."""
+        return self._moved(rows, rows.shape, max(count, 2 * rows.capacity), None)
+
+    def _moved(self, rows: Rows, shape: RowShape, capacity: int, pick: torch.Tensor | None) -> Rows:
+        owner = self._pages.owner
+        self._rows = owner.open_rows(self.index, shape, capacity, rows.kept)
+        owner.rewrite(rows, self._rows, pick)
+        owner.close_rows(rows)
+        return self._rows
+
+    @property
+    def count(self) -> int:
+        """Tokens that are kept."""
+        return 0 if self._rows is None else self._rows.count
+
+    def get_seq_length(self) -> int:
+        return self.count
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens: `-tokens_to_remove` of them; a positive number is how many are left."""
+        if self._rows is None or tokens_to_remove == 0:
+            return
+        count = -tokens_to_remove if tokens_to_remove < 0 else max(self._rows.count - tokens_to_remove, 0)
+        self._pages.owner.crop(self._rows, count)
+
+    def reset(self) -> None:
+        if self._rows is not None:
+            self._pages.owner.close_rows(self._rows)
+            self._rows = None
+        self.is_initialized = False
+        if hasattr(self, "cumulative_length"):
+            self.cumulative_length = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._pick(beam_idx.to("cpu"))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._rows is not None:
+            self._pick(torch.arange(self._rows.shape.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self._rows is not None:
+            self._pick(torch.arange(self._rows.shape.batch)[indices.to("cpu")])
+
+    def _pick(self, entries: torch.Tensor) -> None:
+        """Have the entries of the batch with these numbers, in this order."""
+        rows = self._rows
+        if rows is None or rows.count == 0:
+            return
+        if len(entries) == rows.shape.batch:
+            self._pages.owner.rewrite(rows, rows, entries)
+        else:
+            self._moved(rows, rows.shape.with_batch(len(entries)), rows.capacity, entries)
+
+    def offload(self) -> None:
+        """Do nothing: the pager decides."""
+
+    prefetch = offload
+
+
+class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
+    """The same of a layer that sees the last `sliding_window` tokens."""
+
+    @property
+    def kept(self) -> int | None:
+        return None if self.record_past else self.sliding_window - 1
+
+    def open(self, shape: RowShape, capacity: int, device: torch.device) -> None:
+        super().open(shape, min(capacity, 2 * self.sliding_window), device)
+        self._sliding_window_tensor = self._sliding_window_tensor.to(device)
+
+    def open_saved(self, saved: SavedRows, capacity: int, position: int) -> None:
+        super().open_saved(saved, max(min(capacity, 2 * self.sliding_window), saved.count), position)
+        self.cumulative_length = position
+        self._sliding_window_tensor = self._sliding_window_tensor.to(torch.device("cpu"))
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+        if self._rows is not None:
+            self._rows.kept = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[:, :, -visible:], values[:, :, -visible:]
+
+    def undo(self, added: int, before: int) -> None:
+        super().undo(added, before)
+        self.cumulative_length -= added
+
+    def _with_room(self, rows: Rows, count: int) -> Rows:
+        if count > rows.capacity:
+            return super()._with_room(rows, count)
+        self._pages.owner.rewrite(rows, rows)  # from the beginning on again
+        return rows
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.cumulative_length < self.sliding_window:
+            super().crop(tokens_to_remove)
+            self.cumulative_length = 0 if self._rows is None else self._rows.count
+            return
+        if not self.record_past or tokens_to_remove > 0:
+            raise StateError(
+                "a layer with a sliding window has forgotten what crop would need: call activate_past_recording() before, and crop "
+                "by a negative number"
+            )
+        rows = self._rows
+        assert rows is not None
+        self._pages.owner.crop(rows, -tokens_to_remove)
+        rows.begin = max(rows.begin, rows.end - self.sliding_window + 1)
+        self.cumulative_length += tokens_to_remove
+
+
+class LayerPages:
+    """Opens the pages of one cache when they are first used, and has all of its layers in common.
+
+    Args:
+        host_bytes, directory, backend, counters: see `KeyValuePages`.
+        max_tokens: that a layer gets room for; None: not known.
+    """
+
+    def __init__(
+        self, host_bytes: int, directory: Path, max_tokens: int | None, backend: str, counters: Counters
+    ) -> None:
+        self.layers: list[PagedLayer] = []
+        self.saved: SavedContext | None = None
+        self._options = host_bytes, directory
+        self._backend = backend
+        self._counters = counters
+        self._max_tokens = max_tokens
+        self._owner: KeyValuePages | None = None
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._step: list[
+            tuple[PagedLayer, int, int]
+        ] = []  # layers of this step, with the tokens added, and those before
+
+    @property
+    def owner(self) -> KeyValuePages:
+        """The pages, opened now if they are not open yet.
+
+        Raises:
+            StateError: they were closed, or this is a forked child.
+        """
+        if self._is_closed:
+            raise StateError("this KVCache is closed: make another one")
+        if os.getpid() != self._pid:
+            raise StateError("a KVCache works only in the process that made it, not in a forked child")
+        if self._owner is None:
+            host_bytes, directory = self._options
+            saved = None if self.saved is None else (self.saved.path, self.saved.stamp)
+            self._owner = KeyValuePages(host_bytes, directory, saved, len(self.layers), self._backend, self._counters)
+        return self._owner
+
+    def open_saved(self, saved: SavedContext) -> None:
+        """Give the layers the rows of a saved context, and begin to read them."""
+        self.saved = saved
+        if saved.layers.keys() != {layer.index for layer in self.layers}:
+            raise CheckpointError(
+                f"{saved.path} has {len(saved.layers)} layers with keys, and the model {len(self.layers)}: it is of another model"
+            )
+        for layer in self.layers:
+            layer.open_saved(saved.layers[layer.index], self.capacity(saved.position), saved.position)
+        self.owner.read_ahead()
+
+    def open_alike(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Open a layer's rows, and those of all that have none yet: layers are mostly alike."""
+        shape, capacity = RowShape.of(keys, values), self.capacity(keys.shape[2])
+        for layer in self.layers:
+            if not layer.is_initialized:
+                layer.open(shape, capacity, keys.device)
+
+    def capacity(self, added: int) -> int:
+        """Return for how many tokens a layer gets room that begins with `added`."""
+        if self._max_tokens is None:
+            return max(added, MIN_RESERVED_TOKENS)
+        return max(added, self._max_tokens)
+
+    def check(self, keys: torch.Tensor) -> None:
+        """Refuse keys that cannot be kept in pages of host memory."""
+        if keys.device.type != "cpu":
+            raise UnsupportedError(
+                f"a KVCache is for models on the CPU, and these keys are on {keys.device}: take transformers' own "
+                "cache_implementation='offloaded' there"
+            )
+        if torch.is_grad_enabled() and keys.requires_grad:
+            raise UnsupportedError("a KVCache is for inference: call the model under torch.no_grad()")
+
+    @contextmanager
+    def undone_if_it_fails(self, layer: PagedLayer, added: int) -> Iterator[None]:
+        """Add tokens to a layer in the context. If that fails, take back what this step has added to all layers."""
+        if any(one is layer for one, _, _ in self._step) or layer is self.layers[0]:
+            self._step.clear()
+        before = layer.count
+        try:
+            yield
+        except BaseException as error:
+            for one, its_added, its_before in self._step:
+                one.undo(its_added, its_before)
+            count = self.layers[0].get_seq_length()
+            log.warning("%s: the KVCache has the %d tokens from before this forward", type(error).__name__, count)
+            raise
+        self._step.append((layer, added, before))
+
+    def close(self) -> None:
+        """Give memory, file and engine back. May be called again."""
+        self._is_closed = True
+        if self._owner is not None and os.getpid() == self._pid:
+            owner, self._owner = self._owner, None
+            owner.close()
+
+
+def _describe(shape: RowShape) -> str:
+    return f"{shape.key[0]} heads of width {shape.key[1]}, {shape.dtype}, batch {shape.batch}"
