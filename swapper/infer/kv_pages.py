@@ -29,6 +29,8 @@ from swapper.runtime.sizes import format_bytes
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64 << 10, 4 << 20
 LAST_PAGES_SHARE = 1 / 16
 """Of the frames: the last pages of all layers, which stay, take about this part of them."""
+READ_AHEAD_SHARE, MIN_READ_AHEAD_PAGES = 1 / 32, 8
+"""Of the frames, and at least: what is read of the next layer while one computes. What is read in its turn takes its frames."""
 HEAD_BYTES = 32 << 20
 """Bytes of the frames that are populated before the first use; the rest is while it goes on: a choice."""
 
@@ -79,6 +81,8 @@ class KeyValuePages(Resources[KeyValueFile]):
                 lambda engine: KeyValueFile(engine, directory, saved),
                 Schedule([]),
                 head_bytes=HEAD_BYTES,
+                window_pages=max(int(self._size.frame_count * READ_AHEAD_SHARE), MIN_READ_AHEAD_PAGES),
+                one_at_a_time=True,
             )
         except BaseException:
             self.close()
@@ -107,7 +111,6 @@ class KeyValuePages(Resources[KeyValueFile]):
         rows.over = begin  # an error in this step takes its tokens back, and no others
         for whole, new in zip(rows.views(rows.end, end), (keys, values), strict=True):
             whole.copy_(new)
-        rows.filled_bytes = max(rows.filled_bytes, end * rows.shape.nbytes)
         self._hold_last_page(rows, end)
         rows.end = end
         if rows.kept is not None:
@@ -154,15 +157,21 @@ class KeyValuePages(Resources[KeyValueFile]):
     def _begin_turn(self, rows: Rows, added: int) -> None:
         self.end_turn()
         self.store.check_unchanged()
-        me = threading.get_ident()
-        if rows.index <= self._last_layer or self._thread is None:
+        me, is_first = threading.get_ident(), rows.index <= self._last_layer or self._thread is None
+        if me != self._thread and not (is_first and self._is_between_steps):
+            raise StateError(
+                "two threads generate with one KVCache at once, or one has ended within a forward: give each thread its own, or "
+                "call reset()"
+            )
+        if is_first:
             self._thread = me
             self._expect(added)
-        elif me != self._thread:
-            raise StateError(
-                "two threads generate with one KVCache at once: give each its own, or wait for the other to end"
-            )
         self._last_layer = rows.index
+
+    @property
+    def _is_between_steps(self) -> bool:
+        """Whether the last layer has had its turn, or none."""
+        return self._thread is None or self._last_layer >= max(self._layers)
 
     def _expect(self, added: int) -> None:
         """Expect a step that adds `added` tokens, and then steps of one. [Note: order of layers]"""
@@ -225,7 +234,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         """Return a layer's rows, with those of a saved context. Args: as of `open_rows`."""
         section = self._new_section(index, round_up(capacity * saved.shape.nbytes, SECTOR_BYTES), saved.place)
         rows = Rows(index, saved.shape, section, kept)
-        rows.end, rows.filled_bytes, rows.unchecked = saved.count, saved.place.nbytes, saved
+        rows.end, rows.unchecked = saved.count, saved
         for page in section.pages_of(0, saved.place.nbytes):
             page.location = EXTERNAL
         self._layers[index] = rows
@@ -244,6 +253,8 @@ class KeyValuePages(Resources[KeyValueFile]):
         self._unused.setdefault(rows.section.plan.nbytes, []).append(rows.section)
         if self._layers.get(rows.index) is rows:
             del self._layers[rows.index]
+        if not self._layers:
+            self._thread, self._last_layer = None, -1
 
     def crop(self, rows: Rows, count: int) -> None:
         """Forget the last `count` tokens of a layer."""
@@ -272,7 +283,6 @@ class KeyValuePages(Resources[KeyValueFile]):
             with self.pager.leased(target.access(to, to, count)):
                 for whole, part in zip(target.views(to, to + count), parts, strict=True):
                     whole.copy_(part)
-            target.filled_bytes = max(target.filled_bytes, (to + count) * target.shape.nbytes)
         target.begin, target.end = 0, end - begin
 
     def pieces(self, rows: Rows) -> Iterator[torch.Tensor]:

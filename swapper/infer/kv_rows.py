@@ -19,6 +19,7 @@ from swapper.formats.sources import FileStamp
 from swapper.io.drives import Drives
 from swapper.io.engines import Engine, Transfer
 from swapper.paging.layout import ExternalBytes
+from swapper.paging.residency import CLEAN, DIRTY, WRITING
 from swapper.paging.schedule import Access
 from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.paging.store.page_files import ExternalFiles
@@ -85,7 +86,6 @@ class Rows:
 
     Attributes:
         over: tokens before this one are forgotten.
-        filled_bytes: from the beginning of the section on, that were written at some time.
         last: the lease of the last page, which stays. [Note: rows]
         unchecked: of a saved context, until the checksum of all of it was compared.
     """
@@ -97,7 +97,6 @@ class Rows:
         self.kept = kept
         self.begin = self.end = 0
         self.over = 0
-        self.filled_bytes = 0
         self.last: Access | None = None
         self.unchecked: SavedRows | None = None
 
@@ -117,7 +116,7 @@ class Rows:
         row = self.shape.nbytes
         pages = self.section.pages_of(begin * row, (end + added) * row)
         written = self.section.indices_of(end * row, (end + added) * row)
-        fresh = frozenset(page.index for page in pages if page.index in written and page.offset >= self.filled_bytes)
+        fresh = frozenset(page.index for page in pages if page.index in written and not _has_content(page))
         return Access(key, tuple(page.index for page in pages), fresh, frozenset(written))
 
     def next_access(self, added: int, before: int = 0) -> Access:
@@ -128,6 +127,11 @@ class Rows:
         found = self.access(begin, end, added, ("kv", self.index))
         made = self.access(self.begin, self.end, before).fresh if before else frozenset()
         return replace(found, fresh=found.fresh - made)
+
+
+def _has_content(page: Page) -> bool:
+    """Return whether `page` was written since it was made, or forgotten."""
+    return page.location is not None or (page.residency in (CLEAN, DIRTY, WRITING) and not page.fresh)
 
 
 @dataclass(frozen=True)

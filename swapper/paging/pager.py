@@ -47,6 +47,7 @@ class Pager:
         max_deferred_writes: how many pages may wait for their write in the victim cache. [Note: deferred writes], paging/frames.py
         writes_noted: returns a number that grows with each unannounced write, in any page.
         finished: returns a number that grows with each transfer that finishes; None: not known.
+        one_at_a_time: an access of the schedule is released before the next one is leased.
 
     Attributes:
         end_copies: waits for copies of pages to a device, and ends their leases; set by what copies.
@@ -65,6 +66,7 @@ class Pager:
         max_deferred_writes: int = 0,
         writes_noted: Callable[[], int] = _C.writes_noted,
         finished: Callable[[], int] | None = None,
+        one_at_a_time: bool = False,
     ) -> None:
         self._pages = pages = list(pages)
         self._pool = pool
@@ -74,7 +76,9 @@ class Pager:
         self._lazy = lazy
         self._frames = Frames(pages, pool, store, lazy, counters, finished)
         self._write_back = WriteBack(pages, self._frames, schedule, pool.frame_count, lazy, max_deferred_writes)
-        self._prefetcher = Prefetcher(pages, pool, self._frames, schedule, self._write_back, window_pages)
+        self._prefetcher = Prefetcher(
+            pages, pool, self._frames, schedule, self._write_back, window_pages, one_at_a_time
+        )
         self.end_copies: Callable[[], None] = lambda: None
         self._lock = make_lock()
         self._writes_noted = writes_noted

@@ -153,6 +153,7 @@ class Prefetcher:
         schedule: Schedule,
         write_back: WriteBack,
         window_pages: int | None,
+        one_at_a_time: bool = False,
     ) -> None:
         self._pages = pages
         self._pool = pool
@@ -160,6 +161,7 @@ class Prefetcher:
         self._schedule = schedule
         self._write_back = write_back
         self._window_pages = pool.frame_count if window_pages is None else max(window_pages, 1)
+        self._one_at_a_time = one_at_a_time
         self._next = 0  # all accesses before this position are prefetched
         self._distance = PrefetchDistance()
         self._choose_resident_set()
@@ -199,8 +201,9 @@ class Prefetcher:
         pages, held = self._pages, self._frames.held.values()
         leased = {index for access, _ in held if access.key is None for index in access.pages}
         self._frames.resident_set = choose_resident_set(
-            self._schedule.cycle, lambda index: pages[index].nbytes, self._pool.frame_count, self._window_pages, leased
-        )
+            self._schedule.cycle, lambda index: pages[index].nbytes, self._pool.frame_count, self._window_pages, leased,
+            self._one_at_a_time,
+        )  # fmt: skip
 
     def _find_next_uses(self) -> None:
         """Update all next uses: the run departed from the schedule, or the schedule is new."""

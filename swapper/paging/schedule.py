@@ -194,6 +194,7 @@ def choose_resident_set(
     frame_count: int,
     window_pages: int,
     leased: Collection[int] = (),
+    one_at_a_time: bool = False,
 ) -> frozenset[int]:
     """Return the pages that stay in memory; none if that is no free choice, or without room. [Note: a resident set]
 
@@ -201,18 +202,24 @@ def choose_resident_set(
         page_bytes: returns the size of a page; only pages of the largest size stay.
         window_pages: how many pages may be read early.
         leased: pages that stay anyway, leased outside of the order.
+        one_at_a_time: an access is over when the next one begins.
     """
     first: dict[int, int] = {}
     for position, access in enumerate(cycle):
         for page in access.pages:
             if position - first.setdefault(page, position) > ONE_USE_SHARE * len(cycle):
                 return frozenset()
-    neighbors = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
-    working = max((len({*one.pages, *other.pages}) for one, other in neighbors), default=0)
     largest = max((page_bytes(page) for page in first), default=0)
     order = [page for page in first if page_bytes(page) == largest and page not in leased]
-    streaming = max(window_pages + 2, working + 1)
-    count = min(frame_count - len(leased) - streaming, len(order))
+    free = frame_count - len(leased)
+    if one_at_a_time:  # of an access that is spread like the rest, only the part that does not stay needs other frames
+        working = max((len(access.pages) for access in cycle), default=0)
+        count = int((free - window_pages - working) / (1 - min(working / max(len(order), 1), 1 / 2)))
+    else:
+        neighbors = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
+        working = max((len({*one.pages, *other.pages}) for one, other in neighbors), default=0)
+        count = free - max(window_pages + 2, working + 1)
+    count = min(count, len(order))
     if count <= 0:
         return frozenset()
     lead = min(int(FIRST_SHARE * count), window_pages)

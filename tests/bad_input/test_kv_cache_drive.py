@@ -1,0 +1,48 @@
+"""A KVCache on a drive that is full in the middle of a generation."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import swapper
+from swapper import KVCache
+
+
+def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
+    small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swapper.integrations.kv_cache.is_in_memory", lambda path: False)  # what stands for a drive is
+    drive = small_drive(12 << 20)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4, vocab_size=300,
+            max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    ids = torch.randint(2, 300, (1, 250))
+
+    def generate(ids: torch.Tensor, cache: object, count: int) -> torch.Tensor:
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, cache=cache
+        )
+
+    expected = generate(ids, None, 200)
+    others = drive / "others"
+    others.write_bytes(bytes(10 << 20))
+    with KVCache(model, host_memory="4MiB", directory=drive) as cache:
+        with pytest.raises(swapper.IoError) as caught:
+            generate(ids, cache, 200)
+        assert caught.value.errno == errno.ENOSPC
+        count = cache.get_seq_length()
+        assert 250 <= count < 449
+        assert {layer.get_seq_length() for layer in cache.layers} == {count}
+        others.unlink()
+        text = expected[:, : count + 1]
+        assert torch.equal(generate(text, cache, 450 - text.shape[1]), expected)

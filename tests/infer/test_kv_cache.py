@@ -1,0 +1,392 @@
+"""A cache of keys and values in pages gives what transformers' DynamicCache gives, bit for bit, whatever the budget."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DeepseekV3Config,
+    DynamicCache,
+    EncoderDecoderCache,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    T5Config,
+)
+
+import swapper
+from swapper import KVCache
+from swapper.integrations.transformers import from_pretrained
+
+SMALL = "2MiB"
+"""Of the keys and values of each test, which are more."""
+NEW_TOKENS = 20
+DECODER = {
+    "vocab_size": 300, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "full": LlamaConfig(**DECODER),
+    "grouped": LlamaConfig(**{**DECODER, "num_key_value_heads": 2, "num_hidden_layers": 12}),
+    "eager": LlamaConfig(**DECODER, attn_implementation="eager"),
+    "sliding": MistralConfig(**DECODER, sliding_window=70),
+    "both": Gemma2Config(**DECODER, sliding_window=40, head_dim=64),
+    "gpt2": GPT2Config(
+        n_embd=256, n_layer=8, n_head=4, vocab_size=300, n_positions=512, bos_token_id=1, eos_token_id=None, pad_token_id=0
+    ),
+    "latent": DeepseekV3Config(
+        **DECODER, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1, n_shared_experts=1,
+    ),
+}  # fmt: skip
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "sampled": {"do_sample": True, "num_return_sequences": 2},
+    "assisted": {"prompt_lookup_num_tokens": 3},
+    "chunked": {"prefill_chunk_size": 32},
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]).to(dtype).eval()
+
+
+def prompt(batch: int = 2, length: int = 100) -> dict[str, torch.Tensor]:
+    """Ids, the first entry padded on the left."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 300, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        mask[0, :9] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, inputs, cache, new_tokens=NEW_TOKENS, **options):
+    torch.manual_seed(2)
+    return model.generate(
+        **inputs, max_new_tokens=new_tokens, cache=cache, return_dict_in_generate=True, output_logits=True,
+        **{"do_sample": False, **options},
+    )  # fmt: skip
+
+
+def check_same(got, expected) -> None:
+    assert torch.equal(got.sequences, expected.sequences)
+    assert len(got.logits) == len(expected.logits)
+    assert all(map(torch.equal, got.logits, expected.logits))
+
+
+@pytest.fixture
+def small(tmp_path):
+    return {"host_memory": SMALL, "directory": tmp_path}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_generated_is_what_a_cache_in_memory_gives(name, dtype, way, small):
+    model = make(name, dtype)
+    inputs = prompt(1 if way == "assisted" else 2, 130)
+    expected = generate(model, inputs, DynamicCache(config=model.config), **WAYS[way])
+    if way in ("beams", "sampled"):  # several entries for each
+        small["host_memory"] = "4MiB"
+    with KVCache(model, **small) as cache:
+        check_same(generate(model, inputs, cache, **WAYS[way]), expected)
+        assert cache.get_seq_length() == expected.past_key_values.get_seq_length()
+        cache._pages.owner.pager.check()
+        if dtype is torch.float32 and name not in ("sliding", "latent") and way != "assisted":
+            assert cache.counters.read_bytes["kv"] > 0
+
+
+def test_encoder_and_decoder(small):
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=300, d_model=256, d_ff=256, d_kv=64, num_layers=8, num_decoder_layers=8, num_heads=4, pad_token_id=0,
+        decoder_start_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    model, inputs = AutoModelForSeq2SeqLM.from_config(config).eval(), prompt()
+    plain = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    expected = generate(model, inputs, plain, new_tokens=60)
+    with KVCache(model, **small) as own, KVCache(model, **small) as cross:
+        check_same(generate(model, inputs, EncoderDecoderCache(own, cross), new_tokens=60), expected)
+        assert cross.counters.read_bytes["kv"] > 0
+
+
+def test_weights_and_keys_are_on_the_drive(tmp_path, small):
+    model, inputs = make("full").requires_grad_(False), prompt()
+    model.save_pretrained(tmp_path / "model")
+    expected = generate(model, inputs, None)
+    loaded = from_pretrained(AutoModelForCausalLM, tmp_path / "model", host_memory="8MiB")
+    with swapper.loaded(loaded), KVCache(loaded, **small) as cache:
+        check_same(generate(loaded, inputs, cache), expected)
+        assert cache.counters.read_bytes["kv"] > 0
+
+
+@pytest.mark.parametrize("name", ["full", "sliding", "both"])
+def test_more_tokens_than_were_announced_are_moved(name, small):
+    model, inputs = make(name), prompt(length=30)
+    expected = generate(model, inputs, None, new_tokens=150)
+    with KVCache(model, max_tokens=40, **small) as cache:
+        check_same(generate(model, inputs, cache, new_tokens=150), expected)
+
+
+def test_a_conversation_goes_on_and_is_taken_back(small):
+    model, inputs = make("full"), prompt(batch=1)
+    plain = DynamicCache(config=model.config)
+    with KVCache(model, **small) as cache:
+        for _ in range(3):
+            first, expected = (generate(model, inputs, one) for one in (cache, plain))
+            check_same(first, expected)
+            for one in (cache, plain):
+                one.crop(-7)
+            ids = torch.cat([expected.sequences[:, :-6], prompt(1, 9)["input_ids"]], 1)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        check_same(generate(model, prompt(), cache), generate(model, prompt(), None))
+
+
+def test_keys_and_values_are_those_of_a_cache_in_memory(small):
+    model, inputs = make("both"), prompt()
+    plain = DynamicCache(config=model.config)
+    generate(model, inputs, plain)
+    with KVCache(model, **small) as cache:
+        generate(model, inputs, cache)
+        for mine, theirs in zip(cache.layers, plain.layers, strict=True):
+            keys, values = mine.keys.clone(), mine.values.clone()
+            assert torch.equal(keys, theirs.keys)
+            assert torch.equal(values, theirs.values)
+
+
+def test_the_last_page_is_not_written_at_each_token(small):
+    model = make("full")
+    with KVCache(model, **small) as cache:
+        generate(model, prompt(length=140), cache, new_tokens=2)
+        before = cache.counters.written_bytes["kv"]
+        generate(model, prompt(length=160), cache, new_tokens=40)
+        added = 8 * 40 * 2 * 2 * 256 * 4
+        assert cache.counters.written_bytes["kv"] - before < 2 * (added + 8 * cache.counters.frame_bytes)
+
+
+def test_a_dropped_cache_gives_memory_and_file_back(small):
+    def descriptors():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    model = make("full")
+    generate(model, prompt(), KVCache(model, **small))
+    gc.collect()
+    before = descriptors()
+    cache = KVCache(model, **small)
+    generate(model, prompt(), cache)
+    assert descriptors() > before
+    del cache
+    assert descriptors() == before
+    assert list(small["directory"].iterdir()) == []
+
+
+# --- saved contexts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path, small):
+    """A model, the path of a context of 99 tokens of the prompt, and what follows it."""
+
+    def save(name="full", dtype=torch.float32):
+        model, path = make(name, dtype), tmp_path / "context.pt"
+        inputs = {"input_ids": prompt()["input_ids"], "attention_mask": torch.ones(2, 100, dtype=torch.int64)}
+        plain = DynamicCache(config=model.config)
+        with KVCache(model, **small) as cache, torch.no_grad():
+            for one in (plain, cache):
+                model(inputs["input_ids"][:, :99], cache=one)
+            cache.save(path, tokens=inputs["input_ids"])
+        expected = generate(model, inputs, plain)
+        return model, path, inputs, expected
+
+    return save
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_saved_context_goes_on(name, dtype, saved, small):
+    model, path, inputs, expected = saved(name, dtype)
+    content = torch.load(path)
+    assert content["kv_cache"]["position"] == 99
+    assert torch.equal(content["tokens"], inputs["input_ids"][:, :99])
+    bytes_before = path.read_bytes()
+    caches = [KVCache.open(path, model, tokens=inputs["input_ids"], **small) for _ in range(2)]
+    for cache in caches:  # the second one after the first has added to its own
+        with cache:
+            first = cache.layers[0].keys.clone()
+            assert torch.equal(first, content["layers"]["0"]["keys"])
+            check_same(generate(model, inputs, cache), expected)
+    assert path.read_bytes() == bytes_before
+
+
+def test_a_context_that_goes_on_is_saved_over_itself(saved, small):
+    model, path, inputs, expected = saved()
+    with KVCache.open(path, model, **small) as cache:
+        generate(model, inputs, cache)
+        cache.save(path, tokens=expected.sequences)
+        assert cache.get_seq_length() == 119
+        again = generate(model, {"input_ids": expected.sequences}, expected.past_key_values, new_tokens=5)
+        check_same(generate(model, {"input_ids": expected.sequences}, cache, new_tokens=5), again)
+    with KVCache.open(path, model, tokens=expected.sequences, **small) as cache:
+        check_same(generate(model, {"input_ids": expected.sequences}, cache, new_tokens=5), again)
+
+
+def test_a_saved_context_is_refused_for_another_model_or_other_tokens(saved, small):
+    model, path, inputs, _ = saved()
+    other = make("full")
+    with torch.no_grad():
+        other.model.layers[3].mlp.up_proj.weight[-1, -1] += 1
+    for wrong in (other, make("full", torch.bfloat16), make("gpt2")):
+        with pytest.raises(swapper.CheckpointError, match="of another model"):
+            KVCache.open(path, wrong, **small)
+    tokens = inputs["input_ids"].clone()
+    tokens[1, 50] += 1
+    with pytest.raises(swapper.CheckpointError, match="of other tokens"):
+        KVCache.open(path, model, tokens=tokens, **small)
+    with pytest.raises(swapper.CheckpointError, match="of other tokens"):
+        KVCache.open(path, model, tokens=inputs["input_ids"][:, :50], **small)
+
+
+@pytest.mark.parametrize("layer", [0, 7])
+def test_a_changed_byte_is_found(layer, saved, small):
+    model, path, inputs, _ = saved()
+    content = torch.load(path, mmap=True)
+    keys = content["layers"][str(layer)]["keys"]
+    raw = path.read_bytes()
+    at = raw.index(keys[1, 3, 60].numpy().tobytes())
+    del content, keys
+    path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+    cache = KVCache.open(path, model, **small)
+    with cache, pytest.raises(swapper.ChecksumError, match=f"layer {layer}"):
+        generate(model, inputs, cache)
+
+
+def test_files_that_are_no_contexts_are_refused(saved, small, tmp_path):
+    model, path, inputs, _ = saved()
+    raw = path.read_bytes()
+    torch.save({"kv_cache": {"format": 2, "model": "", "position": 3}}, tmp_path / "later.pt")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.save(torch.load(path), tmp_path / "saved again.pt")
+    (tmp_path / "cut.pt").write_bytes(raw[: len(raw) // 2])
+    (tmp_path / "text.pt").write_text("no zip")
+    for name in ("later.pt", "weights.pt", "cut.pt", "text.pt"):
+        with pytest.raises(swapper.CheckpointError, match=name):
+            KVCache.open(tmp_path / name, model, **small)
+    with pytest.raises(swapper.IoError):
+        KVCache.open(tmp_path / "missing.pt", model, **small)
+    with KVCache.open(path, model, **small) as cache:
+        os.utime(path)
+        with pytest.raises(swapper.CheckpointError, match="was changed while it is in use"):
+            generate(model, inputs, cache)
+
+
+def test_an_existing_file_is_kept_if_that_is_asked_for(saved, small):
+    model, path, inputs, _ = saved()
+    raw = path.read_bytes()
+    with KVCache(model, **small) as cache:
+        with pytest.raises(swapper.StateError, match="nothing is in this KVCache"):
+            cache.save(path)
+        generate(model, inputs, cache)
+        with pytest.raises(swapper.CheckpointError, match="already exists"):
+            cache.save(path, overwrite=False)
+        with pytest.raises(swapper.ConfigError, match="tokens= has shape"):
+            cache.save(path, tokens=inputs["input_ids"])
+    assert path.read_bytes() == raw
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_below_one_layer_says_what_is_enough(small):
+    model, inputs = make("full"), prompt(length=400)
+    expected = generate(model, inputs, None, new_tokens=3)
+    with (
+        KVCache(model, **small) as cache,
+        pytest.raises(swapper.BudgetError, match="keys and values of one layer") as caught,
+    ):
+        generate(model, inputs, cache)
+    with KVCache(model, **{**small, "host_memory": caught.value.smallest_bytes}) as cache:
+        check_same(generate(model, inputs, cache, new_tokens=3), expected)
+
+
+def test_a_budget_that_ends_in_a_generation_keeps_what_is_there(small):
+    model, inputs = make("full"), prompt(length=200)
+    with KVCache(model, **small) as cache:
+        with pytest.raises(swapper.BudgetError):
+            generate(model, inputs, cache, new_tokens=250)
+        count = cache.get_seq_length()
+        assert 200 < count < 449
+        assert {layer.get_seq_length() for layer in cache.layers} == {count}
+        plain = generate(model, inputs, None, new_tokens=count - 199).past_key_values
+        for mine, theirs in zip(cache.layers, plain.layers, strict=True):
+            assert torch.equal(mine.keys.clone(), theirs.keys)
+
+
+def test_a_cache_is_for_one_batch_and_dtype(small):
+    model = make("full")
+    with KVCache(model, **small) as cache:
+        generate(model, prompt(), cache)
+        with pytest.raises(swapper.ConfigError, match=r"batch 2, but gets .*batch 3"), torch.no_grad():
+            model(prompt(3)["input_ids"], cache=cache)
+        with pytest.raises(swapper.ConfigError, match="bfloat16"), torch.no_grad():
+            make("full", torch.bfloat16)(prompt()["input_ids"], cache=cache)
+
+
+def test_what_it_cannot_do_is_refused(small, tmp_path):
+    model = make("full")
+    with KVCache(model, **small) as cache:
+        with pytest.raises(swapper.UnsupportedError, match="no_grad"):
+            model(prompt()["input_ids"], cache=cache)
+        with pytest.raises(swapper.UnsupportedError, match="not copied"):
+            copy.deepcopy(cache)
+        with pytest.raises(swapper.UnsupportedError, match="not pickled"):
+            pickle.dumps(cache)
+        with pytest.raises(swapper.StateError, match="are in pages"):
+            cache.layers[0].keys = torch.zeros(1)
+    with pytest.raises(swapper.StateError, match="closed"):
+        generate(model, prompt(), cache)
+    with pytest.raises(swapper.ConfigError, match="model of transformers"):
+        KVCache(torch.nn.Linear(2, 2), **small)
+    with pytest.raises(swapper.ConfigError, match="max_tokens"):
+        KVCache(model, max_tokens=0, **small)
+    with pytest.raises(swapper.ConfigError, match="is not there"):
+        KVCache(model, host_memory=SMALL, directory=tmp_path / "missing")
+    with pytest.raises(swapper.ConfigError, match="is in memory"):
+        KVCache(model, host_memory=SMALL, directory=Path("/dev/shm"))
+
+
+def test_two_threads_in_one_cache_are_refused(small):
+    model = make("full")
+    reached, go_on = threading.Event(), threading.Event()
+    sequences = []
+
+    def pause(*_):
+        if threading.current_thread() is not threading.main_thread() and not reached.is_set():
+            reached.set()
+            assert go_on.wait(60)
+
+    expected = generate(model, prompt(), None).sequences
+    model.model.layers[3].register_forward_pre_hook(pause)
+    with KVCache(model, **small) as cache:
+        thread = threading.Thread(target=lambda: sequences.append(generate(model, prompt(), cache).sequences))
+        thread.start()
+        assert reached.wait(60)
+        with pytest.raises(swapper.StateError, match="two threads"):
+            generate(model, prompt(), cache)
+        go_on.set()
+        thread.join()
+    assert torch.equal(sequences[0], expected)

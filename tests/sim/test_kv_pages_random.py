@@ -1,0 +1,119 @@
+"""Random use of keys and values in pages gives what plain tensors give, whatever the pool; its invariants hold throughout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from sampling import examples
+
+from swapper.infer.kv_pages import KeyValuePages
+from swapper.infer.kv_rows import RowShape
+from swapper.runtime.counters import Counters
+
+ROW_LIMIT = 400
+SEEDS = examples(48)
+
+
+class Twin:
+    """The rows of one layer, and the same in ordinary memory."""
+
+    def __init__(self, pages: KeyValuePages, index: int, shape: RowShape, kept: int | None) -> None:
+        self.pages, self.index, self.kept = pages, index, kept
+        self.rows = pages.open_rows(index, shape, 60, kept)
+        self.empty()
+
+    def empty(self) -> None:
+        shape = self.rows.shape
+        self.keys, self.values = (
+            torch.empty(shape.batch, heads, 0, width, dtype=shape.dtype) for heads, width in (shape.key, shape.value)
+        )
+
+    def append(self, random: Random, count: int) -> None:
+        shape, pages = self.rows.shape, self.pages
+        new = [
+            torch.empty(shape.batch, heads, count, width).uniform_(-1, 1).to(shape.dtype)
+            for heads, width in (shape.key, shape.value)
+        ]
+        if self.rows.end + count > self.rows.capacity:
+            if self.rows.count + count <= self.rows.capacity and random.random() < 0.5:
+                pages.rewrite(self.rows, self.rows)
+            else:
+                self.move(2 * (self.rows.count + count), shape, None)
+        found = pages.append(self.rows, *new)
+        self.keys, self.values = torch.cat([self.keys, new[0]], 2), torch.cat([self.values, new[1]], 2)
+        assert torch.equal(found[0], self.keys)
+        assert torch.equal(found[1], self.values)
+        if self.kept is not None:
+            self.keys, self.values = self.keys[:, :, -self.kept :], self.values[:, :, -self.kept :]
+
+    def move(self, capacity: int, shape: RowShape, pick: torch.Tensor | None) -> None:
+        old, self.rows = self.rows, self.pages.open_rows(self.index, shape, capacity, self.kept)
+        self.pages.rewrite(old, self.rows, pick)
+        self.pages.close_rows(old)
+
+    def pick(self, random: Random) -> None:
+        shape = self.rows.shape
+        entries = torch.tensor([random.randrange(shape.batch) for _ in range(random.randint(1, 3))])
+        if len(entries) == shape.batch:
+            self.pages.rewrite(self.rows, self.rows, entries)
+        else:
+            self.move(self.rows.capacity, shape.with_batch(len(entries)), entries)
+        self.keys, self.values = self.keys[entries], self.values[entries]
+
+    def crop(self, count: int) -> None:
+        self.pages.crop(self.rows, count)
+        left = self.keys.shape[2] - min(count, self.keys.shape[2])
+        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+
+    def check(self) -> None:
+        keys, values = self.pages.read(self.rows)
+        assert torch.equal(keys, self.keys)
+        assert torch.equal(values, self.values)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_use(seed: int, tmp_path: Path) -> None:
+    random = Random(seed)
+    torch.manual_seed(seed)
+    dtype = random.choice([torch.float32, torch.bfloat16])
+    layer_count = random.randint(1, 6)
+    pages = KeyValuePages(random.choice([2, 4]) << 20, tmp_path, None, layer_count, "auto", Counters())
+    shapes = [
+        RowShape(random.randint(1, 2), (2, random.choice([16, 40, 64])), (random.randint(1, 3), 64), dtype)
+        for _ in range(layer_count)
+    ]
+    if random.random() < 0.7:
+        shapes = shapes[:1] * layer_count
+    kept = [random.choice([None, None, 30]) for _ in range(layer_count)]
+    twins = [Twin(pages, n, *pair) for n, pair in enumerate(zip(shapes, kept, strict=True))]
+    try:
+        for _ in range(40):
+            what = random.choice(["step"] * 6 + ["long step", "crop", "pick", "check", "close"])
+            if what in ("step", "long step"):
+                count = 1 if what == "step" else random.randint(2, 90)
+                for twin in twins:
+                    if twin.rows.count + count <= ROW_LIMIT:
+                        twin.append(random, count)
+            elif what == "crop":
+                count = random.randint(1, 20)
+                for twin in twins:
+                    twin.crop(count)
+            elif what == "pick" and all(twin.rows.count for twin in twins):
+                for twin in twins:
+                    twin.pick(random)
+            elif what == "check":
+                for twin in twins:
+                    twin.check()
+            elif what == "close" and random.random() < 0.3:
+                twin = random.choice(twins)
+                pages.close_rows(twin.rows)
+                twin.rows = pages.open_rows(twin.index, twin.rows.shape, 60, twin.kept)
+                twin.empty()
+            pages.pager.check()
+        for twin in twins:
+            twin.check()
+    finally:
+        pages.close()
