@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from swapper.infer.loaded_model import LoadedModel, loaded
     from swapper.infer.planning.load_plan import LoadPlan, plan_load
     from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction
-    from swapper.integrations.kv_cache import KVCache
+    from swapper.integrations.transformers_cache import KVCache
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
     from swapper.options import Accelerator, CommitPolicy, ExternalWeights
@@ -88,7 +88,7 @@ _BY_MODULE = {
     "swapper.infer.adoption": "without_weights",
     "swapper.infer.planning.load_plan": "LoadPlan plan_load",
     "swapper.infer.planning.planned_load": "ExpertUse LoadPrediction",
-    "swapper.integrations.kv_cache": "KVCache",
+    "swapper.integrations.transformers_cache": "KVCache",
     "swapper.infer.load_model": "load shared_memory",
     "swapper.infer.loaded_model": "LoadedModel loaded",
     "swapper.io": "AioHandle GdsFile GdsHandle Operation gds_deregister_buffer gds_register_buffer",

@@ -124,7 +124,7 @@ class Trace:
             yield {"name": "memory", "cat": "memory", "ph": "C", "ts": ts, "pid": pid, "args": kinds}
 
 
-FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients", "kv": "keys and values"}
+FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
 """Families that bytes are counted by, and their names in messages. Masters count as state."""
 
 

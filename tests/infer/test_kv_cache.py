@@ -301,7 +301,7 @@ def test_an_existing_file_is_kept_if_that_is_asked_for(saved, small):
         with pytest.raises(swapper.StateError, match="nothing is in this KVCache"):
             cache.save(path)
         generate(model, inputs, cache)
-        with pytest.raises(swapper.CheckpointError, match="already exists"):
+        with pytest.raises(swapper.CheckpointError, match="exists already"):
             cache.save(path, overwrite=False)
         with pytest.raises(swapper.ConfigError, match="tokens= has shape"):
             cache.save(path, tokens=inputs["input_ids"])

@@ -9,11 +9,17 @@ import pytest
 import torch
 from sampling import examples
 
-from swapper.infer.kv_pages import KeyValuePages
-from swapper.infer.kv_rows import RowShape
+from swapper.infer.kv.kv_pages import KeyValuePages
+from swapper.infer.kv.kv_rows import RowShape
 from swapper.runtime.counters import Counters
 
 ROW_LIMIT = 400
+
+
+def counters() -> Counters:
+    return Counters(read_bytes={"kv": 0}, written_bytes={"kv": 0})
+
+
 SEEDS = examples(48)
 
 
@@ -80,7 +86,7 @@ def test_random_use(seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)
     dtype = random.choice([torch.float32, torch.bfloat16])
     layer_count = random.randint(1, 6)
-    pages = KeyValuePages(random.choice([2, 4]) << 20, tmp_path, None, layer_count, "auto", Counters())
+    pages = KeyValuePages(random.choice([2, 4]) << 20, tmp_path, None, layer_count, "auto", counters())
     shapes = [
         RowShape(random.randint(1, 2), (2, random.choice([16, 40, 64])), (random.randint(1, 3), 64), dtype)
         for _ in range(layer_count)

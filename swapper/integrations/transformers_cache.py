@@ -3,7 +3,7 @@
     cache = swapper.KVCache(model, host_memory="4GiB", directory="/mnt/nvme")
     model.generate(**inputs, past_key_values=cache)
 
-transformers decides what a layer keeps; swapper/infer/kv_pages.py where that is. Results are those of `DynamicCache`, bit for bit.
+transformers decides what a layer keeps, swapper/infer/kv where that is. Results are those of `DynamicCache`, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
-from swapper.infer import kv_file
-from swapper.integrations.kv_layers import MIN_RESERVED_TOKENS, LayerPages, PagedLayer, PagedSlidingLayer
+from swapper.infer.kv import kv_file
+from swapper.integrations.transformers_layers import LayerPages, PagedLayer, PagedSlidingLayer
 from swapper.io.engines import is_in_memory
 from swapper.options import parse_host_memory
 from swapper.runtime.counters import Counters
 
-MAX_RESERVED_TOKENS = 1 << 16
+MIN_RESERVED_TOKENS, MAX_RESERVED_TOKENS = 1 << 10, 1 << 16
 """Tokens that a layer gets addresses for at once, if nothing says how many there will be; more are moved to others."""
 EDGE_ELEMENTS = 16
 """Of each weight, first and last, that tell models with other weights apart: a choice."""
@@ -73,7 +73,7 @@ class KVCache(DynamicCache):
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ConfigError(f"max_tokens={max_tokens!r} must be a positive number of tokens, or None")
         super().__init__(config=config)
-        self.counters = Counters()
+        self.counters = Counters(read_bytes={"kv": 0}, written_bytes={"kv": 0})
         decoder = config.get_text_config(decoder=True)
         known = getattr(decoder, "max_position_embeddings", None)
         reserved = max_tokens or min(known or MIN_RESERVED_TOKENS, MAX_RESERVED_TOKENS)

@@ -17,7 +17,7 @@ import torch
 from swapper import _C
 from swapper.errors import BudgetError, ChecksumError, StateError
 from swapper.formats.sources import FileStamp
-from swapper.infer.kv_rows import KeyValueFile, Rows, RowShape, SavedRows
+from swapper.infer.kv.kv_rows import KeyValueFile, Rows, RowShape, SavedRows
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.resources import Resources
 from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, ExternalBytes, PoolSize, SectionPlan

@@ -20,8 +20,8 @@ from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, opened
 from swapper.formats.torch_file import TorchFile, read_open_file
 from swapper.formats.torch_writer import StorageRef, leading_records, pickle_state
-from swapper.infer.kv_pages import KeyValuePages
-from swapper.infer.kv_rows import Rows, RowShape, SavedRows
+from swapper.infer.kv.kv_pages import KeyValuePages
+from swapper.infer.kv.kv_rows import Rows, RowShape, SavedRows
 from swapper.io.replacing import replacing
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.layout import ExternalBytes
@@ -177,5 +177,5 @@ def _saved_rows(file: TorchFile, name: str) -> SavedRows:
 
 
 def _on_meta(shape: RowShape, count: int) -> torch.Tensor:
-    """Return memory of so many rows, without data."""
+    """Return memory for `count` rows on the meta device."""
     return torch.empty(count * shape.nbytes, dtype=torch.uint8, device="meta")

@@ -13,14 +13,12 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
-from swapper.infer.kv_file import SavedContext
-from swapper.infer.kv_pages import KeyValuePages
-from swapper.infer.kv_rows import Rows, RowShape, SavedRows
+from swapper.infer.kv.kv_file import SavedContext
+from swapper.infer.kv.kv_pages import KeyValuePages
+from swapper.infer.kv.kv_rows import Rows, RowShape, SavedRows
 from swapper.runtime.counters import Counters
 
 log = logging.getLogger("swapper")
-
-MIN_RESERVED_TOKENS = 1 << 10
 
 
 class PagedLayer(DynamicLayer):
@@ -29,6 +27,10 @@ class PagedLayer(DynamicLayer):
     Args:
         pages: of the cache.
         index: of the layer.
+        options: of the class of transformers that this is one of.
+
+    Raises:
+        StateError: keys or values are assigned.
     """
 
     def __init__(self, pages: LayerPages, index: int, **options: Any) -> None:
@@ -67,24 +69,36 @@ class PagedLayer(DynamicLayer):
     # --- what transformers calls --------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Open the rows, and those of the other layers, if they are not open."""
         if self._rows is None:
-            self._pages.open_alike(self.index, key_states, value_states)
+            self._pages.open_alike(key_states, value_states)
 
-    def open(self, shape: RowShape, capacity: int, device: torch.device) -> None:
-        """Open the rows, empty."""
+    def open(self, shape: RowShape, capacity: int) -> None:
+        """Open the rows, empty, with addresses for `capacity` tokens."""
         self._rows = self._pages.owner.open_rows(self.index, shape, capacity, self.kept)
-        self.device, self.dtype = device, shape.dtype
+        self._note_open(shape)
+
+    def _note_open(self, shape: RowShape) -> None:
+        self.device, self.dtype = torch.device("cpu"), shape.dtype
         self.is_initialized = True
 
     def open_saved(self, saved: SavedRows, capacity: int, position: int) -> None:
-        """Open the rows with those of a saved context, of `position` tokens."""
+        """Open the rows with those of a saved context.
+
+        Args:
+            saved: the rows of this layer there.
+            capacity: tokens that there are addresses for.
+            position: tokens that went through the model.
+
+        Raises:
+            CheckpointError: these are not the rows that this layer would have.
+        """
         if saved.count != min(position, self.kept or position):
             raise CheckpointError(
                 f"{saved.place.path}: layer {self.index} has {saved.count} of {position} tokens: it is of another model"
             )
         self._rows = self._pages.owner.open_saved(self.index, saved, capacity, self.kept)
-        self.device, self.dtype = torch.device("cpu"), saved.shape.dtype
-        self.is_initialized = True
+        self._note_open(saved.shape)
 
     @property
     def rows(self) -> Rows | None:
@@ -98,7 +112,11 @@ class PagedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the new tokens' keys and values, of shape (batch, heads, tokens, width); return those of all tokens.
+        """Add tokens; return keys and values of all of them, whole until the next layer's turn.
+
+        Args:
+            key_states, value_states: of the new tokens, of shape (batch, heads, tokens, width).
+            args, kwargs: are ignored.
 
         Raises:
             UnsupportedError: they are on an accelerator, or autograd records them.
@@ -124,7 +142,7 @@ class PagedLayer(DynamicLayer):
         shape = RowShape.of(keys, values)
         if self._rows is not None and self._rows.shape != shape and self._rows.end == 0:
             self.reset()
-            self.open(shape, self._pages.capacity(keys.shape[2]), keys.device)
+            self.open(shape, self._pages.capacity(keys.shape[2]))
         rows = self._rows
         assert rows is not None
         if rows.shape != shape:
@@ -175,11 +193,11 @@ class PagedLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self._rows is not None:
-            self._pick(torch.arange(self._rows.shape.batch).repeat_interleave(repeats))
+            self._pick(torch.arange(self._rows.shape.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self._rows is not None:
-            self._pick(torch.arange(self._rows.shape.batch)[indices.to("cpu")])
+            self._pick(torch.arange(self._rows.shape.batch, device="cpu")[indices.to("cpu")])
 
     def _pick(self, entries: torch.Tensor) -> None:
         """Have the entries of the batch with these numbers, in this order."""
@@ -198,20 +216,32 @@ class PagedLayer(DynamicLayer):
 
 
 class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
-    """The same of a layer that sees the last `sliding_window` tokens."""
+    """The same of a layer that sees the last `sliding_window` tokens.
+
+    Args: as of `PagedLayer`.
+
+    Raises:
+        StateError: as there.
+    """
 
     @property
     def kept(self) -> int | None:
         return None if self.record_past else self.sliding_window - 1
 
-    def open(self, shape: RowShape, capacity: int, device: torch.device) -> None:
-        super().open(shape, min(capacity, 2 * self.sliding_window), device)
-        self._sliding_window_tensor = self._sliding_window_tensor.to(device)
+    def open(self, shape: RowShape, capacity: int) -> None:
+        """As of a layer without a window, but for addresses."""
+        super().open(shape, min(capacity, 2 * self.sliding_window))
 
     def open_saved(self, saved: SavedRows, capacity: int, position: int) -> None:
+        """As of a layer without a window.
+
+        Args: as of `open_saved`.
+
+        Raises:
+            CheckpointError: as there.
+        """
         super().open_saved(saved, max(min(capacity, 2 * self.sliding_window), saved.count), position)
         self.cumulative_length = position
-        self._sliding_window_tensor = self._sliding_window_tensor.to(torch.device("cpu"))
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -221,6 +251,13 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of a layer without a window; of the last tokens alone.
+
+        Args: as of `update`.
+
+        Raises:
+            UnsupportedError, ConfigError, BudgetError, IoError, StateError: as there.
+        """
         keys, values = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
         visible = self.sliding_window - 1 + key_states.shape[-2]
@@ -261,12 +298,13 @@ class LayerPages:
 
     Args:
         host_bytes, directory, backend, counters: see `KeyValuePages`.
-        max_tokens: that a layer gets room for; None: not known.
+        max_tokens: that a layer gets room for at once.
+
+    Raises:
+        StateError: on use, they were closed.
     """
 
-    def __init__(
-        self, host_bytes: int, directory: Path, max_tokens: int | None, backend: str, counters: Counters
-    ) -> None:
+    def __init__(self, host_bytes: int, directory: Path, max_tokens: int, backend: str, counters: Counters) -> None:
         self.layers: list[PagedLayer] = []
         self.saved: SavedContext | None = None
         self._options = host_bytes, directory
@@ -276,9 +314,7 @@ class LayerPages:
         self._owner: KeyValuePages | None = None
         self._is_closed = False
         self._pid = os.getpid()
-        self._step: list[
-            tuple[PagedLayer, int, int]
-        ] = []  # layers of this step, with the tokens added, and those before
+        self._step: list[tuple[PagedLayer, int, int]] = []  # layers of this step, tokens added, and tokens before
 
     @property
     def owner(self) -> KeyValuePages:
@@ -308,17 +344,15 @@ class LayerPages:
             layer.open_saved(saved.layers[layer.index], self.capacity(saved.position), saved.position)
         self.owner.read_ahead()
 
-    def open_alike(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Open a layer's rows, and those of all that have none yet: layers are mostly alike."""
+    def open_alike(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Open the rows of all layers that have none, for such keys and values: layers are mostly alike."""
         shape, capacity = RowShape.of(keys, values), self.capacity(keys.shape[2])
         for layer in self.layers:
             if not layer.is_initialized:
-                layer.open(shape, capacity, keys.device)
+                layer.open(shape, capacity)
 
     def capacity(self, added: int) -> int:
         """Return for how many tokens a layer gets room that begins with `added`."""
-        if self._max_tokens is None:
-            return max(added, MIN_RESERVED_TOKENS)
         return max(added, self._max_tokens)
 
     def check(self, keys: torch.Tensor) -> None:
@@ -342,6 +376,7 @@ class LayerPages:
         except BaseException as error:
             for one, its_added, its_before in self._step:
                 one.undo(its_added, its_before)
+            self._step.clear()
             count = self.layers[0].get_seq_length()
             log.warning("%s: the KVCache has the %d tokens from before this forward", type(error).__name__, count)
             raise

@@ -1,0 +1,1 @@
+"""Keeps the keys and values of attention in pages, and in files."""
