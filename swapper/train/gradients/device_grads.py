@@ -104,7 +104,7 @@ class DeviceGradients(PagedGradients):
         elif earlier is not None:
             gradient, here = here.of(earlier).add_(gradient), None
         self._came[key] += 1
-        has_room = self._sum_bytes + gradient.nbytes <= self._on_device.sum_bytes
+        has_room = self._sum_bytes + gradient.nbytes <= self._on_device.memory.sum_bytes
         if here is None and has_room and self._came[key] < self._usual[key]:
             self._sums[key] = gradient.clone() if is_part(gradient) else gradient
             self._sum_bytes += gradient.nbytes

@@ -23,20 +23,14 @@ is over. All other results go by host memory, or are waited for by who uses them
 Pages that are on NVMe are written with the slice that updates them, as each commit needs them. Of what is in host memory no byte
 is copied in a step: it has an earlier content (`DeviceCopy.is_dirty`) until something reads it: a commit, a snapshot, a change
 from outside, an eviction, closing.
-
-[Note: memory that steps leave] What a model's own operations need of the device's memory is not known before they ran. So a
-device_memory that the user leaves to swapper is half of what is free; in the second step, which begins with the optimizer's state,
-the peak is known, and what it leaves is used: by more images, gradients that are added up, and state that goes up early. If the
-model's operations find no memory all the same, the next pass begins with less of these.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -48,7 +42,7 @@ from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_storage import DeviceStorage, Span
 from swapper.device.model_device import PAGES_ON_THEIR_WAY, DeviceBudget, DevicePlacement, ModelDevice
 from swapper.device.registered_memory import HostSide
-from swapper.device.tier import MIN_FREE_BYTES, DeviceCopy
+from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
 from swapper.modules.groups import Group
 from swapper.modules.home import DeviceHome
@@ -60,18 +54,11 @@ from swapper.paging.store.page_files import checksum_of
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
 from swapper.tensors.guarded_tensor import tensors_among
-
-log = logging.getLogger("swapper")
+from swapper.train.groups.memory_use import MemoryUse
 
 MORE_PAGES_ON_THEIR_WAY = 14
 """Maximum of those from spare frames, of which at most every second one is taken: a choice. With few, Python waits for kernels
 that make gradients, and queues no others."""
-MAX_WHOLE_BYTES, WHOLE_SHARE = 256 << 20, 64
-"""Of a slice that stays, and the divisor of a device's budget: the temporaries of its update take a twentieth at most: choices."""
-FREE_SHARE = 20
-"""The divisor of a device's memory that is left free at the peak, for fragments: a choice."""
-FAILURE_SHARE = 4
-"""The divisor of a budget that is given up when the model's own operations found no memory: a choice."""
 USES_REMEMBERED = 64
 """Maximum uses of a group in a step, on average, that are predicted for the next step: a choice."""
 
@@ -91,10 +78,7 @@ class TrainingDevice(ModelDevice):
     Attributes:
         max_pages: maximum of frames leased for gradients at once.
         downloads: copies gradients, and changes made on the device, to the host.
-        sum_bytes: the device's memory for gradients that are added up there.
-        ahead_bytes: that for optimizer state which is copied up before its gradients are there.
-        whole_bytes: of its largest state tensor that a slice has at most if nothing is copied for it.
-        free_ahead: frees the memory of state that goes up early.
+        memory: limits of what is there.
         order: of the streams that write gradients which stay, and the one that uses them.
         updating: the stream of updates.
         alone: held by a hook: [Note: threads of a backward].
@@ -122,14 +106,7 @@ class TrainingDevice(ModelDevice):
         self._budget = budget
         self._pager = pager
         self.downloads = Downloads(device, counters, placement.down_bytes)
-        self.sum_bytes = placement.sum_bytes
-        self.ahead_bytes = placement.ahead_bytes
-        self.free_ahead: Callable[[], None] = lambda: None
-        self._placement = placement
-        self._first_step: int | None = counters.step
-        self._failures = device.failures()
-        self._peak_before = device.max_allocated_bytes()
-        self.whole_bytes = min(MAX_WHOLE_BYTES, budget.nbytes // WHOLE_SHARE)
+        self.memory = MemoryUse(budget, placement, self.tier, counters)
         self.order = StreamOrder(device)
         self._counters = counters
         self._slices = device.new_stream()  # slices that are updated do not wait behind images
@@ -173,40 +150,7 @@ class TrainingDevice(ModelDevice):
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
-        if (failures := self.device.failures()) > self._failures:
-            self._failures = failures
-            freed_bytes = self._lower(self._budget.nbytes // FAILURE_SHARE)
-            log.warning(
-                "%s ran out of memory in the model's own operations: device_memory is lowered, and %s of it are free now. The pass "
-                "that failed can be taken again, after optimizer.zero_grad()",
-                self.device, format_bytes(freed_bytes),
-            )  # fmt: skip
-        self.tier.keep_free_memory()
-
-    def _lower(self, nbytes: int) -> int:
-        """Use less memory from now on. Return what was freed: of state that goes up early, then of images."""
-        freed_bytes, self.ahead_bytes, self.sum_bytes = self.ahead_bytes, 0, 0
-        self.free_ahead()
-        return freed_bytes + self.tier.lower(max(nbytes - freed_bytes, 0))
-
-    def _follow_peak(self) -> None:
-        """Use what the first steps have left of the device's memory, or less than planned. [Note: memory that steps leave]"""
-        if not self._budget.is_auto or self._first_step in (None, self._counters.step):
-            return
-        self._first_step = None
-        spare_bytes = self.device.free_at_peak() - max(MIN_FREE_BYTES, self.device.total_bytes() // FREE_SHARE)
-        if spare_bytes < 0 and self.device.max_allocated_bytes() > self._peak_before:
-            log.info(
-                "%s: device_memory is %s less: steps need it", self.device, format_bytes(self._lower(-spare_bytes))
-            )
-        left_bytes = max(spare_bytes, 0)
-        left_bytes -= (grown_bytes := self.tier.grow(left_bytes))
-        left_bytes -= (sum_bytes := min(left_bytes, max(self._placement.max_sum_bytes - self.sum_bytes, 0)))
-        ahead_bytes = min(left_bytes, max(self._placement.max_ahead_bytes - self.ahead_bytes, 0))
-        self.sum_bytes += sum_bytes
-        self.ahead_bytes += ahead_bytes
-        if more_bytes := grown_bytes + sum_bytes + ahead_bytes:
-            log.info("%s: device_memory is %s more: steps leave it", self.device, format_bytes(more_bytes))
+        self.memory.pass_begins()
 
     def check_inputs(self, module: nn.Module, inputs: object) -> None:
         """Raise ConfigError if a forward gets tensors, and all of them are on other devices."""
@@ -381,14 +325,14 @@ class TrainingDevice(ModelDevice):
         if self._used:
             self.tier.expect(self._used)
         self._used.clear()
-        self._follow_peak()
+        self.memory.step_taken()
         self.tier.prepare_next()
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         _open.discard(self)
-        self.free_ahead = lambda: None
+        self.memory.close()
         self.finish()
         super().close()
         self._images, self._used, self._copy_of, self._at = [], [], {}, {}

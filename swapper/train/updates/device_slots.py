@@ -264,13 +264,13 @@ class StateAhead:
         if (trainable.group, 0) in self._slots:
             return True
         needed = [state_slice_bytes(trainable, part) for part in parts]
-        if self._taken_bytes + sum(needed) > self._on_device.ahead_bytes:
+        if self._taken_bytes + sum(needed) > self._on_device.memory.ahead_bytes:
             return False
         slots = {}
         for number, nbytes in enumerate(needed):
             storage = self._on_device.spare_storage(nbytes)
             if storage is None:  # something else has taken the memory
-                self._on_device.ahead_bytes = self._taken_bytes
+                self._on_device.memory.ahead_bytes = self._taken_bytes
                 return False
             slots[trainable.group, number] = UpdateSlot(storage)
         self._taken_bytes += sum(needed)
@@ -295,11 +295,12 @@ class StateAhead:
         self.invalidate()
         self._is_over = False
 
-    def free(self) -> None:
-        """Give the memory back; no copies are in flight."""
+    def free(self) -> int:
+        """Give the memory back, and return how much it is; no copies are in flight."""
         self.begin_step()
         while self._slots:
             storage = self._slots.popitem()[1].storage
             if storage is not None:
                 storage.free()
-        self._taken_bytes = 0
+        freed_bytes, self._taken_bytes = self._taken_bytes, 0
+        return freed_bytes

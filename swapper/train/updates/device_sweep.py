@@ -85,7 +85,7 @@ class DeviceSweep(Sweep):
         self._ring = UpdateRing(on_device)
         self._results = Results(on_device, self._pager, self._counters)
         self._ahead = StateAhead(on_device, self._needs_only_state)
-        on_device.free_ahead = self._free_ahead
+        on_device.memory.free_ahead = self._free_ahead
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
         # Of a slice: what is in the slot, by its begin.
         self._views: dict[tuple[TensorLocation, int], torch.Tensor] = {}
@@ -134,11 +134,11 @@ class DeviceSweep(Sweep):
         return not in_pages and not is_coded and all(type(g) is not ColdGradient for g in update.gradients)
 
     def _slices(self, update: GroupUpdate, is_whole: bool) -> list[Slice]:
-        nbytes = max(self.on_device.whole_bytes, self._page_bytes) if is_whole else self._page_bytes
+        nbytes = max(self.on_device.memory.whole_bytes, self._page_bytes) if is_whole else self._page_bytes
         return update.trainable.slices(update.active, nbytes)
 
     def fetch_ahead(self, groups: int | None = None) -> None:
-        if not self._has_updated and self.on_device.ahead_bytes and not self._results.are_lost:
+        if not self._has_updated and self.on_device.memory.ahead_bytes and not self._results.are_lost:
             self.on_device.order.note()
             with self.on_device.apart():
                 elsewhere = (of for of in self.trainables if of.group not in self.kept)
@@ -244,10 +244,10 @@ class DeviceSweep(Sweep):
             self._coded_there.free()
         self._has_updated = False
 
-    def _free_ahead(self) -> None:
+    def _free_ahead(self) -> int:
         self.settle()
         with self.on_device.apart():
-            self._ahead.free()
+            return self._ahead.free()
 
     def _update_on_device(
         self, update: GroupUpdate, part: Slice, access: Access, slot: UpdateSlot, is_there: bool
