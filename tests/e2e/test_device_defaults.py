@@ -163,28 +163,42 @@ def test_from_the_second_step_on_what_steps_leave_of_the_memory_is_used(
 
 
 class Failing(Net):
-    """Its head finds no memory once, as asked."""
+    """One of its operations finds no memory once, as asked: in a forward, or in a backward."""
 
     device: HostDevice | None = None
+    when = "forward"
 
     def forward(self, *inputs: Any) -> Any:
         value = super().forward(*inputs)
+        if self.device is not None and self.when == "forward":
+            self.fail()
         if self.device is not None:
-            self.device.module.failures += 1
-            self.device = None
-            raise torch.OutOfMemoryError("Tried to allocate")
+            value.register_hook(lambda _: self.fail() if self.device is not None else None)
         return value
 
+    def fail(self) -> None:
+        assert self.device is not None
+        self.device.module.failures += 1
+        self.device = None
+        raise torch.OutOfMemoryError("Tried to allocate")
 
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_a_pass_that_found_no_memory_is_taken_again_with_less_for_images(
-    on_device: MakeTwins, caplog: pytest.LogCaptureFixture
+    on_device: MakeTwins, caplog: pytest.LogCaptureFixture, when: str, update: str
 ) -> None:
     device = HostDevice("late")
-    pair = on_device(Failing(depth=8), device=device, device_memory=12 * MIB, params="host", gradients="host")
+    pair = on_device(
+        Failing(depth=8), device=device, device_memory=12 * MIB, params="host", gradients="host", update=update
+    )
     pair.train(train_step, steps=2)
-    pair.swapped.device = device
+    pair.swapped.when, pair.swapped.device = when, device
+    state = torch.get_rng_state()
     with pytest.raises(torch.OutOfMemoryError):
-        loss_of(pair.swapped, tokens())
+        loss_of(pair.swapped, tokens()).backward()
+    pair.optimizer.zero_grad()
+    torch.set_rng_state(state)
     before = device.used_bytes
     with caplog.at_level(logging.INFO, "swapper"):
         pair.train(train_step, steps=3)
