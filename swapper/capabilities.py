@@ -72,9 +72,7 @@ def _needs(one: Feature, other: Feature, why: str) -> Rule:
 
 _F = Feature
 _WITH_DEVICE = "say manager.offload(..., device='cuda')"
-_UPDATE_THERE = (
-    "otherwise it is needed in host memory. Say accelerator=swapper.Accelerator(update_on='device') and device='cuda'"
-)
+_UPDATE_THERE = "otherwise it is needed in host memory. Say device='cuda', and leave out update_on='cpu'"
 _SHARDED = (
     "leave it out. (A sharded model computes where its mesh is, and is updated on the CPU; with a mixed-precision policy the "
     "shards are the fp32 masters.)"
@@ -89,16 +87,6 @@ RULES: tuple[Rule, ...] = (
         "they are stored as what is missing to parameters that are rounded to nearest. Leave one of them out: "
         "state_codec={'master': 'exact', ...}",
         error=ConfigError,
-    ),
-    *(
-        Rule(
-            _F.STATE_ON_DEVICE,
-            update,
-            "groups are of two steps at times, and one that fails is put back to what its place has. Say update='step', or "
-            "optimizer_state='auto'",
-            error=ConfigError,
-        )
-        for update in (_F.IN_FORWARD, _F.IN_BACKWARD)
     ),
     Rule(_F.KERNEL, _F.SEVERAL, "have one optimizer, with param_groups, or leave update_with out"),
     Rule(_F.SHARDED, _F.SEVERAL, "have one optimizer, with param_groups"),
@@ -115,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         _F.REPLICATED,
         _F.GRADIENTS_LEAVE,
         "gradients are averaged on the device, and would have left it for host memory before that. Offload with "
-        "gradients='device' and accelerator=swapper.Accelerator(update_on='device')",
+        "gradients='device'",
     ),
     Rule(
         _F.CLIPPING,
@@ -132,7 +120,7 @@ RULES: tuple[Rule, ...] = (
     _needs(
         _F.KERNEL,
         _F.UPDATE_ON_DEVICE,
-        "say device='cuda', accelerator=swapper.Accelerator(update_on='device', update_with='kernel')",
+        "say device='cuda', accelerator=swapper.Accelerator(update_with='kernel')",
     ),
     _needs(_F.STOCHASTIC_ROUNDING, _F.KERNEL, "torch's optimizers round to nearest"),
 )

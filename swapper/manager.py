@@ -181,7 +181,7 @@ class SwapManager:
             device_memory: maximum bytes, or "8GiB", of parameters on the device; "auto" is half of the free memory.
                 What fits stays from forward to backward; params="device" requires that all of them fit.
             accelerator: a swapper.Accelerator(...): how a model on a device is updated. By default your optimizer does
-                it on the CPU.
+                it there, with the results of plain torch on that device.
             external: a swapper.ExternalWeights(path=...): your files of the frozen parameters, which are read in place.
                 By default all parameters are copied to the run's directory.
             state_codec: how the optimizer's state is stored. "exact" (the default): as it is. "split": fp32 masters of bf16

@@ -25,9 +25,10 @@ class Accelerator:
     """How a model on an accelerator is updated. `manager.offload(..., device="cuda", accelerator=Accelerator(...))`.
 
     Args:
-        update_on: "cpu" (the default) does the optimizer's arithmetic on the CPU, where the state is. "device" copies
-            slices of the state to the accelerator and back; as in plain torch, results may differ from the CPU's in the
-            last bits. "auto" measures both, and takes the faster one.
+        update_on: "device" does the optimizer's arithmetic on the accelerator, as plain torch does: state that is elsewhere
+            is copied there and back, slice by slice. "cpu" does it on the CPU; results may differ from the device's in the
+            last bits. "auto" measures both, and takes the faster one. None (the default): "device", or, where that is
+            impossible (state_codec on a device without the kernels that decode it), "cpu", and the log says so.
         update_with: "optimizer" (the default) runs your optimizer, bit for bit. "kernel", for torch.optim.AdamW with
             fp32 masters and updates on the device, runs swapper's own AdamW: the same formula in one pass over a slice,
             with results that differ from torch's in the last bits, and are the same on every device.
@@ -38,12 +39,13 @@ class Accelerator:
         ConfigError: a value is unknown, or they do not go together.
     """
 
-    update_on: str = "cpu"
+    update_on: str | None = None
     update_with: str = "optimizer"
     stochastic_rounding: int | None = None
 
     def __post_init__(self) -> None:
-        parse_choice(self.update_on, "update_on", ("cpu", "device", "auto"))
+        if self.update_on is not None:
+            parse_choice(self.update_on, "update_on", ("cpu", "device", "auto"))
         parse_choice(self.update_with, "update_with", ("optimizer", "kernel"))
         on_device = {Feature.DEVICE, Feature.UPDATE_ON_DEVICE}  # not known here
         by_kernel = {Feature.KERNEL} if self.update_with == "kernel" else set()

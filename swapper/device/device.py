@@ -19,8 +19,8 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -84,6 +84,7 @@ class Device:
         # A thread that waits for an event sleeps: CUDA's own default lets it spin, on a core that computes or reads.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
         self._has_ranges = os.environ.get(RANGES) == "1" and hasattr(self._module, "nvtx")
+        self._own_failures = 0  # allocations for which there was no memory
         self._borders: tuple[int, ...] = ()  # addresses where registered memory begins or ends, sorted
 
     def __str__(self) -> str:
@@ -154,7 +155,7 @@ class Device:
         Raises:
             torch.OutOfMemoryError: the allocator has none.
         """
-        with self.named(f"memory of {nbytes} bytes"):
+        with self.named(f"memory of {nbytes} bytes"), self._noting_failure():
             storage.resize_(nbytes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -163,7 +164,7 @@ class Device:
         Raises:
             torch.OutOfMemoryError: there is none.
         """
-        with self.named(f"memory of {nbytes} bytes"):
+        with self.named(f"memory of {nbytes} bytes"), self._noting_failure():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def empty_on_host(self, nbytes: int) -> torch.Tensor:
@@ -221,6 +222,30 @@ class Device:
             free_bytes, _ = self._module.mem_get_info(self.device)
             kept_bytes = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
         return int(free_bytes) + int(kept_bytes)
+
+    def max_allocated_bytes(self) -> int:
+        """Return the peak of what torch's allocator has given out; 0 if it does not say."""
+        peak = getattr(self._module, "max_memory_allocated", None)
+        return 0 if peak is None else int(peak(self.device))
+
+    def free_at_peak(self) -> int:
+        """Return what could have been allocated in addition at the peak."""
+        with self.named("the memory's size"):
+            allocated_bytes = int(self._module.memory_allocated(self.device))
+        return self.free_bytes() - max(self.max_allocated_bytes() - allocated_bytes, 0)
+
+    def failures(self) -> int:
+        """Return how often the allocator had no memory for others than this object, so far."""
+        stats = getattr(self._module, "memory_stats_as_nested_dict", None)
+        return 0 if stats is None else int(stats(self.device).get("num_ooms", 0)) - self._own_failures
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OUT_OF_MEMORY:
+            self._own_failures += 1
+            raise
 
     def total_bytes(self) -> int:
         """Return how much memory it has."""

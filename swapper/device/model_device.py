@@ -34,6 +34,8 @@ STEPS = 64
 """The share that stays is searched in steps of 1/64."""
 EARLIER_SHARE = 4
 """An earlier gradient, to which one is added, is on the device in pieces of this part of the bytes for downloads."""
+MAX_EARLIER_BYTES = 64 << 20
+"""At most: a choice."""
 PAGES_ON_THEIR_WAY = 2
 """Frames leased for gradients at once that a pool always has: one is copied while the next is queued."""
 RING = 3
@@ -42,10 +44,11 @@ RING = 3
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """An accelerator, and how many bytes of its memory may be used."""
+    """An accelerator, and how many bytes of its memory may be used. `is_auto`: the user left that to swapper."""
 
     device: Device
     nbytes: int
+    is_auto: bool = False
 
     @classmethod
     def parse(cls, device: str | torch.device | Device, device_memory: int | str) -> DeviceBudget | None:
@@ -58,7 +61,8 @@ class DeviceBudget:
         opened = open_device(device)
         if opened is not None:
             auto = device_memory == "auto"
-            return cls(opened, opened.free_bytes() // 2 if auto else parse_bytes(device_memory, "device_memory"))
+            nbytes = opened.free_bytes() // 2 if auto else parse_bytes(device_memory, "device_memory")
+            return cls(opened, nbytes, auto)
         if device_memory != "auto":
             raise ConfigError(f"device_memory={device_memory!r} goes with a device; on the CPU say host_memory")
         return None
@@ -76,6 +80,7 @@ class DevicePlacement:
         gradients: groups whose gradients stay until they are used.
         state: groups whose optimizer state stays.
         ahead_bytes: for optimizer state that is copied up before its gradients are there.
+        max_sum_bytes, max_ahead_bytes: that there are such gradients and such state.
     """
 
     image_bytes: int
@@ -85,6 +90,8 @@ class DevicePlacement:
     gradients: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
     ahead_bytes: int = 0
+    max_sum_bytes: int = 0
+    max_ahead_bytes: int = 0
 
 
 def place_on_device(

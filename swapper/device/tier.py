@@ -83,6 +83,7 @@ class DeviceTier:
         self._device = device
         self._uploads = uploads
         self._budget_bytes = budget_bytes
+        self._target_bytes = budget_bytes  # less if kernels of others need it: see `lower`
         self._limit_bytes = budget_bytes  # less while the device is short
         self._counters = counters
         self._is_cyclic = is_cyclic
@@ -325,7 +326,30 @@ class DeviceTier:
             if victim.stays:
                 spare_bytes += victim.storage.nbytes
                 self._evict(victim)
-        self._limit_bytes = min(self._budget_bytes, self._used_bytes + max(spare_bytes, 0))
+        self._limit_bytes = min(self._target_bytes, self._used_bytes + max(spare_bytes, 0))
+
+    def grow(self, nbytes: int) -> int:
+        """Have more images stay, in this much more memory. Return how much of it they take."""
+        taken_bytes = 0
+        for image in self._images:
+            if not image.stays and taken_bytes + image.storage.nbytes <= nbytes:
+                image.stays = True
+                taken_bytes += image.storage.nbytes
+        self._budget_bytes += taken_bytes
+        self._target_bytes += taken_bytes
+        self._limit_bytes += taken_bytes
+        return taken_bytes
+
+    def lower(self, nbytes: int) -> int:
+        """Use this much less memory from now on, but for images in use at once. Return what was freed of it."""
+        before_bytes = self._used_bytes
+        self._target_bytes = max(min(self._target_bytes, self._used_bytes) - nbytes, 0)
+        self._limit_bytes = min(self._limit_bytes, self._target_bytes)
+        for victim in self._victims():
+            if self._used_bytes <= self._limit_bytes:
+                break
+            self._evict(victim)
+        return before_bytes - self._used_bytes
 
     def finish(self) -> None:
         """Wait for all copies."""

@@ -30,7 +30,7 @@ from swapper.io.drives import Drives
 from swapper.options import Accelerator
 from swapper.runtime.stats import StepStats
 from swapper.train.layout.inventory import Inventory
-from swapper.train.layout.train_placement import StepKind, frames_needed, is_resident
+from swapper.train.layout.train_placement import frames_needed, is_resident
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.state.conditions import check_update
@@ -322,11 +322,10 @@ def coarser(plan: Plan, pages: int) -> Plan:
     count = sum(section.page_count for section in (*plan.make_sections(), *grad_sections))
     if count <= pages:
         return plan
-    step = StepKind(plan.request.options.update, plan.request.device is not None, plan.request.updates_there)
     budget, times = plan.budget, -(-count // min(pages, COARSE_PAGES))
     while times > 1 and budget.frame_count:
         size = budget.page_bytes * times
-        needed = frames_needed(plan.inventory, lambda section: is_resident(section, plan.places), size, step)
+        needed = frames_needed(plan.inventory, lambda section: is_resident(section, plan.places), size, plan.step)
         if needed * times <= budget.frame_count * COARSER:
             frames = max(budget.frame_count // times, needed)
             return replace(plan, budget=replace(budget, page_bytes=size, frame_count=frames))

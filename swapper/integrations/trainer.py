@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from swapper.device.device import OUT_OF_MEMORY
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.manager import SwapManager
 from swapper.options import check_at_once
@@ -31,6 +32,8 @@ from swapper.runtime.process import is_off
 from swapper.runtime.random_states import rng_states, set_rng_states
 from swapper.runtime.records import parse_json
 
+TIMES_AGAIN = 3
+"""That a micro-batch without memory is run again: each gives up a quarter of device_memory."""
 STATE_FILE, SCALER_FILE = "trainer_state.json", "scaler.pt"
 """A Trainer reads its step and its loss scale from these files of a checkpoint (transformers.trainer: TRAINER_STATE_NAME,
 SCALER_NAME)."""
@@ -90,6 +93,7 @@ class OffloadTrainerMixin:
     def __init__(self, *arguments: object, **others: object) -> None:
         self._is_offloaded = False
         self._batches: list[object] = []  # micro-batches of the step that are left
+        self._is_first = False  # of them, the one to come
         self._losses: list[object] = []  # of its micro-batches that have run, and that the Trainer has not asked for
         super().__init__(*arguments, **others)
         trainer: Any = self  # mypy does not know the class that this is mixed into
@@ -138,6 +142,7 @@ class OffloadTrainerMixin:
         self._place.steps_before = self.manager.step - trainer.state.global_step
         collected = super().get_batch_samples(*arguments, **others)  # type: ignore[misc]
         self._batches, self._losses = list(collected[0]), []
+        self._is_first = True
         return collected
 
     def training_step(self, model: object, inputs: object, num_items_in_batch: object = None) -> object:
@@ -156,7 +161,27 @@ class OffloadTrainerMixin:
             return self._losses.pop(0)
         self._batches = self._batches[1:]
         with self.manager.accumulate() if self._batches else nullcontext():
-            return step(inputs)
+            return self._run(step, inputs)
+
+    def _run(self, step: Callable[[object], object], inputs: object) -> object:
+        """Run a micro-batch. The first one of a step is run again, as if it had not begun, where it found no memory on a device.
+
+        swapper uses less of that each time (train/groups/memory_use.py). Later ones have gradients to add to, which a backward
+        that failed has changed.
+        """
+        trainer: Any = self
+        is_first, self._is_first = self._is_first, False
+        versions = [(buffer, buffer._version) for buffer in trainer.model.buffers()]
+        for _ in range(TIMES_AGAIN if is_first and self.manager.current.running("train").on_device is not None else 0):
+            state = rng_states()
+            try:
+                return step(inputs)
+            except OUT_OF_MEMORY:
+                if any(buffer._version != version for buffer, version in versions):
+                    raise  # a forward's average, say, which the next one would change again
+            trainer.model.zero_grad()
+            set_rng_states(state)
+        return step(inputs)
 
     def _run_together(self, step: Callable[[object], object], batches: list[object]) -> list[object]:
         """Run the Trainer's own step of all micro-batches, whose backwards wait for each other. Return their losses."""

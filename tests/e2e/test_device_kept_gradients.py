@@ -85,7 +85,7 @@ def test_auto_keeps_as_many_as_there_is_room_for_and_the_others_go_down(on_devic
 
 
 def test_a_small_budget_keeps_none_of_them_unless_it_was_asked_for(on_device: MakeTwins) -> None:
-    pair = on_device(device_memory=4 * MIB, update_on="device")
+    pair = on_device(device_memory=3 * MIB, update_on="device")
     loss_of(pair.swapped, tokens()).backward()
     assert all(cold(pair.swapped))
 

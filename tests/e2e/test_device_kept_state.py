@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +100,33 @@ def test_a_run_goes_on_and_a_snapshot_opens_in_plain_torch(tmp_path: Path, on_de
     pair.finish(paged=False)
 
 
+def test_groups_that_stay_are_updated_whole(on_device: MakeTwins, monkeypatch: Any) -> None:
+    updated: list[int] = []
+    update = DeviceSweep._update_by_kernels
+
+    def note(self: DeviceSweep, run: Any) -> Any:
+        updated.append(len(run))
+        return update(self, run)
+
+    monkeypatch.setattr(DeviceSweep, "_update_by_kernels", note)
+    monkeypatch.setattr("swapper.train.groups.memory_use.WHOLE_SHARE", 1)
+    pair = on_device(params="host", gradients="device", **{**KEPT, "device_memory": 16 * MIB})
+    pair.train(train_step, steps=1)
+    assert len(updated) == len(pair.manager.current.run.plan.inventory.groups)
+    assert sum(updated) == len(list(pair.plain.parameters()))
+    sweep = pair.manager.current.run.model._sweep
+    assert len(updated) < sum(len(of.all_slices(sweep._page_bytes)) for of in sweep.trainables)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
 @pytest.mark.parametrize("gradients", ["host", "device"])
 def test_a_step_that_fails_half_way_is_undone_where_the_one_before_is_committed(
     on_device: MakeTwins, monkeypatch: Any, gradients: str
 ) -> None:
     pair = on_device(commit_every=1, gradients=gradients, **KEPT)
     pair.train(train_step, steps=2)
-    update, calls = DeviceSweep._update_on_device, iter(range(100))
+    update, calls = DeviceSweep._update_on_device, itertools.count()
 
     def fail_once(self: DeviceSweep, *others: Any, **named: Any) -> Any:
         if next(calls) == 3:

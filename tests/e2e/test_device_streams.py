@@ -175,7 +175,7 @@ def twins_on_streams(
     """The swapped one runs on streams, in as little of the device's memory as it can."""
     options = {**KEPT, "params": "nvme", **options}
     device = HostDevice(order)
-    memory = smallest_device_budget(directory, model, device=device, **options)
+    memory = smallest_device_budget(directory, model, Looking(model.parameters()), device=device, **options)
     pair = make(model, Looking, device=device, device_memory=memory + room_bytes, wait=True, **options)
     streams = Streams(device, "frozen", *BRANCHES)
     for layer in pair.swapped.modules():

@@ -87,7 +87,7 @@ def test_clipping_between_and_after_backwards_is_bit_equal(on_device: MakeTwins,
 
 
 def test_one_that_is_dropped_leaves_its_memory_and_does_not_come_again(on_device: MakeTwins) -> None:
-    pair = on_device(**ROOM)
+    pair = on_device(gradients="host", **ROOM)
     pair.train(accumulate, steps=2)
     pair.both(lambda model, optimizer: loss_of(model, tokens()).backward())
     assert gradients_of(pair)._sum_bytes == size_of(pair)
@@ -123,7 +123,7 @@ def test_they_have_what_parameters_leave_of_the_budget(on_device: MakeTwins) -> 
 
 
 def test_without_the_wait_for_a_sum_its_update_is_wrong(on_device: MakeTwins, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = on_device(**ROOM)
+    pair = on_device(gradients="host", **ROOM)
     pair.train(lambda model, optimizer: backwards(pair, model, optimizer, 3), steps=2)
     monkeypatch.setattr(DeviceGradients, "_copy_sums", lambda self, keys: None)
     with pytest.raises(AssertionError):

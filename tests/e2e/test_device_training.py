@@ -57,7 +57,7 @@ class _Everything:
 
 
 def test_a_budget_for_all_of_it_brings_each_parameter_once_a_step(on_device: MakeTwins) -> None:
-    pair = on_device(device_memory=64 * MIB, params="device")
+    pair = on_device(device_memory=64 * MIB, params="device", update_on="cpu")
     pair.train(train_step, steps=6)
     size = sum(p.nbytes for p in pair.plain.parameters())
     assert 6 * size <= pair.manager.counters.uploaded_bytes <= 7 * size  # some of it for the step to come
@@ -66,7 +66,7 @@ def test_a_budget_for_all_of_it_brings_each_parameter_once_a_step(on_device: Mak
 
 
 def test_a_small_budget_brings_what_does_not_stay_twice_a_step(on_device: MakeTwins) -> None:
-    pair = on_device()
+    pair = on_device(update_on="cpu")
     pair.train(train_step, steps=6)
     size = sum(p.nbytes for p in pair.plain.parameters())
     assert 7 * size < pair.manager.counters.uploaded_bytes <= 13 * size
@@ -154,8 +154,8 @@ def test_a_device_budget_that_is_too_small_is_refused_with_the_smallest_that_wor
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"optimizer_state": "device"}, "optimizer_state='device' needs update_on='device'"),
-        ({"gradients": "device"}, "gradients='device' needs update_on='device'"),
+        ({"optimizer_state": "device", "update_on": "cpu"}, "optimizer_state='device' needs update_on='device'"),
+        ({"gradients": "device", "update_on": "cpu"}, "gradients='device' needs update_on='device'"),
         ({"device": "cpu"}, "device_memory=.* goes with a device"),
         ({"device": "cpu", "device_memory": "auto", "params": "device"}, "params='device' needs a device"),
         ({"device": "meta"}, "holds no weights"),

@@ -46,6 +46,7 @@ def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: 
         pair.train(train_step, steps=2)
         pair.assert_same_parameters()
     forget_copies(pair)
+    pair.manager.current.run.model._sweep._results.forget()  # the error, which keeps what it was about
 
 
 def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
@@ -212,3 +213,41 @@ def test_counters_that_are_on_the_device_come_back_with_their_slice(
     pair = on_device(make_model(), fused, order=order, **options)
     pair.train(train_step, steps=3)
     pair.finish(paged=False)  # compares them too
+
+
+class FromTheStart(torch.optim.Optimizer):
+    """Makes its state in its constructor alone, as Adagrad before torch 2.13."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"] = torch.full_like(parameter, 0.125)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    sum_ = self.state[parameter]["sum"].addcmul_(parameter.grad, parameter.grad)
+                    parameter.addcdiv_(parameter.grad, sum_.sqrt(), value=-group["lr"])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("update_on", ["cpu", "device"])
+@pytest.mark.parametrize("state", ["nvme", "device"])
+def test_state_that_the_constructor_makes(on_device: MakeTwins, update_on: str, state: str) -> None:
+    state = state if update_on == "device" else "nvme"
+    options = {"update_on": update_on, "optimizer_state": state, "commit_every": 1}
+    pair = on_device(Net(), FromTheStart, device_memory=32 * MIB, **options)
+    pair.train(train_step, steps=2)
+    pair.resume(Net(), FromTheStart)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+@pytest.mark.whole
+def test_state_that_the_constructor_makes_without_a_device(twins: MakeTwins) -> None:
+    pair = twins(Net(), FromTheStart)
+    pair.train(train_step, steps=3)
+    pair.finish()

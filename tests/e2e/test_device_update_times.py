@@ -25,16 +25,22 @@ from e2e.twins import Twins, alternating_halves, assert_same, fail_in_the_middle
 __all__ = ["on_device"]
 
 PLACES = ("cpu", "device")
+KEPT = {"update_on": "device", "optimizer_state": "device", "device_memory": 32 * MIB, "commit_every": 1}
+WAYS: dict[str, dict[str, Any]] = {
+    **{place: {"update_on": place, "device_memory": 8 * MIB} for place in PLACES},
+    "state stays": {**KEPT, "gradients": "host"},
+    "all stays": {**KEPT, "gradients": "device"},
+}
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=WAYS)
 def deferred(request: Any, on_device: MakeTwins) -> MakeTwins:
-    return partial(on_device, update="deferred", update_on=request.param, device_memory=8 * MIB)
+    return partial(on_device, update="deferred", **WAYS[request.param])
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=WAYS)
 def backward(request: Any, on_device: MakeTwins) -> MakeTwins:
-    return partial(on_device, update="backward", update_on=request.param, device_memory=8 * MIB)
+    return partial(on_device, update="backward", **WAYS[request.param])
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------
@@ -66,7 +72,7 @@ def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come
 def test_what_was_updated_is_brought_once_and_what_is_frozen_stays(on_device: MakeTwins, update: str) -> None:
     model = Net()
     model.blocks[1].requires_grad_(False)
-    pair = on_device(model, update=update, device_memory=64 * MIB)
+    pair = on_device(model, update=update, device_memory=64 * MIB, update_on="cpu")
 
     def evaluate(model: Any, _: Any) -> torch.Tensor:
         return torch.no_grad()(loss_of)(model, tokens())

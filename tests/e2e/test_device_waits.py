@@ -29,7 +29,7 @@ UPDATES = ("step", "deferred", "backward")
 def test_a_kernel_that_does_not_wait_for_its_parameters_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
     monkeypatch.setattr(DeviceStorage, "wait_on_current_stream", lambda self: None)
     with pytest.raises(AssertionError):
-        two_steps(on_device())
+        two_steps(on_device(update_on="cpu"))
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -107,7 +107,7 @@ def test_a_copy_that_does_not_wait_for_the_kernels_before_it_is_noticed(monkeypa
 
 
 def test_a_place_that_is_updated_while_it_is_copied_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
-    pair = on_device(params="host", optimizer_state="host", device_memory=64 * MIB)
+    pair = on_device(params="host", optimizer_state="host", device_memory=64 * MIB, update_on="cpu")
     loss_of(pair.swapped, tokens()).backward()
     pair.optimizer.step()  # and brings what comes next
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="used again before its copy was over"):
@@ -123,7 +123,7 @@ def test_parameters_that_are_not_brought_anew_after_an_update_are_noticed(
 ) -> None:
     monkeypatch.setattr(DeviceTier, "invalidate", lambda self, image: None)
     with pytest.raises(AssertionError):
-        pair = on_device(device_memory=64 * MIB, update=update)
+        pair = on_device(device_memory=64 * MIB, update=update, update_on="cpu")
         pair.train(train_step, steps=2)
         pair.assert_same_parameters()
 
@@ -146,7 +146,7 @@ def test_places_that_an_update_on_the_device_has_not_reached_yet_are_noticed(
 def test_an_image_that_is_filled_anew_while_kernels_use_it_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
     """The device of the tests does not know when kernels run: here it is told that they use a storage from a lease on."""
     use = DeviceStorage.wait_on_current_stream
-    pair = on_device(device_memory=64 * MIB, device=(device := HostDevice("late")))
+    pair = on_device(device_memory=64 * MIB, device=(device := HostDevice("late")), update_on="cpu")
 
     def used(self: DeviceStorage) -> None:
         use(self)

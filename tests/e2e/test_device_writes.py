@@ -21,7 +21,13 @@ from swapper.paging.residency import Residency
 
 __all__ = ["on_device"]
 
-STREAMED = {"params": "nvme", "optimizer_state": "host", "device_memory": 64 * MIB, "budget": 64 * MIB}
+STREAMED = {
+    "params": "nvme",
+    "optimizer_state": "host",
+    "device_memory": 64 * MIB,
+    "budget": 64 * MIB,
+    "update_on": "cpu",
+}
 
 
 def with_copies_ahead(on_device: MakeTwins, order: str, **options: Any) -> Twins:

@@ -11,11 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from infer.host_device import HostDevice
 
 import swapper
 from e2e import trainer_run
 from e2e.processes import run_python
-from e2e.trainer_run import NVME, AtStep, Lines, arguments_of, logged, offloaded_trainer, plain_trainer, write_model
+from e2e.trainer_run import (
+    DROPOUT,
+    NVME,
+    AtStep,
+    Lines,
+    arguments_of,
+    logged,
+    offloaded_trainer,
+    plain_trainer,
+    write_model,
+)
 from e2e.twins import smallest_budget
 from swapper.integrations.transformers import OffloadTrainerMixin, offloaded
 
@@ -70,6 +81,36 @@ def test_the_optimizer_of_the_training_arguments_is_kept(tmp_path: Path, options
             for trainer in (ours, plain)
         ]
         assert groups[0] == groups[1] and [group["weight_decay"] for group in groups[0]] == [0.1, 0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_step_that_finds_no_memory_on_the_device_is_run_again_with_less_for_swapper(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    model, device = write_model(tmp_path / "model"), HostDevice("late")
+    plain = plain_trainer(tmp_path, model)
+    plain.train()
+    options = {**NVME, "device": device, "device_memory": "16MiB"}
+    made = AutoModelForCausalLM.from_pretrained(model, **DROPOUT)
+    ours = offloaded(Trainer, tmp_path / "run", **options)(made, arguments_of(tmp_path), train_dataset=Lines())
+    left = [device]
+
+    def fail(*_: Any) -> None:
+        if ours.state.global_step == 3 and left:
+            left.pop().module.failures += 1
+            raise torch.OutOfMemoryError("Tried to allocate")
+
+    head = ours.model.lm_head
+    if when == "forward":
+        head.register_forward_hook(fail)
+    else:
+        head.register_full_backward_hook(fail)
+    with ours.manager:
+        ours.train()
+        assert not left and "cpu ran out of memory" in caplog.text
+        assert logged(ours) == logged(plain)
+        assert_equal(values(ours), values(plain))
 
 
 @pytest.mark.slow

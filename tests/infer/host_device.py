@@ -103,7 +103,8 @@ class Module:
         self.chance = random.Random(order) if order.startswith("by chance") else None
         self.capacity_bytes = capacity_bytes
         self.compute = self.current = Stream(is_compute=True)
-        self.used_bytes = 0
+        self.used_bytes = self.peak_bytes = 0
+        self.failures = 0  # of the user's own operations to find memory
         self.times_emptied = 0
         self.is_lost = False
 
@@ -138,6 +139,12 @@ class Module:
         return self.used_bytes
 
     memory_allocated = memory_reserved
+
+    def max_memory_allocated(self, device):
+        return self.peak_bytes
+
+    def memory_stats_as_nested_dict(self, device):
+        return {"num_ooms": self.failures}
 
     def empty_cache(self):
         self.times_emptied += 1
@@ -203,6 +210,7 @@ class HostDevice(Device):
         torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)).fill_(POISON)
         self._module.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._module.used_bytes)
+        self._module.peak_bytes = max(self._module.peak_bytes, self._module.used_bytes)
         self.taken[key] = stream.tick()
 
     def current_stream(self):

@@ -201,7 +201,7 @@ def test_ranks_share_a_model_and_their_nodes_drives() -> None:
 
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 def test_an_accelerator_waits_for_its_link(update_on: str) -> None:
-    given = [*GIVEN, "--host", "96MB", "--device", "64MiB", "--no-table", "--update-on", update_on]
+    given = [*GIVEN, "--host", "96MB", "--device", "18MiB", "--no-table", "--update-on", update_on]
     fast, slow = figures(SOURCE, *given), figures(SOURCE, *given, "--link", "5MB/s")
     bytes_an_element = 12 if update_on == "device" else 2  # of state, or parameters that come back: each way at once
     assert slow["step_s"] >= max(fast["step_s"], bytes_an_element * SMALL.parameters / 5e6 * 0.9)
@@ -221,14 +221,14 @@ def test_a_known_accelerator_has_the_rates_of_its_data_sheet_and_says_so() -> No
         "--host",
         "96MB",
     ]
-    known = figures(SOURCE, *given, "--device", "h100", "--device-memory", "64MiB")
+    known = figures(SOURCE, *given, "--device", "h100", "--device-memory", "18MiB")
     assert any("data sheet" in said for said in known["assumed"])
     of = KNOWN["H100"]
     same = figures(
-        SOURCE, *given, "--device", "64MiB", "--flops", f"{of.flops * REACHED_FLOPS}", "--link", f"{int(of.link * REACHED_LINK)}B/s"
+        SOURCE, *given, "--device", "18MiB", "--flops", f"{of.flops * REACHED_FLOPS}", "--link", f"{int(of.link * REACHED_LINK)}B/s"
     )  # fmt: skip
     assert known["step_s"] == pytest.approx(same["step_s"], rel=0.05) and not any("sheet" in s for s in same["assumed"])
-    slower = figures(SOURCE, *given, "--device", "H100", "--device-memory", "64MiB", "--link", "1MB/s")
+    slower = figures(SOURCE, *given, "--device", "H100", "--device-memory", "18MiB", "--link", "1MB/s")
     assert slower["step_s"] > 10 * known["step_s"]
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
-from swapper.device.model_device import EARLIER_SHARE
+from swapper.device.model_device import EARLIER_SHARE, MAX_EARLIER_BYTES
 from swapper.paging.pager import Pager
 from swapper.runtime.interrupts import defer_signals
 from swapper.train.gradients.autograd_grads import Hook
@@ -28,9 +28,6 @@ from swapper.train.gradients.cold_grad import GradientMeta, GradientPart, Gradie
 from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.groups.train_device import StreamOrder, TrainingDevice
 from swapper.train.layout.slices import TensorLocation
-
-MAX_PIECE_BYTES = 64 << 20
-"""Of an earlier gradient that is on the device at once, to be added: a choice."""
 
 
 class DeviceGradients(PagedGradients):
@@ -107,7 +104,7 @@ class DeviceGradients(PagedGradients):
         elif earlier is not None:
             gradient, here = here.of(earlier).add_(gradient), None
         self._came[key] += 1
-        has_room = self._sum_bytes + gradient.nbytes <= self._on_device.sum_bytes
+        has_room = self._sum_bytes + gradient.nbytes <= self._on_device.memory.sum_bytes
         if here is None and has_room and self._came[key] < self._usual[key]:
             self._sums[key] = gradient.clone() if is_part(gradient) else gradient
             self._sum_bytes += gradient.nbytes
@@ -179,7 +176,7 @@ class DeviceGradients(PagedGradients):
     def _add(self, gradient: torch.Tensor, memory: torch.Tensor, before: GradientMeta) -> None:
         """Add an earlier gradient, in `memory` on the host, to `gradient` on the device; `before` is its metadata."""
         nbytes = min(
-            max(self._downloads.max_bytes // EARLIER_SHARE, DEVICE_ALIGNMENT_BYTES), MAX_PIECE_BYTES, memory.numel()
+            max(self._downloads.max_bytes // EARLIER_SHARE, DEVICE_ALIGNMENT_BYTES), MAX_EARLIER_BYTES, memory.numel()
         )
         nbytes -= nbytes % gradient.element_size()
         storage = self._on_device.new_storage(

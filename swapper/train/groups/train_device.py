@@ -54,6 +54,7 @@ from swapper.paging.store.page_files import checksum_of
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
 from swapper.tensors.guarded_tensor import tensors_among
+from swapper.train.groups.memory_use import MemoryUse
 
 MORE_PAGES_ON_THEIR_WAY = 14
 """Maximum of those from spare frames, of which at most every second one is taken: a choice. With few, Python waits for kernels
@@ -77,8 +78,7 @@ class TrainingDevice(ModelDevice):
     Attributes:
         max_pages: maximum of frames leased for gradients at once.
         downloads: copies gradients, and changes made on the device, to the host.
-        sum_bytes: the device's memory for gradients that are added up there.
-        ahead_bytes: that for optimizer state which is copied up before its gradients are there.
+        memory: limits of what is there.
         order: of the streams that write gradients which stay, and the one that uses them.
         updating: the stream of updates.
         alone: held by a hook: [Note: threads of a backward].
@@ -106,8 +106,7 @@ class TrainingDevice(ModelDevice):
         self._budget = budget
         self._pager = pager
         self.downloads = Downloads(device, counters, placement.down_bytes)
-        self.sum_bytes = placement.sum_bytes
-        self.ahead_bytes = placement.ahead_bytes
+        self.memory = MemoryUse(budget, placement, self.tier, counters)
         self.order = StreamOrder(device)
         self._counters = counters
         self._slices = device.new_stream()  # slices that are updated do not wait behind images
@@ -151,7 +150,7 @@ class TrainingDevice(ModelDevice):
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
-        self.tier.keep_free_memory()
+        self.memory.pass_begins()
 
     def check_inputs(self, module: nn.Module, inputs: object) -> None:
         """Raise ConfigError if a forward gets tensors, and all of them are on other devices."""
@@ -326,12 +325,14 @@ class TrainingDevice(ModelDevice):
         if self._used:
             self.tier.expect(self._used)
         self._used.clear()
+        self.memory.step_taken()
         self.tier.prepare_next()
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         _open.discard(self)
+        self.memory.close()
         self.finish()
         super().close()
         self._images, self._used, self._copy_of, self._at = [], [], {}, {}

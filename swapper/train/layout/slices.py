@@ -33,6 +33,21 @@ SAME_AGAIN = 128
 """Pieces: see `largest_slice_pages`. 32 would do: a part of encoded state has 4 bytes for 32 elements at least."""
 
 
+MIN_SLICE_BYTES = 16 << 10
+"""Of a slice on a device with some MiB of memory: a choice."""
+
+
+def slice_bytes_of(page_bytes: int, max_bytes: int) -> int:
+    """Return how many bytes of its largest state tensor a slice has: a page, or an even part of one, of `max_bytes` if it can be.
+
+    So a slice's pieces of a large parameter are within those of a whole page.
+    """
+    size = page_bytes
+    while size > max(max_bytes, MIN_SLICE_BYTES) and size % 2 == 0:
+        size //= 2
+    return size
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLocation:
     """A tensor's section and slot in it. Compared by identity, for fast lookups."""
@@ -139,7 +154,7 @@ class Slice:
 
 
 def plan_slices(
-    group: int, parameters: Sequence[ParameterLocations], active: Sequence[bool], page_bytes: int
+    group: int, parameters: Sequence[ParameterLocations], active: Sequence[bool], slice_bytes: int
 ) -> list[Slice]:
     """Return the slices of one group, in the order of its layout.
 
@@ -149,28 +164,30 @@ def plan_slices(
     Args:
         parameters: its trainable parameters, in the order of their slots.
         active: for each, True if it has a gradient in this step; the others are skipped.
+        slice_bytes: of the largest state tensor, at most. See `slice_bytes_of`.
     """
     max_pages = sys.maxsize
     if not all(active):
-        everything = plan_slices(group, parameters, [True] * len(parameters), page_bytes)
+        everything = plan_slices(group, parameters, [True] * len(parameters), slice_bytes)
         max_pages = max(len(part.access.pages) for part in everything)
     unfilled = _pages_made_anew(parameters, active)
     slices = []
-    for number, pieces in enumerate(_runs(parameters, active, page_bytes, max_pages)):
+    for number, pieces in enumerate(_runs(parameters, active, slice_bytes, max_pages)):
         access = _access(group, number, parameters, pieces, unfilled)
         unfilled -= access.fresh
         slices.append(Slice(pieces, access))
     return slices
 
 
-def largest_slice_pages(parameters: Sequence[ParameterLocations], page_bytes: int) -> int:
+def largest_slice_pages(parameters: Sequence[ParameterLocations], slice_bytes: int) -> int:
     """Return the most pages that a slice of a step in which all parameters have gradients needs. See `plan_slices`.
 
     A large parameter's pieces have one page of a tensor each. So, within their pages, the other tensors begin at the same places
-    again after SAME_AGAIN pieces at the latest, and only as many at both ends need to be looked at.
+    again after SAME_AGAIN pieces at the latest, and only as many at both ends need to be looked at. (Pieces of an even part of a
+    page have no more pages than those of a page, but at the ends, where they are joined with others.)
     """
     most = 0
-    for pieces in _runs(parameters, [True] * len(parameters), page_bytes, sys.maxsize, SAME_AGAIN):
+    for pieces in _runs(parameters, [True] * len(parameters), slice_bytes, sys.maxsize, SAME_AGAIN):
         pages: set[int] = set()
         for piece in pieces:
             pages |= _pages_of(parameters[piece.parameter], piece.begin, piece.end)
@@ -185,26 +202,26 @@ def _pages_of(places: ParameterLocations, begin: int, end: int) -> set[int]:
 def _runs(
     parameters: Sequence[ParameterLocations],
     active: Sequence[bool],
-    page_bytes: int,
+    slice_bytes: int,
     max_pages: int,
     at_each_end: int = sys.maxsize,
 ) -> Iterator[tuple[SlicePiece, ...]]:
-    """Yield the pieces of each slice: whole small parameters together, large ones cut one page of a state tensor at a
-    time. Of such a one only the first and last `at_each_end` pieces are there."""
+    """Yield the pieces of each slice: whole small parameters together, large ones cut `slice_bytes` of a state tensor
+    at a time. Of such a one only the first and last `at_each_end` pieces are there."""
     run: list[SlicePiece] = []
     run_bytes = 0
     run_pages: set[int] = set()
     for number, places in enumerate(parameters):
         if not active[number]:
             continue
-        cuts = _cuts(places, page_bytes) if places.may_cut else [places.numel]
+        cuts = _cuts(places, slice_bytes) if places.may_cut else [places.numel]
         spans = list(itertools.pairwise([0, *cuts]))
         if len(spans) > 2 * at_each_end:
             spans = [*spans[:at_each_end], *spans[-at_each_end:]]
         for begin, end in spans:
             nbytes = (end - begin) * _lead(places).slot.spec.dtype.itemsize
             pages = _pages_of(places, begin, end)
-            if run and (run_bytes + nbytes > page_bytes or len(run_pages | pages) > max_pages):
+            if run and (run_bytes + nbytes > slice_bytes or len(run_pages | pages) > max_pages):
                 yield tuple(run)
                 run, run_bytes, run_pages = [], 0, set()
             run.append(SlicePiece(number, begin, end))
@@ -223,17 +240,17 @@ def _lead(places: ParameterLocations) -> TensorLocation:
     return max(whole, key=lambda place: place.slot.spec.dtype.itemsize)
 
 
-def _cuts(places: ParameterLocations, page_bytes: int) -> list[int]:
-    """Return the ends of the pieces of one parameter: at page boundaries of its first state tensor, in elements."""
+def _cuts(places: ParameterLocations, slice_bytes: int) -> list[int]:
+    """Return the ends of the pieces of one parameter: at multiples of `slice_bytes` of its first state tensor, in elements."""
     slot = _lead(places).slot
     itemsize = slot.spec.dtype.itemsize
     ends = []
-    boundary = (slot.offset // page_bytes + 1) * page_bytes
+    boundary = (slot.offset // slice_bytes + 1) * slice_bytes
     while boundary < slot.end:
         elements = (boundary - slot.offset) // itemsize // CUT_ELEMENTS * CUT_ELEMENTS
         if elements > 0:
             ends.append(elements)
-        boundary += page_bytes
+        boundary += slice_bytes
     return [*ends, places.numel]
 
 
@@ -303,20 +320,21 @@ class Trainable:
     parameters: list[nn.Parameter]
     places: list[ParameterLocations]
     settings: list[int]
-    _slices: dict[tuple[bool, ...], list[Slice]] = field(default_factory=dict)
+    _slices: dict[tuple[tuple[bool, ...], int], list[Slice]] = field(default_factory=dict)
 
     @property
     def members(self) -> Iterable[tuple[nn.Parameter, ParameterLocations, int]]:
         """Each parameter with the locations of its state and the number of its group."""
         return zip(self.parameters, self.places, self.settings, strict=True)
 
-    def slices(self, active: tuple[bool, ...], page_bytes: int) -> list[Slice]:
-        if active not in self._slices:
-            self._slices[active] = plan_slices(self.group, self.places, active, page_bytes)
-        return self._slices[active]
+    def slices(self, active: tuple[bool, ...], slice_bytes: int) -> list[Slice]:
+        key = active, slice_bytes
+        if key not in self._slices:
+            self._slices[key] = plan_slices(self.group, self.places, active, slice_bytes)
+        return self._slices[key]
 
-    def all_slices(self, page_bytes: int) -> list[Slice]:
-        return self.slices((True,) * len(self.places), page_bytes)
+    def all_slices(self, slice_bytes: int) -> list[Slice]:
+        return self.slices((True,) * len(self.places), slice_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
 from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.device.model_device import (
     EARLIER_SHARE,
+    MAX_EARLIER_BYTES,
     PAGES_ON_THEIR_WAY,
     RING,
     DeviceBudget,
@@ -21,7 +24,7 @@ from swapper.modules.groups import largest_working_set, working_sets
 from swapper.paging.layout import SMALL_SECTION_BYTES, Budget, SectionPlan, Slot, divide, resident_bytes
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
-from swapper.train.layout.slices import Trainable, decoded_bytes, largest_slice_pages
+from swapper.train.layout.slices import Trainable, decoded_bytes, largest_slice_pages, slice_bytes_of
 from swapper.train.layout.state_codecs import coded_kind
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
@@ -45,11 +48,17 @@ class StepKind:
         update: when parameters are updated.
         on_device: forwards and backwards run on an accelerator.
         updates_there: so do updates.
+        max_slice_bytes: of the largest state tensor of a slice that is updated there.
     """
 
     update: str = "step"
     on_device: bool = False
     updates_there: bool = False
+    max_slice_bytes: int = sys.maxsize
+
+    def slice_bytes(self, page_bytes: int) -> int:
+        """Return how many bytes a slice has of its largest state tensor, with pages of this size."""
+        return slice_bytes_of(page_bytes, self.max_slice_bytes)
 
 
 def choose_placement(
@@ -145,7 +154,7 @@ def place_on_accelerator(
     params: str,
     gradients: str,
     optimizer_state: str,
-    ahead_bytes: int = 0,
+    ahead_bytes: Mapping[int, int],
 ) -> DevicePlacement:
     """Return the groups that stay on a device from forward to backward, and those whose gradients and state stay there.
 
@@ -157,7 +166,7 @@ def place_on_accelerator(
         buffer_bytes: other bytes on the device: the model's buffers, slices that are updated.
         params: "device" if all of them must stay.
         gradients, optimizer_state: "device" if all must stay, "auto" if they may, else none does.
-        ahead_bytes: of the state that may go up early.
+        ahead_bytes: by group, of the state that may go up early.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
@@ -173,7 +182,8 @@ def place_on_accelerator(
     down_bytes = 0 if gradients == "device" else _down_bytes(inventory, budget)
     kept = [frozenset(sizes) if wish == "device" else frozenset[int]() for wish, sizes in wishes]
     kept_bytes = sum(sizes[group] for (_, sizes), groups in zip(wishes, kept, strict=True) for group in groups)
-    other_bytes = buffer_bytes + down_bytes + down_bytes // EARLIER_SHARE + kept_bytes
+    earlier_bytes = min(down_bytes // EARLIER_SHARE, MAX_EARLIER_BYTES)
+    other_bytes = buffer_bytes + down_bytes + earlier_bytes + kept_bytes
     fixed = "buffers, slices of an update, gradients and state"
     placement = place_on_device(budget.nbytes, other_bytes, images, units, where, budget.device, fixed)
     if params == "device" and len(placement.resident_set) < len(images):
@@ -191,17 +201,18 @@ def place_on_accelerator(
             left -= sum(sizes[group] for group in kept[number])
     summed = sum(nbytes for group, nbytes in wishes[0][1].items() if group not in kept[0])
     left -= (sum_bytes := min(max(left - sum(images.values()), 0), summed))
-    ahead_bytes = min(max(left - sum(images.values()), 0), ahead_bytes)
+    max_ahead_bytes = sum(nbytes for group, nbytes in ahead_bytes.items() if group not in kept[1])
+    ahead = min(max(left - sum(images.values()), 0), max_ahead_bytes)
     return replace(
-        placement, image_bytes=left - ahead_bytes, down_bytes=down_bytes, sum_bytes=sum_bytes, gradients=kept[0],
-        state=kept[1], ahead_bytes=ahead_bytes,
+        placement, image_bytes=left - ahead, down_bytes=down_bytes, sum_bytes=sum_bytes, gradients=kept[0],
+        state=kept[1], ahead_bytes=ahead, max_sum_bytes=summed, max_ahead_bytes=max_ahead_bytes,
     )  # fmt: skip
 
 
 def _down_bytes(inventory: Inventory, budget: DeviceBudget) -> int:
     """Return the bytes reserved for gradients in flight to the host: one in flight, while another arrives."""
-    largest = max((slot.spec.nbytes for plan in inventory.grad_plans for slot in plan.slots), default=0)
-    return max(2 * largest, min(MAX_DOWNLOAD_BYTES, budget.nbytes // DOWN_SHARE))
+    sizes = [slot.spec.nbytes for plan in inventory.grad_plans for slot in plan.slots]
+    return max(sum(nlargest(2, sizes)), min(MAX_DOWNLOAD_BYTES, budget.nbytes // DOWN_SHARE))
 
 
 def without_gradients(inventory: Inventory, groups: Collection[int]) -> Inventory:
@@ -261,7 +272,8 @@ def frames_needed(
     most, meanwhile = _frames_of_uses(inventory, resident, page_bytes, step)
     for trainable in _of_each_kind(inventory, resident, page_bytes):
         # Several slices are leased at once: any, as parameters without gradients are skipped.
-        pages = largest_slice_pages(trainable.places, page_bytes)
+        sizes = {page_bytes, step.slice_bytes(page_bytes)}
+        pages = max(largest_slice_pages(trainable.places, size) for size in sizes)
         most = max(most, meanwhile + (RING + 1 if step.updates_there else 2) * pages)
     return most + 2
 

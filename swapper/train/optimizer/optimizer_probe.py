@@ -17,7 +17,7 @@ from swapper.errors import UnsupportedError
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work
 from swapper.train.optimizer.optimizer_set import OptimizerSet, check_settings, copy_for_trial
-from swapper.train.optimizer.optimizer_trial import SHAPES, OptimizerTrial
+from swapper.train.optimizer.optimizer_trial import SHAPES, OptimizerTrial, Template, template_of
 from swapper.train.optimizer.own_code import is_known
 
 LR_NAMES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
@@ -35,8 +35,19 @@ class OptimizerProbe:
         self._forms: list[dict[Any, StateForm]] = [
             _of_torch if is_known(member) else {} for member in optimizers.members
         ]
+        # Of each optimizer's groups, from before `offload` takes the state away:
+        self._templates: list[list[Template | None]] = [[] for _ in optimizers.members]
+        for number, member in enumerate(optimizers.members):
+            self._template(number, len(member.param_groups) - 1)
         self._counters: list[set[str]] = [set() for _ in optimizers.members]  # see [Note: tried once]
         self._default_dtype = torch.get_default_dtype()
+
+    def _template(self, member: int, local: int) -> Template | None:
+        """Return the state that an optimizer's group began with, which is looked at when the group is new."""
+        known = self._templates[member]
+        while len(known) <= local:
+            known.append(template_of(self._optimizers.members[member], len(known)))
+        return known[local] if known else None
 
     def form(self, settings: int, dtype: torch.dtype, ndim: int) -> StateForm:
         """Return the form for parameters (or masters) of `dtype` with `ndim` dimensions in group `settings`.
@@ -47,32 +58,35 @@ class OptimizerProbe:
         member, local = self._optimizers.locate(settings)
         optimizer, forms = self._optimizers.members[member], self._forms[member]
         group, known = optimizer.param_groups[local], forms is _of_torch
+        template = self._template(member, local)
 
         def key_of() -> Any:
             left_out = {"params", NAMES, *self._counters[member]}
             if known:  # torch's code reads no others
                 left_out |= group.keys() - optimizer.defaults.keys()
             chosen = sorted((key, _structure(value, key, known)) for key, value in group.items() if key not in left_out)
-            return type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, self._default_dtype
+            return type(optimizer), template is not None, tuple(chosen), dtype, ndim, self._default_dtype
 
         key = key_of()
         if key not in forms:
             if ndim >= len(SHAPES):
                 raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")
-            form = self._try(optimizer, local, dtype, ndim)
+            form = self._try(optimizer, local, dtype, ndim, template)
             self._counters[member] |= form.sets
             forms[key := key_of()] = form
             while len(forms) > MAX_FORMS:
                 del forms[next(iter(forms))]
         return forms[key]
 
-    def _try(self, optimizer: Optimizer, local: int, dtype: torch.dtype, ndim: int) -> StateForm:
+    def _try(
+        self, optimizer: Optimizer, local: int, dtype: torch.dtype, ndim: int, template: Template | None
+    ) -> StateForm:
         check_settings(optimizer, optimizer.param_groups[local], dtype)
         now = torch.get_default_dtype()
         torch.set_default_dtype(self._default_dtype)  # counters of state that exists have it, whatever it is now
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                return OptimizerTrial(optimizer, local, dtype, SHAPES[ndim]).run()
+                return OptimizerTrial(optimizer, local, dtype, SHAPES[ndim], template).run()
         finally:
             torch.set_default_dtype(now)
 

@@ -77,12 +77,26 @@ LATE_SCALES = (1.0, 1e-3, 1e3)
 """Of gradients, by step. See [Note: what happens later]."""
 
 
+Template = Callable[[tuple[int, ...], torch.dtype], dict[str, Any]]
+"""Returns the state that an optimizer makes in its constructor, for a parameter of a shape and dtype."""
+
+
 class OptimizerTrial:
-    """A few steps on two small tensors, in several ways, taken by clones of the optimizer."""
+    """A few steps on two small tensors, in several ways, taken by clones of the optimizer.
+
+    Args:
+        template: see `template_of`.
+    """
 
     def __init__(
-        self, optimizer: Optimizer, settings: int, dtype: torch.dtype, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+        self,
+        optimizer: Optimizer,
+        settings: int,
+        dtype: torch.dtype,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        template: Template | None = None,
     ) -> None:
+        self._template = template
         self._optimizer = optimizer
         self._settings = settings
         self._dtype = dtype
@@ -245,12 +259,12 @@ class OptimizerTrial:
         except UnsupportedError:
             raise
         except Exception as error:
-            template = None if any(state for _, state in kept) else self._template()
+            template = None if any(state for _, state in kept) else self._template
             if template is None:
                 raise self._refusal(error) from error
-        self._initial = template
+        self._initial = lambda shape: template(shape, self._dtype)
         for work, (tensor, _) in zip(works, kept, strict=True):
-            work.tensor, work.state = tensor, template(tuple(tensor.shape))
+            work.tensor, work.state = tensor, self._initial(tuple(tensor.shape))
         try:
             proxy.update(works)
         except Exception as error:
@@ -262,27 +276,6 @@ class OptimizerTrial:
             f"{self._dtype}, as in swapper's sweep, failed with {type(error).__name__}: {error}"
             + (". Call its train() before manager.offload, and before each step" if has_modes(self._optimizer) else "")
         )
-
-    def _template(self) -> Callable[[tuple[int, ...]], dict[str, Any]] | None:
-        """Return the optimizer's present state for one of its parameters, as a function of the shape."""
-        for parameter in self._optimizer.param_groups[self._settings]["params"]:
-            state = flat(self._optimizer.state.get(parameter, {}))
-            if not state or any(
-                isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape
-                for value in state.values()
-            ):
-                continue
-
-            def make(shape: tuple[int, ...], known: dict[str, Any] = dict(state)) -> dict[str, Any]:  # noqa: B006
-                return {
-                    key: torch.full(shape, value.reshape(-1)[0].item(), dtype=self._dtype, device="cpu")
-                    if isinstance(value, torch.Tensor) and value.dim() and value.numel()
-                    else copy.deepcopy(value)
-                    for key, value in known.items()
-                }
-
-            return make
-        return None
 
     def _look_at(self, index: int, state: dict[str, Any]) -> None:
         self._always = set(state) if self._always is None else self._always & set(state)
@@ -355,6 +348,29 @@ class OptimizerTrial:
             else all(is_same(s[name], value) for s in states)
             for name, value in state.items()
         )
+
+
+def template_of(optimizer: Optimizer, settings: int) -> Template | None:
+    """Return the optimizer's present state for one parameter of a group, as a function of the shape; None: it has none yet."""
+    for parameter in optimizer.param_groups[settings]["params"]:
+        state = flat(optimizer.state.get(parameter, {}))
+        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        if state and all(not value.dim() or value.shape == parameter.shape for value in tensors):
+            known = {key: _first_of(value) for key, value in state.items()}
+            return lambda shape, dtype: {
+                key: torch.full(shape, value[0], dtype=dtype, device="cpu")
+                if isinstance(value, tuple)
+                else copy.deepcopy(value)
+                for key, value in known.items()
+            }
+    return None
+
+
+def _first_of(value: Any) -> Any:
+    """Return the first element of a tensor, in a tuple; a copy of anything else, on the CPU."""
+    if isinstance(value, torch.Tensor) and value.dim() and value.numel() and not value.is_meta:
+        return (value.reshape(-1)[0].item(),)
+    return value.cpu().clone() if isinstance(value, torch.Tensor) and not value.is_meta else copy.deepcopy(value)
 
 
 def _is_alike(crowded: Any, two: Any) -> bool:

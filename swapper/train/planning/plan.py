@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from swapper.device.model_device import DevicePlacement
 from swapper.durability.committer import steps_between_commits
+from swapper.errors import BudgetError
 from swapper.formats.container import ContainerLayout
 from swapper.io.drives import Tuning
 from swapper.paging.layout import Budget
 from swapper.paging.store.swap_files import TURNS
 from swapper.runtime.stats import StepStats
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables
+from swapper.train.layout.slices import MIN_SLICE_BYTES
 from swapper.train.layout.train_placement import (
     StepKind,
     choose_placement,
@@ -30,6 +33,11 @@ from swapper.train.planning.request import Request
 from swapper.train.state.conditions import check_averaging
 from swapper.train.updates.device_slots import group_state_bytes, ring_bytes
 
+SLICE_SHARE = 256
+"""A slice that is updated on a device has at most a 256th of device_memory of its largest state tensor: a choice. Three slices with
+all that they need take some 5 % of it, and 14 % with encoded state, which is decoded there. Where that is too much slices are
+smaller."""
+
 
 @dataclass(frozen=True)
 class Plan(PlannedStep):
@@ -38,6 +46,7 @@ class Plan(PlannedStep):
     Attributes:
         request: the user's model, optimizer and options.
         inventory: contents of the model and the optimizer.
+        step: the variant of its step.
         places: "host" or "nvme" for "param", "state" and "grad".
         budget: the division of host memory.
         layout: of a swap file.
@@ -103,11 +112,35 @@ def plan_run(
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
     """
+    device, there = request.device, request.updates_there
+    step = StepKind(request.options.update, device is not None, there)
+    of = partial(_plan_step, request, inventory, places, tuning, page_bytes, existing_files)
+    if device is None or not there:
+        return of(step)
+    max_bytes = device.nbytes // SLICE_SHARE
+    while True:
+        try:
+            return of(replace(step, max_slice_bytes=max_bytes))
+        except BudgetError as error:
+            if error.option != "device_memory" or max_bytes <= MIN_SLICE_BYTES:
+                raise
+            max_bytes //= 4
+
+
+def _plan_step(
+    request: Request,
+    inventory: Inventory,
+    places: tuple[str, str] | None,
+    tuning: Tuning | None,
+    page_bytes: int | None,
+    existing_files: Collection[int],
+    step: StepKind,
+) -> Plan:
+    """Return the plan with this variant of the step. Arguments and errors: of `plan_run`."""
     options, device = request.options, request.device
     params, state = places or (options.params, options.optimizer_state)
     # Content on a device has a place in memory or on NVMe too.
     wishes = "auto" if params == "device" else params, "nvme" if state == "device" else state, options.gradients
-    step = StepKind(options.update, device is not None, request.updates_there)
     stays = _stays_on_device(request)
 
     def divide(on_device: DevicePlacement, page_bytes: int | None) -> tuple[dict[str, str], Budget]:
@@ -127,11 +160,12 @@ def plan_run(
     on_device = None
     if device is not None:
         other_bytes = sum(buffer.nbytes for buffer in request.model.module.buffers())
-        ahead_bytes = 0
+        ahead_bytes: dict[int, int] = {}
         if request.updates_there:
             trainables = find_trainables(inventory, find_places(sections))
-            other_bytes += ring_bytes(trainables, budget.page_bytes)
-            ahead_bytes = sum(group_state_bytes(of, budget.page_bytes) for of in trainables)
+            slice_bytes = step.slice_bytes(budget.page_bytes)
+            other_bytes += ring_bytes(trainables, max(slice_bytes, MIN_SLICE_BYTES))  # the smallest, whatever pages are
+            ahead_bytes = {of.group: group_state_bytes(of, slice_bytes) for of in trainables}
         on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays, ahead_bytes)
         if (on_device.gradients, on_device.state) != (always.gradients, always.state):
             found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
@@ -143,13 +177,12 @@ def plan_run(
     every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))
     turns = TURNS if every or existing_files else 1
     return Plan(
-        request=request, inventory=inventory, places=found, budget=budget, layout=layout, turns=turns, commit_every=every,
-        tuning=tuning, on_device=on_device,
+        request=request, inventory=inventory, step=step, places=found, budget=budget, layout=layout, turns=turns,
+        commit_every=every, tuning=tuning, on_device=on_device,
     )  # fmt: skip
 
 
 def _stays_on_device(request: Request) -> tuple[str, str]:
     """Return which gradients and which state stay on the device: "device" for all, "auto" for those that fit, else none."""
     options, there = request.options, request.updates_there
-    state = options.optimizer_state if there and options.update == "step" else "host"
-    return options.gradients if there else "host", state
+    return (options.gradients, options.optimizer_state) if there else ("host", "host")

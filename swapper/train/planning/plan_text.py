@@ -13,6 +13,8 @@ from swapper.runtime.stats import by_family
 from swapper.train.planning.planned_step import PlannedStep
 
 _WHOLE = {"param": "params", "state": "optimizer_state", "grad": "gradients"}
+_SAID_OTHERWISE = ("parameters", "optimizer state", "gradients", "device memory", "updates")
+_WHEN = {"step": "in optimizer.step()", "deferred": "in the next forward", "backward": "in backward"}
 
 
 def chosen(plan: PlannedStep, resources: str) -> list[tuple[str, str]]:
@@ -21,7 +23,9 @@ def chosen(plan: PlannedStep, resources: str) -> list[tuple[str, str]]:
     for family, option in _WHOLE.items():
         if size := plan.inventory.family_bytes(family):
             found.append((option, f"{format_bytes(size)} on {plan.places[family]}, {_why(plan, family, option)}"))
-    found += [line for line in placement_lines(plan) if line[0] not in ("parameters", "optimizer state", "gradients")]
+    found += [line for line in placement_lines(plan) if line[0] not in _SAID_OTHERWISE]
+    if plan.on_device is not None:
+        found.append(("device", _chosen_there(plan)))
     return [*found, ("commits", _commits(plan)), ("drive", _drive(plan)), ("resources", resources)]
 
 
@@ -45,6 +49,25 @@ def _why(plan: PlannedStep, family: str, option: str) -> str:
         return "by default, and where the update needs them" if by_default else f"for update={options.update!r}"
     fits = plan.places[family] == "host"
     return "since it fits host_memory" if fits else "since it does not fit host_memory with the rest"
+
+
+def _chosen_there(plan: PlannedStep) -> str:
+    """Return what stays on a device, its memory, and where and when updates are."""
+    device, stays = plan.request.device, plan.on_device
+    if device is None or stays is None:
+        return "none"
+    inventory, whole = plan.inventory, plan.inventory.family_bytes
+    params = sum(p.nbytes for g in inventory.groups if g.index in stays.resident_set for _, p in g.parameters)
+    gradients = sum(section.nbytes for section in inventory.grad_plans if section.group in stays.gradients)
+    state = sum(section.nbytes for section in plan.state_plans if section.group in stays.state)
+    parts = {
+        "parameters": (params, whole("param")),
+        "gradients": (gradients, sum(section.nbytes for section in inventory.grad_plans)),
+        "optimizer state": (state, whole("state")),
+    }
+    kept = [f"{format_bytes(part)} of {format_bytes(all)} of {name}" for name, (part, all) in parts.items() if all]
+    size = f"{format_bytes(device.nbytes)}, {'half of what is free' if device.is_auto else 'as asked'}"
+    return f"{device.device}: {', '.join(kept)} stay; device_memory is {size}; updates {_updates(plan)}"
 
 
 def _commits(plan: PlannedStep) -> str:
@@ -139,8 +162,8 @@ def _on_device(plan: PlannedStep) -> str:
 
 
 def _updates(plan: PlannedStep) -> str:
-    where = "device" if plan.request.updates_there else "cpu"
-    return f"on the {where}{', by AdamW as one kernel' if plan.request.kernel else ''}"
+    where, when = "device" if plan.request.updates_there else "cpu", _WHEN[plan.request.options.update]
+    return f"on the {where}{', by AdamW as one kernel' if plan.request.kernel else ''}, {when}"
 
 
 def _buffers(plan: PlannedStep) -> str:

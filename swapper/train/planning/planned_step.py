@@ -24,6 +24,7 @@ from swapper.train.layout.inventory import Inventory, find_places, find_trainabl
 from swapper.train.layout.slices import Trainable
 from swapper.train.layout.train_placement import (
     ORDER_TOLERANCE,
+    StepKind,
     groups_in_memory,
     is_resident,
     without_gradients,
@@ -77,6 +78,7 @@ class PlannedStep:
 
     request: Request
     inventory: Inventory
+    step: StepKind
     places: dict[str, str]
     budget: Budget
     layout: ContainerLayout
@@ -135,6 +137,11 @@ class PlannedStep:
         return self.commit_every != 1
 
     @property
+    def slice_bytes(self) -> int:
+        """Bytes of the largest state tensor of a slice that is updated together."""
+        return self.step.slice_bytes(self.budget.page_bytes)
+
+    @property
     def window_pages(self) -> int:
         return read_ahead_pages(self.budget)
 
@@ -182,7 +189,7 @@ class PlannedStep:
     def _tasks(self, sections: Sequence[Section], trainables: Sequence[Trainable], passes: int = 1) -> list[Task]:
         stay = None if self.on_device is None else self.on_device.resident_set
         policy = POLICIES[self.request.options.update]
-        program = StepProgram(self.inventory, sections, trainables, self.budget.page_bytes, policy, stay)
+        program = StepProgram(self.inventory, sections, trainables, self.slice_bytes, policy, stay)
         return program.tasks(passes)
 
     @property

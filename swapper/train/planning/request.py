@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,6 +30,8 @@ from swapper.train.sharded.shards import is_sharded
 from swapper.train.state.conditions import check_update
 from swapper.train.state.optim import NoOptimizer
 from swapper.train.updates.one_pass import AdamWKernel
+
+log = logging.getLogger("swapper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +149,7 @@ class Request:
         used = of.optimizers_of(given)
         if options.state_codecs.of_key:
             of.check_rows(options.state_codecs.said)
-        updates_there = _updates_there(options, accelerator, device, used)
-        if device is not None and options.state_codecs.of_key and updates_there:
-            _check_codecs_there(options, accelerator, device.device)
+        updates_there = device is not None and _updates_there(options, accelerator, device.device, used)
         kernel = None
         if accelerator.update_with == "kernel" and device is not None:
             kernel = AdamWKernel(accelerator.stochastic_rounding)
@@ -196,7 +197,7 @@ class Request:
 def _asked(options: OffloadOptions, device: DeviceBudget | None, several: bool, sharded: bool) -> frozenset[Feature]:
     """Return the features that these options ask for, of one or `several` optimizers and a whole or `sharded` model."""
     accelerator = options.accelerator or Accelerator()
-    wants_there = accelerator.update_on == "device" or (accelerator.update_on == "auto" and device is not None)
+    wants_there = accelerator.update_on == "device" or (accelerator.update_on != "cpu" and device is not None)
     asked = {
         Feature.DEVICE: device is not None,
         Feature.PARAMS_ON_DEVICE: options.params == "device",
@@ -216,9 +217,11 @@ def _asked(options: OffloadOptions, device: DeviceBudget | None, several: bool, 
     return frozenset(feature for feature, is_so in asked.items() if is_so)
 
 
-def _check_codecs_there(options: OffloadOptions, accelerator: Accelerator, there: Device) -> None:
-    """Raise UnsupportedError or ConfigError if encoded state cannot be updated on the device."""
+def _check_codecs_there(options: OffloadOptions, there: Device) -> None:
+    """Raise UnsupportedError if encoded state cannot be updated on the device."""
     said, device = options.state_codecs.said, there.device
+    if not options.state_codecs.of_key:
+        return
     if uses_kernel(device):
         kernel("codecs")
     elif there.is_there and device.type != "cpu":
@@ -233,10 +236,24 @@ def _numel(optimizer: Optimizer) -> int:
 
 
 def _updates_there(
-    options: OffloadOptions, accelerator: Accelerator, device: DeviceBudget | None, optimizers: Sequence[Optimizer]
+    options: OffloadOptions, accelerator: Accelerator, there: Device, optimizers: Sequence[Optimizer]
 ) -> bool:
-    """Return True if updates run on the device, as asked or, with "auto", if that is faster or something needs it."""
-    if accelerator.update_on != "auto" or device is None:
-        return accelerator.update_on == "device"
-    wants = "device" in (options.gradients, options.optimizer_state) or accelerator.update_with == "kernel"
-    return wants or faster_place(max(optimizers, key=_numel), device.device) == "device"
+    """Return True if updates run on the device: as asked; with "auto" if that is faster; by default if it is possible. Something
+    else that is asked for may need it.
+
+    Raises:
+        UnsupportedError: it is asked for, or needed, and impossible.
+    """
+    if accelerator.update_on == "cpu":
+        return False
+    needed = "device" in (options.gradients, options.optimizer_state) or accelerator.update_with == "kernel"
+    try:
+        _check_codecs_there(options, there)
+    except UnsupportedError as error:
+        if accelerator.update_on == "device" or needed:
+            raise
+        log.info("updates are on the CPU, since those on %s are impossible: %s", there, error)
+        return False
+    if accelerator.update_on == "auto" and not needed:
+        return faster_place(max(optimizers, key=_numel), there) == "device"
+    return True

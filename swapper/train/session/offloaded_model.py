@@ -103,7 +103,7 @@ class OffloadedModel:
         pager, kept_state, gradients = placed.pager, self.optimizer_state.kept, self.gradients
         proxies, entries = OptimizerProxies(placed.optimizers), self.optimizer_state.entries
         parts = (
-            placed.trainables, proxies, entries, pager, placed.plan.budget.page_bytes, pager.counters, gradients.part,
+            placed.trainables, proxies, entries, pager, placed.plan.slice_bytes, pager.counters, gradients.part,
             self._make_ready,
         )  # fmt: skip
         if placed.on_device is None or kept_state is None:

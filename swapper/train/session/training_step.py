@@ -278,7 +278,7 @@ class TrainingStep:
         """
         if self._steps.total() == 1:
             self.fail(run, error)
-        elif is_alone and run.model.optimizer_state.kept is None:
+        elif is_alone and not run.plan.inventory.staying_state:
             run.model.passes.forget_leases()
             self.fail(run, error, run.model.sections_of(member))
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,10 @@ class OptimizerState:
         for one in self._elsewhere:
             one.sync_to_host()
 
-    def forget_kept(self) -> None:
-        """Discard state on the device: the sections are valid."""
+    def forget_kept(self, groups: Collection[int] | None = None) -> None:
+        """Discard state on the device, of these groups or all: their sections are valid."""
         if self.kept is not None:
-            self.kept.forget()
+            self.kept.forget(groups)
 
     # --- state dicts --------------------------------------------------------------------------------------------------
 

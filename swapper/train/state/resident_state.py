@@ -7,7 +7,7 @@ State that is not of a parameter's shape (step counters) is in host memory, wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -171,10 +171,11 @@ class DeviceResidentState:
                 memory[begin : begin + other.numel()] = other
             self._on_device.downloads.finish()
 
-    def forget(self) -> None:
-        """Discard the device's copies: the locations are valid."""
-        for group in self._groups.values():
-            group.is_filled = group.is_changed = False
+    def forget(self, groups: Collection[int] | None = None) -> None:
+        """Discard the device's copies of these groups, or all: their locations are valid."""
+        for index, group in self._groups.items():
+            if groups is None or index in groups:
+                group.is_filled = group.is_changed = False
 
 
 def _in_frame(page: int) -> Access:

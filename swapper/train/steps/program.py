@@ -24,6 +24,7 @@ class StepProgram:
 
     Args:
         sections: all.
+        slice_bytes: of the slices: see `slice_bytes_of`.
         policy: says when groups are updated.
         resident_set: the groups that stay on a device, if there is one: pages of parameters are used one by one there,
             and those of these groups for the first use after an update.
@@ -34,12 +35,12 @@ class StepProgram:
         inventory: Inventory,
         sections: Sequence[Section],
         trainables: Sequence[Trainable],
-        page_bytes: int,
+        slice_bytes: int,
         policy: UpdatePolicy,
         resident_set: Collection[int] | None = None,
     ) -> None:
         self._ranges = inventory.ranges
-        self._page_bytes = page_bytes
+        self._slice_bytes = slice_bytes
         self._policy = policy
         self._resident_set = resident_set
         self._updated = {trainable.group: trainable for trainable in trainables}
@@ -87,7 +88,7 @@ class StepProgram:
             yield from self._slices(group, (True,) * len(trainable.places), phase)
 
     def _slices(self, group: int, active: tuple[bool, ...], phase: str) -> list[Task]:
-        slices = self._updated[group].slices(active, self._page_bytes)
+        slices = self._updated[group].slices(active, self._slice_bytes)
         return [Task(phase, group, [part.access], part.numel, len(part.pieces)) for part in slices]
 
     def _uses_in_forward(self, group: int) -> list[Access]:

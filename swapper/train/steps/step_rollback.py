@@ -55,9 +55,10 @@ class StepRollback:
             names: of the parameters.
             ahead: their step is this many after the last counted one.
         """
-        if self._before is None or not self.undo_sections(self.sections_of(names), error, ahead):
+        sections = self.sections_of(names)
+        if self._before is None or not self.undo_sections(sections, error, ahead):
             return False
-        self.optimizer_state.forget_kept()
+        self.optimizer_state.forget_kept({section.plan.group for section in sections})
         self.optimizer_state.entries.unpack(self._before[1], names)
         return True
 

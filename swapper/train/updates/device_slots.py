@@ -37,9 +37,9 @@ def coded_in(trainable: Trainable, part: Slice) -> int:
     return sum(len(trainable.places[piece.parameter].coded) for piece in part.pieces)
 
 
-def device_scratch_bytes(trainables: Iterable[Trainable], page_bytes: int) -> int:
+def device_scratch_bytes(trainables: Iterable[Trainable], slice_bytes: int) -> int:
     """Return the maximum bytes of a slice's decoded values."""
-    return max((_decoded_bytes(t, part) for t in trainables for part in t.all_slices(page_bytes)), default=0)
+    return max((_decoded_bytes(t, part) for t in trainables for part in t.all_slices(slice_bytes)), default=0)
 
 
 def _decoded_bytes(trainable: Trainable, part: Slice) -> int:
@@ -120,7 +120,7 @@ def _in_slot(found: Sequence[_Placed]) -> list[SlicePart]:
     ]
 
 
-def slice_bytes(trainable: Trainable, part: Slice) -> int:
+def device_slice_bytes(trainable: Trainable, part: Slice) -> int:
     """Return the bytes of a slice on a device: its state, its gradients, and its parameters, which are as large."""
     total = 0
     for piece in part.pieces:
@@ -132,9 +132,9 @@ def slice_bytes(trainable: Trainable, part: Slice) -> int:
     return max(total, DEVICE_ALIGNMENT_BYTES)
 
 
-def slot_bytes(trainables: Iterable[Trainable], page_bytes: int) -> int:
+def slot_bytes(trainables: Iterable[Trainable], slice_bytes: int) -> int:
     """Return the bytes of the largest slice."""
-    return max((slice_bytes(t, part) for t in trainables for part in t.all_slices(page_bytes)), default=0)
+    return max((device_slice_bytes(t, part) for t in trainables for part in t.all_slices(slice_bytes)), default=0)
 
 
 def state_slice_bytes(trainable: Trainable, part: Slice) -> int:
@@ -143,14 +143,14 @@ def state_slice_bytes(trainable: Trainable, part: Slice) -> int:
     return max(round_up(max(ends, default=0), DEVICE_ALIGNMENT_BYTES), DEVICE_ALIGNMENT_BYTES)
 
 
-def group_state_bytes(trainable: Trainable, page_bytes: int) -> int:
+def group_state_bytes(trainable: Trainable, slice_bytes: int) -> int:
     """Return the bytes of the state of all slices of a group."""
-    return sum(state_slice_bytes(trainable, part) for part in trainable.all_slices(page_bytes))
+    return sum(state_slice_bytes(trainable, part) for part in trainable.all_slices(slice_bytes))
 
 
-def ring_bytes(trainables: Sequence[Trainable], page_bytes: int) -> int:
+def ring_bytes(trainables: Sequence[Trainable], slice_bytes: int) -> int:
     """Return the maximum bytes of the ring, and of the scratch of decoded state."""
-    return RING * slot_bytes(trainables, page_bytes) + device_scratch_bytes(trainables, page_bytes)
+    return RING * slot_bytes(trainables, slice_bytes) + device_scratch_bytes(trainables, slice_bytes)
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class StateAhead:
     def __init__(self, on_device: TrainingDevice, may_fetch: Callable[[Trainable], bool]) -> None:
         self._on_device = on_device
         self._may_fetch = may_fetch
-        self._left_bytes = on_device.ahead_bytes
+        self._taken_bytes = 0
         self._slots: dict[tuple[int, int], UpdateSlot] = {}  # by group and number of the slice
         self._is_over = False  # nothing more is fetched before the next step
 
@@ -264,16 +264,16 @@ class StateAhead:
         if (trainable.group, 0) in self._slots:
             return True
         needed = [state_slice_bytes(trainable, part) for part in parts]
-        if sum(needed) > self._left_bytes:
+        if self._taken_bytes + sum(needed) > self._on_device.memory.ahead_bytes:
             return False
         slots = {}
         for number, nbytes in enumerate(needed):
             storage = self._on_device.spare_storage(nbytes)
             if storage is None:  # something else has taken the memory
-                self._left_bytes = 0
+                self._on_device.memory.ahead_bytes = self._taken_bytes
                 return False
             slots[trainable.group, number] = UpdateSlot(storage)
-        self._left_bytes -= sum(needed)
+        self._taken_bytes += sum(needed)
         self._slots |= slots
         return True
 
@@ -295,11 +295,12 @@ class StateAhead:
         self.invalidate()
         self._is_over = False
 
-    def free(self) -> None:
-        """Give the memory back; no copies are in flight."""
+    def free(self) -> int:
+        """Give the memory back, and return how much it is; no copies are in flight."""
         self.begin_step()
         while self._slots:
             storage = self._slots.popitem()[1].storage
             if storage is not None:
-                self._left_bytes += storage.nbytes
                 storage.free()
+        freed_bytes, self._taken_bytes = self._taken_bytes, 0
+        return freed_bytes

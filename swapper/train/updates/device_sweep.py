@@ -9,6 +9,10 @@ first update until its last results have come. State that stays on the device is
 The user's optimizer does the updates, or, if chosen, swapper's AdamW (one_pass.py). As in plain torch, an optimizer's
 results on a device may differ from those on a CPU in the last bits. Encoded state is copied, and kept, encoded: it is
 decoded for the update there, and encoded after it (coded_state.py).
+
+[Note: whole groups] Where parameters, gradients and exact state of a group stay on the device nothing is copied, and a slice is all
+of the group, up to `whole_bytes`: the optimizer's call and its kernels are few, as in plain torch. Its temporaries are as large as
+the slice, some three times in fp32; plain torch has those of all parameters at once.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import NoneType
 from typing import Any
 
@@ -45,9 +50,9 @@ from swapper.train.updates.device_slots import (
     UpdateSlot,
     coded_in,
     device_scratch_bytes,
+    device_slice_bytes,
     parts_of,
     pieces_on_host,
-    slice_bytes,
     slot_bytes,
 )
 from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, update_by_kernel
@@ -80,6 +85,7 @@ class DeviceSweep(Sweep):
         self._ring = UpdateRing(on_device)
         self._results = Results(on_device, self._pager, self._counters)
         self._ahead = StateAhead(on_device, self._needs_only_state)
+        on_device.memory.free_ahead = self._free_ahead
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
         # Of a slice: what is in the slot, by its begin.
         self._views: dict[tuple[TensorLocation, int], torch.Tensor] = {}
@@ -108,19 +114,35 @@ class DeviceSweep(Sweep):
             self.kept.ready([group])
             self._is_in_place = self.on_device.updates_in_place(group)
             with self.on_device.changing(group) if self._is_in_place else nullcontext():
-                for number, part in enumerate(update.trainable.slices(update.active, self._page_bytes)):
+                is_whole = self._is_all_there(update)
+                for number, part in enumerate(self._slices(update, is_whole)):
                     access = self._access(update.trainable, part)
-                    if (slot := self._slot_ahead(update, number)) is not None:
+                    if not is_whole and (slot := self._slot_ahead(update, number)) is not None:
                         self._results.keep(group, self._update_on_device(update, part, access, slot, is_there=True))
                         continue
-                    slot = self._ring.next(slice_bytes(update.trainable, part), bool(access.pages))
+                    nbytes = 0 if is_whole else device_slice_bytes(update.trainable, part)
+                    slot = self._ring.next(nbytes, bool(access.pages))
                     self._update_on_device(update, part, access, slot, is_there=False)()
 
+    def _is_all_there(self, update: GroupUpdate) -> bool:
+        """Return True if nothing is copied for the update of a group. [Note: whole groups]"""
+        trainable = update.trainable
+        if not self._is_in_place or trainable.group not in self.kept:
+            return False
+        in_pages = any(part.access.pages for part in trainable.slices(update.active, self._page_bytes))
+        is_coded = any(places.coded for places in trainable.places)
+        return not in_pages and not is_coded and all(type(g) is not ColdGradient for g in update.gradients)
+
+    def _slices(self, update: GroupUpdate, is_whole: bool) -> list[Slice]:
+        nbytes = max(self.on_device.memory.whole_bytes, self._page_bytes) if is_whole else self._page_bytes
+        return update.trainable.slices(update.active, nbytes)
+
     def fetch_ahead(self, groups: int | None = None) -> None:
-        if not self._has_updated and self.on_device.ahead_bytes and not self._results.are_lost:
+        if not self._has_updated and self.on_device.memory.ahead_bytes and not self._results.are_lost:
             self.on_device.order.note()
             with self.on_device.apart():
-                slices = ((of, of.all_slices(self._page_bytes)) for of in self.trainables[:groups])
+                elsewhere = (of for of in self.trainables if of.group not in self.kept)
+                slices = ((of, of.all_slices(self._page_bytes)) for of in islice(elsewhere, groups))
                 self._ahead.fetch(slices, self._results.down_at)
 
     def _needs_only_state(self, trainable: Trainable) -> bool:
@@ -221,6 +243,11 @@ class DeviceSweep(Sweep):
             self._ring.free()
             self._coded_there.free()
         self._has_updated = False
+
+    def _free_ahead(self) -> int:
+        self.settle()
+        with self.on_device.apart():
+            return self._ahead.free()
 
     def _update_on_device(
         self, update: GroupUpdate, part: Slice, access: Access, slot: UpdateSlot, is_there: bool
@@ -362,7 +389,7 @@ class DeviceSweep(Sweep):
     @torch.no_grad()
     def _refresh_kept(self, trainable: Trainable, part: Slice, before: Mapping[str, torch.Tensor]) -> None:
         self._coded_there.begin_slice(coded_in(trainable, part))
-        slot = self.on_device.new_storage(slice_bytes(trainable, part))
+        slot = self.on_device.new_storage(device_slice_bytes(trainable, part))
         try:
             for piece in part.pieces:
                 places, begin, end = trainable.places[piece.parameter], piece.begin, piece.end
