@@ -194,7 +194,7 @@ class GroupWeights(LeasedGroup):
         self.refuse_change(names[0])
 
     def _materialize(self) -> None:
-        super()._materialize()
+        materialize(*self.parameters)
         values, is_made = self.home.values, False
         for number, weight in enumerate(self.weights):
             if not values and weight.parameter.requires_grad:

@@ -180,9 +180,8 @@ class Gradients:
 
         Requires leases of its pages, if any.
         """
-        if parameter in self.paged:
-            return self.paged.part(parameter, begin, end)
-        return gradient.detach().reshape(-1)[begin:end]
+        part = self.paged.part(parameter, begin, end)
+        return gradient.detach().reshape(-1)[begin:end] if part is None else part
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Check the gradients of `parameters`, which the user may have assigned, before a step begins.

@@ -128,8 +128,7 @@ class GroupParameters(LeasedGroup):
         for shown in self._shown_with:
             shown.hide()
         if not self.paged:
-            for parameter in self.parameters:
-                set_cold(parameter)
+            set_cold(*self.parameters)
 
     def clear_deferred(self) -> None:
         """Show the parameters: the group is updated."""
@@ -137,8 +136,7 @@ class GroupParameters(LeasedGroup):
         for shown in self._shown_with:
             shown.show()
         if not self.paged:
-            for parameter in self.parameters:
-                materialize(parameter)
+            materialize(*self.parameters)
 
     def forget_update(self) -> None:
         """Leave the step: the group is of the last one that was taken."""
@@ -223,7 +221,7 @@ class GroupParameters(LeasedGroup):
                 f"group {self.index} ({self.names[0]} and others) is used while it is {self.state.name}"
             )
         if self.paged:
-            super()._materialize()
+            materialize(*self.parameters)
         self.take_in_assigned()
         for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True)):
             self._check_form(number, parameter, at)
@@ -231,7 +229,7 @@ class GroupParameters(LeasedGroup):
     @property
     def may_be_assigned(self) -> bool:
         """True if `parameter.data = x` is torch's own now: the parameters are not cold."""
-        return not self.paged or self.is_leased or bool(self.home.pins)
+        return not self.paged or self._leases > 0 or bool(self.home.pins)
 
     def assigned(self) -> list[int]:
         """Return the numbers of the parameters whose memory is not the run's: `parameter.data = x`, `parameter.set_(x)`."""
@@ -299,5 +297,5 @@ class GroupParameters(LeasedGroup):
             parameter.data = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
 
     def _dematerialize(self) -> None:
-        if self.paged and not self.is_leased and not self.home.pins:
-            super()._dematerialize()
+        if self.paged and not self._leases and not self.home.pins:
+            set_cold(*self.parameters)

@@ -282,8 +282,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        with self.my_turn(unit):
-            in_backward = is_in_backward()
+        with self.my_turn(unit) as in_backward:
             is_stale = not in_backward and self._is_stale(unit)
             if in_backward:
                 self._enter_backward()
@@ -494,22 +493,25 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- turns ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def my_turn(self, unit: Unit | None = None) -> Iterator[None]:
-        """Take the turn for `unit` or a backward. Return a context in which no other thread of that backward runs a hook."""
-        with outside_transforms():
-            self._take_turn(unit)
-            with self._alone:
-                yield
+    def my_turn(self, unit: Unit | None = None) -> Iterator[bool]:
+        """Take the turn for `unit` or a backward. Return a context in which no other thread of that backward runs a hook.
 
-    def _take_turn(self, unit: Unit | None = None) -> None:
+        It gives whether that is in a backward. Raises StateError as `_take_turn`.
+        """
+        with outside_transforms():
+            in_backward = is_in_backward()
+            frame = frame_of_backward() if in_backward else frame_of_call()
+            if frame is not None or not in_backward:  # else in a thread of autograd's
+                self._take_turn(frame, unit)
+            with self._alone:
+                yield in_backward
+
+    def _take_turn(self, frame: FrameType | None, unit: Unit | None) -> None:
         """Wait until no other thread uses the model. See [Note: turns].
 
         Raises:
             StateError: the running forward waits for this thread, which runs `unit`, a part of it.
         """
-        if _in_thread_of_autograd():
-            return
-        frame = frame_of_backward() if is_in_backward() else frame_of_call()
         if self._turns.take(frame, lambda: self._part_of_running(unit)):
             self._tasks.clear()
             if self._running or self._backward:

@@ -102,11 +102,12 @@ class SliceUpdates:
         """Yield the runs of a slice, each to be updated and stored before the next. Update what needs no optimizer."""
         run: list[Update] = []
         run_elements = 0
-        max_elements = sys.maxsize if self._makes_one_pass(update.trainable, part) else UPDATE_ELEMENTS
+        max_elements = 0
         for piece in part.pieces:
             if (in_one_pass := self._find_pass(update.trainable, piece.parameter)) is not None:
                 self._update_in_one_pass(in_one_pass, update, piece)
                 continue
+            max_elements = max_elements or self._run_elements(update.trainable, part)
             # An empty parameter has nothing to update but its step counter.
             step = max_elements if update.trainable.places[piece.parameter].may_cut else piece.end
             for begin in range(piece.begin, max(piece.end, piece.begin + 1), max(step, 1)):
@@ -176,14 +177,15 @@ class SliceUpdates:
             found[key] = CodedState(coded.codec, tuple(self._coded.parts(coded, begin, end)))
         return found
 
-    def _makes_one_pass(self, trainable: Trainable, part: Slice) -> bool:
-        """Return True if the update of the slice reads memory once. See [Note: small updates]."""
-        return all(
+    def _run_elements(self, trainable: Trainable, part: Slice) -> int:
+        """Return the maximum of a run, all if the update of the slice reads memory once. See [Note: small updates]."""
+        reads_once = all(
             self._proxies.settings(trainable.settings[piece.parameter]).get("fused")
             and not trainable.places[piece.parameter].has_master
             and not trainable.places[piece.parameter].coded
             for piece in part.pieces
         )
+        return sys.maxsize if reads_once else UPDATE_ELEMENTS
 
     def _apply(self, run: list[Update]) -> None:
         """Do the updates of a run, store their results, and empty it, so that nothing refers to its tensors any more."""
