@@ -81,7 +81,7 @@ class TrainingSession:
         self._counters = current.clock.counters
         self._directory = current.directory
         self.plan = plan
-        self._resources = Resources[Stores](self._counters)
+        self._resources = Resources[Stores](self._counters, _near(plan))
         self.sections = plan.make_sections()
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
@@ -103,8 +103,6 @@ class TrainingSession:
         trainables = find_trainables(plan.inventory, find_places(everything))
         directory, device = self._directory, plan.request.device
         directory.require_space(plan.space_by_drive(max(plan.turns - len(origin.files), 0)))
-        if device is None and plan.request.model.device is not None:  # FSDP2 copies from this memory to its mesh
-            self._resources.memory.node = Device(plan.request.model.device).node
         for section in everything:  # the CPU updates gradients and state, which come for that
             section.in_frames = device is not None and (section.plan.family == "param" or plan.request.updates_there)
         self._resources.open(
@@ -439,6 +437,13 @@ class TrainingSession:
             self.placed.release(why)
             del self.placed
         self._model = None
+
+
+def _near(plan: Plan) -> Device | None:
+    """Return the accelerator that copies from host memory. FSDP2 copies to its mesh by itself."""
+    if plan.request.device is not None:
+        return plan.request.device.device
+    return None if plan.request.model.device is None else Device(plan.request.model.device)
 
 
 def stored_pieces(sections: Sequence[Section]) -> list[Page]:
