@@ -90,7 +90,9 @@ class HostMemory:
     def describe(self) -> str:
         """Return "page-locked", or why it is not; and the node, if one was asked for."""
         granted = all(arena.node == self._node for arena in self._arenas)
-        where = "" if self._node is None else f", on node {self._node}" if granted else f", node {self._node} was refused"
+        where = (
+            "" if self._node is None else f", on node {self._node}" if granted else f", node {self._node} was refused"
+        )
         for arena in self._arenas:
             if not arena.locked:
                 return f"not page-locked ({arena.lock_reason}){where}"

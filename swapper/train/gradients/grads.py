@@ -176,10 +176,7 @@ class Gradients:
             self.paged.forget_released()
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat, clipped, not to be changed.
-
-        Requires leases of its pages, if any.
-        """
+        """See GradientSource (slice_updates.py)."""
         part = self.paged.part(parameter, begin, end)
         return gradient.detach().reshape(-1)[begin:end] if part is None else part
 

@@ -1,4 +1,4 @@
-"""What a model's forwards and backwards run on: the CPU, or an accelerator (train_device.py)."""
+"""Runs a model's forwards and backwards: the CPU here, an accelerator in train_device.py."""
 
 from __future__ import annotations
 
