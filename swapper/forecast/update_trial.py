@@ -86,6 +86,16 @@ def _trial_shape(parameter: nn.Parameter, elements: int) -> tuple[int, ...]:
     return (max(elements // max(parameter.numel() // shape[0], 1), 1), *shape[1:])
 
 
+class _Gradients:
+    """Gradients in memory. See GradientSource."""
+
+    def make_ready(self, update: GroupUpdate) -> None:
+        return
+
+    def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        return gradient.view(-1)[begin:end]
+
+
 def _measure(
     inventory: Inventory,
     optimizers: OptimizerSet,
@@ -118,12 +128,10 @@ def _measure(
     for section in sections:
         section.attach(torch.zeros(section.plan.nbytes, dtype=torch.uint8, device="cpu"), None)
     trainable = find_trainables(trial, find_places(sections))[0]
-    counters, drive = Counters(), InstantDrive()
-    pager = Pager([], Pool(0, 0, SECTOR_BYTES, 0), CountingStore(drive), Schedule([]), counters)
+    pager = Pager([], Pool(0, 0, SECTOR_BYTES, 0), CountingStore(InstantDrive()), Schedule([]), Counters())
     sweep = Sweep(
         [trainable], OptimizerProxies(OptimizerSet([copy_for_trial(member) for member in optimizers.members])),
-        StateEntries(trial.forms), pager, page_bytes, counters,
-        lambda _, gradient, begin, end: gradient.view(-1)[begin:end], lambda _: None,
+        StateEntries(trial.forms), pager, page_bytes, _Gradients(),
     )  # fmt: skip
     gradients = tuple(torch.full(tuple(shape), 1e-3, dtype=like.dtype, device="cpu") for _ in named)
     member = optimizers.locate(index)[0]

@@ -112,12 +112,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is in a forward of the model."""
         return self._turns.is_mine
-
-    @property
-    def _is_inside(self) -> bool:
-        return self.is_inside
 
     def _before(self, unit: Unit, module: nn.Module, args: object, kwargs: object) -> None:
         with outside_transforms():

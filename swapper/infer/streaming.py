@@ -229,7 +229,7 @@ class Streaming(Resources[WeightFiles]):
         counters: Counters,
         device: Device | None,
     ) -> None:
-        super().__init__(counters)
+        super().__init__(counters, device)
         self._small_runs = plan.small_runs  # not the plan: it has the modules, which must not be kept alive
         self._source = source
         self.sections = paged_sections(plan, placement.page_bytes)

@@ -135,11 +135,6 @@ class GroupWeights(LeasedGroup):
             guard(parameter, fault_handler)
             set_cold(parameter)
 
-    def release(self) -> None:
-        super().release()
-        if not self._leases:
-            self.refuse_change()
-
     def unmanage(self, parameter: nn.Parameter) -> None:
         """Make `parameter` an ordinary one for good, if it is this group's. Its bytes are read with the others' all the same."""
         number = next((number for number, own in enumerate(self.parameters) if own is parameter), None)
@@ -188,13 +183,15 @@ class GroupWeights(LeasedGroup):
         return next(found, self.weights[0].name if self.weights else "of other memory now")
 
     def _changed(self) -> list[str]:
-        return [] if self.settled else super()._changed()
+        if self.settled:
+            return []
+        return super()._changed() or [self._owner(page, at) for page, at in self.home.written()]
 
     def _note_change(self, names: list[str]) -> None:
         self.refuse_change(names[0])
 
     def _materialize(self) -> None:
-        super()._materialize()
+        materialize(*self.parameters)
         values, is_made = self.home.values, False
         for number, weight in enumerate(self.weights):
             if not values and weight.parameter.requires_grad:

@@ -172,7 +172,9 @@ class OffloadTrainerMixin:
         trainer: Any = self
         is_first, self._is_first = self._is_first, False
         versions = [(buffer, buffer._version) for buffer in trainer.model.buffers()]
-        for _ in range(TIMES_AGAIN if is_first and self.manager.current.running("train").on_device is not None else 0):
+        for _ in range(
+            TIMES_AGAIN if is_first and self.manager.current.running("train").placed.processor.is_device else 0
+        ):
             state = rng_states()
             try:
                 return step(inputs)

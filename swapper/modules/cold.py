@@ -58,8 +58,7 @@ def leave_cold(parameter: nn.Parameter) -> None:
 def _forbid_in_child() -> None:
     """Make all guarded parameters cold in a forked child, also resident ones: swapper's memory does not exist there."""
     parameters = guarded_parameters()
-    for parameter in parameters:
-        set_cold(parameter)
+    set_cold(*parameters)
     if parameters:
         METADATA.difference_update(getters("grad", "_grad"))  # gradients lie there too
 
@@ -67,13 +66,15 @@ def _forbid_in_child() -> None:
 after_fork_in_child(_forbid_in_child)
 
 
-def set_cold(parameter: nn.Parameter) -> None:
-    parameter.__class__ = ColdParameter
+def set_cold(*parameters: nn.Parameter) -> None:
+    for parameter in parameters:
+        parameter.__class__ = ColdParameter
 
 
-def materialize(parameter: nn.Parameter) -> None:
-    if type(parameter) is ColdParameter:
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+def materialize(*parameters: nn.Parameter) -> None:
+    for parameter in parameters:
+        if type(parameter) is ColdParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def follow(tensor: torch.Tensor, parameter: nn.Parameter, offset: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from swapper.errors import InvariantError
-from swapper.modules.cold import leave_cold, materialize, set_cold, unguard
+from swapper.modules.cold import leave_cold, unguard
 from swapper.modules.home import GroupHome, Update
 from swapper.tensors.torch_private import uses_of_storage
 
@@ -139,13 +139,13 @@ class LeasedGroup(ABC):
         now = zip(self.names, self.parameters, versions, strict=False)  # none, if the lease failed
         return [name for name, parameter, version in now if parameter._version != version]
 
+    @abstractmethod
     def _materialize(self) -> None:
-        for parameter in self.parameters:
-            materialize(parameter)
+        """Have the parameters show what is at home."""
 
+    @abstractmethod
     def _dematerialize(self) -> None:
-        for parameter in self.parameters:
-            set_cold(parameter)
+        """Make the parameters cold, unless something else needs them."""
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:

@@ -171,7 +171,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
 
     @property
     @abstractmethod
-    def _is_inside(self) -> bool:
+    def is_inside(self) -> bool:
         """Whether this thread is in the innermost forward."""
 
     def remove(self) -> None:
@@ -200,7 +200,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
     def fault_in(self, parameter: nn.Parameter) -> bool:
         """Lease a cold parameter's group for the innermost running forward that contains it. False if there is none."""
         group = self._group_of[id(parameter)]
-        for call in reversed(self._running) if self._is_inside else ():
+        for call in reversed(self._running) if self.is_inside else ():
             module = self._modules[call.module]()
             if module is not None and any(parameter is inside for inside in module.parameters()):
                 with defer_signals, outside_transforms():
@@ -228,7 +228,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         return tensor.clone() if storage_of(tensor) in self._storages else tensor
 
     def _release(self, call: CallT) -> None:
-        close_all(self._groups[index].release for index in call.groups)
+        close_all([self._groups[index].release for index in call.groups])
 
 
 # --- the tensors in what a module returns --------------------------------------------------------------------------------

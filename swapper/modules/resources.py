@@ -45,6 +45,9 @@ StoreT = TypeVar("StoreT", bound=OwnedStore)
 class Resources(Generic[StoreT]):
     """Owns them, from `open` to `close`; also what an `open` that failed has left.
 
+    Args:
+        near: an accelerator that the memory is near to, if that can be.
+
     Attributes:
         engine: None before `open` and after `close`.
         host_side: the memory's registration with an accelerator, if there is one.
@@ -56,9 +59,9 @@ class Resources(Generic[StoreT]):
     pager: Pager
     host_side: HostSide | None = None
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, near: Device | None = None) -> None:
         self.counters = counters
-        self.memory = HostMemory()
+        self.memory = HostMemory(None if near is None else near.node)
         self._bytes_before = counters.bytes_read, counters.bytes_written
         self._sections: list[Section] = []
         self._pages: list[Page] = []
@@ -93,8 +96,6 @@ class Resources(Generic[StoreT]):
             pager_options: see `Pager`.
         """
         self._sections += sections
-        if device is not None:
-            self.memory.node = device.node
         arena, frames_offset = self.memory.attach(self._sections, size.pool_bytes, head_bytes, windows, filled_once)
         slots = {} if staging_bytes is None else {"staging_bytes": staging_bytes}
         self.engine = open_engine(directories, backend=backend, arena=arena, **slots)

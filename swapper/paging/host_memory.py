@@ -30,12 +30,12 @@ class MappedFrame:
 class HostMemory:
     """Owns the arenas of one run. After `close` what tensors still show is ordinary memory.
 
-    Attributes:
+    Args:
         node: the NUMA node that they are taken from first; None: as the system decides.
     """
 
-    def __init__(self) -> None:
-        self.node: int | None = None
+    def __init__(self, node: int | None = None) -> None:
+        self._node = node
         self._arenas: list[_C.Arena] = []
         self._views: list[weakref.ref[_C.View]] = []  # of resident sections: each dies with the last tensor on it
 
@@ -61,7 +61,7 @@ class HostMemory:
         kept_bytes = resident_bytes([section.plan.nbytes for section in sections if section.resident])
         nbytes = max(kept_bytes + pool_bytes, SECTOR_BYTES)
         first_bytes = None if head_bytes is None else kept_bytes + head_bytes
-        arena = _C.Arena(nbytes, head_bytes=first_bytes, filled_once=filled_once, node=self.node)
+        arena = _C.Arena(nbytes, head_bytes=first_bytes, filled_once=filled_once, node=self._node)
         self._arenas.append(arena)
         cursor = 0
         for section in sections:
@@ -85,7 +85,7 @@ class HostMemory:
 
     def take(self, nbytes: int) -> tuple[_C.Arena, torch.Tensor]:
         """Return memory for transfers, an arena of its own: that, and uint8 of shape (nbytes,)."""
-        arena = _C.Arena(nbytes, node=self.node)
+        arena = _C.Arena(nbytes, node=self._node)
         self._arenas.append(arena)
         view = arena.view(0, nbytes)
         self._views.append(weakref.ref(view))
@@ -93,8 +93,10 @@ class HostMemory:
 
     def describe(self) -> str:
         """Return "page-locked", or why it is not; and the node, if one was asked for."""
-        granted = all(arena.node == self.node for arena in self._arenas)
-        where = "" if self.node is None else f", on node {self.node}" if granted else f", node {self.node} was refused"
+        granted = all(arena.node == self._node for arena in self._arenas)
+        where = (
+            "" if self._node is None else f", on node {self._node}" if granted else f", node {self._node} was refused"
+        )
         for arena in self._arenas:
             if not arena.locked:
                 return f"not page-locked ({arena.lock_reason}){where}"

@@ -123,7 +123,7 @@ class Trained(User):
         run.pager.flush()
         self.groups = run.model.groups
         self.hooks = run.model.passes.hooks
-        self.resources, self.device, self.part = run._resources, run.on_device, run.on_device
+        self.resources, self.device, self.part = run._resources, run.placed.processor, run.placed.processor
 
     def forget_leases(self) -> None:
         for group in self.groups:

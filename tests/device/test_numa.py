@@ -53,8 +53,7 @@ def test_an_arena_prefers_its_node_wherever_the_system_allows_that() -> None:
 def test_a_node_that_is_not_there_is_said_and_the_memory_works() -> None:
     missing = max(map(int, (SYSFS / "devices/system/node/online").read_text().replace("-", ",").split(","))) + 900
     for node in (missing, 5000, -3):
-        memory = HostMemory()
-        memory.node = node
+        memory = HostMemory(node)
         arena, bytes_ = memory.take(8192)
         assert arena.node is None
         assert memory.describe().endswith(f"node {node} was refused")

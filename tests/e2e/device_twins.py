@@ -34,7 +34,7 @@ def on_device(twins: MakeTwins) -> MakeTwins:
 def forget_copies(pair: Twins) -> None:
     """After one of them was found to be wrong, what is left would fail too."""
     assert pair.manager is not None
-    on_device = pair.manager.current.run.on_device
+    on_device = pair.manager.current.run.placed.processor
     for stream in (on_device._uploads._stream, on_device._slices, on_device.downloads._stream):
         stream.done = len(stream.operations)
 

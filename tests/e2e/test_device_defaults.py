@@ -154,7 +154,7 @@ def test_from_the_second_step_on_what_steps_leave_of_the_memory_is_used(
         pair.train(step, steps=3)
     (line,) = said(caplog, "cpu: device_memory")
     assert ("less" if needed else "more") in line
-    images = pair.manager.current.run.on_device._images
+    images = pair.manager.current.run.placed.processor._images
     assert (
         not any(image.stays for image in images) if needed else sum(image.stays for image in images) > len(images) / 2
     )

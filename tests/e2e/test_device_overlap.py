@@ -191,5 +191,5 @@ def test_gradients_on_nvme_wait_for_kernels_no_earlier_than_frames_are_short(
     monkeypatch.setattr(Downloads, "wait_for_oldest", note_wait)
     pair.train(train_step, steps=2)
     pair.assert_same_parameters()
-    assert most[0] <= pair.manager.current.run.on_device.max_pages
+    assert most[0] <= pair.manager.current.run.placed.processor.max_pages
     assert most[0] > PAGES_ON_THEIR_WAY or not room_bytes

@@ -139,7 +139,7 @@ def test_it_drops_nothing_that_stays_if_the_device_is_short_of_memory(on_device:
     pair = on_device(update="step", device=device, **STAYING)
     batch = tokens()
     loss = loss_of(pair.swapped, batch)
-    images = pair.manager.current.run.on_device._images
+    images = pair.manager.current.run.placed.processor._images
     assert all(image.is_filled for image in images)
     with short_of_memory(device, device.module.used_bytes):
         loss.backward()

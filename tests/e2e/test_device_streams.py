@@ -220,7 +220,7 @@ def test_each_wait_is_needed(
         pytest.raises(AssertionError, match=found),
         twins_on_streams(on_device, tmp_path, Branches(), update="backward") as (pair, _),
     ):
-        for image in pair.manager.current.run.on_device._images:
+        for image in pair.manager.current.run.placed.processor._images:
             image.stays = False  # an update in an image that stays waits for its users besides
         pair.train(step, steps=3)
         pair.assert_same_parameters()

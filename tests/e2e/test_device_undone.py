@@ -37,7 +37,7 @@ def fail_to_read(pair: Twins, number: int) -> None:
 
 
 def on_their_way(pair: Twins) -> int:
-    return len(pair.manager.current.run.on_device.downloads._in_flight)
+    return len(pair.manager.current.run.placed.processor.downloads._in_flight)
 
 
 @pytest.mark.parametrize("params, state", [("host", "nvme"), ("host", "host"), ("nvme", "nvme")])

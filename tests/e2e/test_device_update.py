@@ -54,7 +54,7 @@ def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
 ) -> None:
     pair = on_device(update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="nvme")
     pair.train(train_step, steps=1)
-    passed = pair.manager.current.run.on_device.device.record(Stream())
+    passed = pair.manager.current.run.placed.processor.device.record(Stream())
     monkeypatch.setattr(UpdateSlot, "in_flight", property(lambda self: 0, lambda self, value: None))
     monkeypatch.setattr(UpdateSlot, "last_use", property(lambda self: passed, lambda self, value: None))
     with pytest.raises(
@@ -74,7 +74,7 @@ def test_the_time_of_all_copies_is_counted_by_the_devices_clock(
     pair.train(train_step, steps=2)
     stats = pair.manager.stats()
     assert stats.uploaded_bytes > 0 and stats.upload_s > 0 and "accelerator: " in str(stats)
-    pair.manager.current.run.on_device.finish()
+    pair.manager.current.run.placed.processor.finish()
     counters = pair.manager.counters
     assert counters.upload_s == pytest.approx(counters.uploaded_bytes / BYTES_PER_S) and counters.uploaded_bytes > 0
     assert counters.download_s == pytest.approx(counters.downloaded_bytes / BYTES_PER_S)

@@ -228,7 +228,7 @@ def test_a_device_without_room_for_slices_fails_the_pass_and_it_can_be_run_again
     pair = on_device(update=update, update_on="device", device=device, device_memory=8 * MIB)
     pair.train(train_step, steps=2)
     state = torch.get_rng_state()
-    part = pair.manager.current.run.on_device
+    part = pair.manager.current.run.placed.processor
     new_storage = part.new_storage
 
     with contextlib.ExitStack() as stack:

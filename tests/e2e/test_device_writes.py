@@ -34,7 +34,7 @@ def with_copies_ahead(on_device: MakeTwins, order: str, **options: Any) -> Twins
     pair = on_device(order=order, **{**STREAMED, **options})
     for _ in range(2):
         pair.both(train_step)  # `train` waits for copies
-    assert pair.manager.current.run.on_device._uploads._in_flight, "nothing is being copied"
+    assert pair.manager.current.run.placed.processor._uploads._in_flight, "nothing is being copied"
     return pair
 
 
@@ -82,7 +82,7 @@ def test_a_change_of_a_forward_that_cannot_be_copied_back_is_not_on_the_device_e
 
     def change(*of: Any) -> None:
         weight.mul_(2)
-        run.on_device._uploads.finish()
+        run.placed.processor._uploads.finish()
         with run.pager._lock:
             for page in [page for page in run.pager._pages if page.residency is Residency.CLEAN and not page.leases]:
                 run.pager._frames.evict(page)

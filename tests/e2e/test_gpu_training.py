@@ -303,7 +303,7 @@ def test_hooks_of_both_threads_of_a_backward_are_not_interleaved(
     expected = train(plain, lambda: (plain_optimizer.step(), plain_optimizer.zero_grad()))
     inside: list[threading.Thread] = []
     order: list[threading.Thread] = []
-    reach = TrainingHooks._reach
+    reach = TrainingHooks.backward_reaches
 
     def watched(hooks: TrainingHooks, call: Any) -> None:
         inside.append(threading.current_thread())
@@ -311,7 +311,7 @@ def test_hooks_of_both_threads_of_a_backward_are_not_interleaved(
         reach(hooks, call)
         assert inside.pop() is threading.current_thread() and not inside
 
-    monkeypatch.setattr(TrainingHooks, "_reach", watched)
+    monkeypatch.setattr(TrainingHooks, "backward_reaches", watched)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

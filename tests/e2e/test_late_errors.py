@@ -25,7 +25,7 @@ class Failing:
 
     def __init__(self, run: Any, name: str, error: Exception | None = None) -> None:
         self._error = error
-        owner = run.pager if hasattr(run.pager, name) else run.model._sweep
+        owner = run.pager if hasattr(run.pager, name) else run.model.gradients
         self._function, self._drop = getattr(owner, name), run.pager._drop if name == "wait" else None
         self._left = -1
         setattr(owner, name, self)
@@ -93,7 +93,7 @@ class Runs:
 WAYS = [
     (update, name, then)
     for update in ("step", "deferred", "backward")
-    for name in ("lease", "wait", "_make_ready")
+    for name in ("lease", "wait", "make_ready")
     for then in ("repeat", "snapshot, repeat", "close", "snapshot, close")
 ]
 FAST = [("deferred", "lease", "snapshot, repeat")]
@@ -138,14 +138,14 @@ def test_after_an_error_at_any_place_of_a_step_the_run_is_exact(
     assert number > 5
 
 
-@pytest.mark.parametrize("name", ["lease", "wait", "_make_ready"])
+@pytest.mark.parametrize("name", ["lease", "wait", "make_ready"])
 def test_an_error_between_two_groups_of_a_deferred_step_keeps_the_update_of_the_first(
     tmp_path: Path, name: str
 ) -> None:
     runs = Runs(tmp_path, "deferred")
     runs.step()
     failing = Failing(runs.manager.current.run, name)
-    for number in range(2, 100, 2 if name == "_make_ready" else 5):
+    for number in range(2, 100, 2 if name == "make_ready" else 5):
         runs.step()
         failing.at(number)
         try:
@@ -168,7 +168,7 @@ def test_a_broken_invariant_in_an_update_ends_the_session_by_name(tmp_path: Path
     losses = [train_step(runs.plain, runs.plain_optimizer, number) for number in range(4)]
     for number in range(2):
         assert train_step(runs.model, runs.optimizer, number) == losses[number]
-    failing = Failing(runs.manager.current.run, "_make_ready", InvariantError("a page was lost"))
+    failing = Failing(runs.manager.current.run, "make_ready", InvariantError("a page was lost"))
     failing.at(0)
     with pytest.raises(InvariantError, match="a page was lost"):
         train_step(runs.model, runs.optimizer, 2)

@@ -107,7 +107,7 @@ def test_addresses_of_pages_that_are_not_mapped_give_their_bytes(on_device: Make
 def test_what_is_written_past_the_guard_where_nothing_is_mapped_reaches_the_device(on_device: MakeTwins) -> None:
     pair = twins_on(on_device, "device")
     run = pair.manager.current.run
-    for image in run.on_device._images:
+    for image in run.placed.processor._images:
         image.stays = False  # one that stays is updated on the device
     pair.train(train_step, steps=2)
     name, plain = "head.weight", pair.plain.head.weight

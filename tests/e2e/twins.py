@@ -197,8 +197,7 @@ class Twins:
     def check_pager(self) -> None:
         """Assert that no lease is left and that every frame is accounted for."""
         assert self.manager is not None
-        if self.manager.current.run.on_device is not None:
-            self.manager.current.run.on_device.finish()
+        self.manager.current.run.placed.processor.finish()
         self.manager.current.run.pager.check()
         assert leased_pages(self.manager) == []
 

@@ -43,6 +43,7 @@ class Group:
         self.index = index
         self.parameter = parameter
         self.group = SimpleNamespace(parameters=[(f"p{index}", parameter)])
+        self.home = SimpleNamespace(expected_before=lambda: [index - 1] if index else [])
         self.state = CURRENT
         self.catch_up: Callable[[Any], None] | None = None
         self.is_leased = False
@@ -65,9 +66,6 @@ class Group:
         self.catch_up = None
         if self.state is not CURRENT:
             self.move(CURRENT)
-
-    def expected_before(self) -> list[int]:
-        return [self.index - 1] if self.index else []
 
     def written(self) -> list[str]:
         return []

@@ -174,10 +174,10 @@ def train_beside_plain(
         swapped_act = partial(step, model, optimizer, value, microbatches, manager.accumulate)
         run: Any = manager.current.run
         swapped_act()  # the first step's copies register what there is
-        run.on_device.host.wait()
+        run.placed.processor.host.wait()
         before = manager.counters.snapshot()
         plain_s, taken_s = bench.seconds_by_turns([plain_act, swapped_act], STEPS, 1)
-        told = f"{run.on_device.host.describe()}, updates on the {'device' if run.on_device.updates else 'CPU'}"
+        told = f"{run.placed.processor.host.describe()}, updates on the {'device' if run.placed.processor.updates else 'CPU'}"
         told += f", {copy_rates(before, manager.counters.snapshot())}"
     tokens = microbatches * value.shape[0] * value.shape[1]
     return Beside(plain_s, taken_s, count * STATE_BYTES, tokens, told)
@@ -211,7 +211,7 @@ def streamed_update(
         )
         value = torch.randn(1, bench.size(256, 16), width, dtype=torch.bfloat16, device=bench.device)
         loss_of(model, value).backward()
-        host: Any = manager.current.run.on_device.host
+        host: Any = manager.current.run.placed.processor.host
         host.wait()
         taken_s = seconds(bench, optimizer.step, STEPS)  # with the same gradients each time
         told = host.describe()

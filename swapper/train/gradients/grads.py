@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +42,9 @@ from swapper.train.gradients.autograd_grads import AccumulationHooks, AutogradGr
 from swapper.train.gradients.cold_grad import Accumulation, ColdGradient, GradientMeta, is_part
 from swapper.train.gradients.device_grads import DeviceGradients
 from swapper.train.gradients.paged_grads import PagedGradients
+from swapper.train.groups.processor import Processor
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.slices import TensorLocation
+from swapper.train.layout.slices import GroupUpdate, TensorLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class Gradients:
         pager: makes the leases.
         regions: by index of a page of parameters, its cache region in `sections`.
         finish_step: makes an open step use its gradients.
-        on_device: the accelerator of the parameters, if any; copies gradients to the host.
+        processor: makes the gradients; an accelerator copies them to the host.
         kept: names of parameters whose gradients stay autograd's own, on the device or in host memory.
     """
 
@@ -123,7 +124,7 @@ class Gradients:
         pager: Pager,
         regions: Mapping[int, VictimRegion],
         finish_step: Callable[[], None],
-        on_device: TrainingDevice | None = None,
+        processor: Processor,
         kept: Collection[str] = (),
     ) -> None:
         parameters = list(parameters)
@@ -132,10 +133,11 @@ class Gradients:
         stay = [(name, parameter) for name, parameter in parameters if name in kept]
         self._kept: AutogradGradients
         self.paged: PagedGradients
+        self._processor = processor
         self._on_device: GradientsOnDevice | None = None
-        if on_device is not None:
-            self._kept = self._on_device = GradientsOnDevice(stay, on_device)
-            self.paged = DeviceGradients(trained, pager, finish_step, on_device)
+        if isinstance(processor, TrainingDevice):
+            self._kept = self._on_device = GradientsOnDevice(stay, processor)
+            self.paged = DeviceGradients(trained, pager, finish_step, processor)
             at_hand = []
         else:
             self._kept = AutogradGradients(stay)
@@ -174,13 +176,9 @@ class Gradients:
             self.paged.forget_released()
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat, clipped, not to be changed.
-
-        Requires leases of its pages, if any.
-        """
-        if parameter in self.paged:
-            return self.paged.part(parameter, begin, end)
-        return gradient.detach().reshape(-1)[begin:end]
+        """See GradientSource (slice_updates.py)."""
+        part = self.paged.part(parameter, begin, end)
+        return gradient.detach().reshape(-1)[begin:end] if part is None else part
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Check the gradients of `parameters`, which the user may have assigned, before a step begins.
@@ -197,11 +195,13 @@ class Gradients:
                 elif gradient is not None and gradient.layout is not torch.strided:
                     raise UnsupportedError(f"parameter {name} has a sparse gradient: assign it dense, grad.to_dense()")
 
-    def make_ready(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Move `gradients`, one for each parameter, to where an update reads them."""
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+    def make_ready(self, update: GroupUpdate) -> None:
+        """Move a group's gradients to where its update reads them, and have its image on the device filled again after it."""
+        parameters = update.trainable.parameters
+        for parameter, gradient in zip(parameters, update.gradients, strict=True):
             self.paged.store_assigned(parameter, gradient)
         self.paged.settle(parameters)
+        self._processor.before_update(update.trainable.group)
 
 
 def is_gradient_aliased(gradient: torch.Tensor) -> bool:

@@ -70,9 +70,6 @@ class PagedGradients:
             if type(slot.parameter.grad) is ColdGradient:
                 slot.parameter.grad = None
 
-    def __contains__(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._slots
-
     def check(self, parameter: nn.Parameter, name: str, gradient: ColdGradient) -> None:
         """Raise StateError unless the pages hold `gradient`, the parameter's own."""
         slot = self._slots.get(id(parameter))
@@ -81,9 +78,11 @@ class PagedGradients:
 
     # --- for the sweep and clipping -----------------------------------------------------------------------------------
 
-    def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end) of a gradient whose pages are leased, clipped; do not change them."""
-        slot = self._slots[id(parameter)]
+    def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor | None:
+        """Return elements [begin, end) of a gradient whose pages are leased, clipped; do not change them. None: it is elsewhere."""
+        slot = self._slots.get(id(parameter))
+        if slot is None:
+            return None
         slot.check_whole()
         return slot.content.of(slot.place.section.tensor(slot.place.slot).view(-1)[begin:end])
 

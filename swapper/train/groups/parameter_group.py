@@ -65,7 +65,7 @@ class GroupParameters(LeasedGroup):
         self._expire = expire
         self._sections = list(dict.fromkeys(section for section, _ in places))
         self.state = CURRENT
-        self.open_shards: Hidable | None = None  # of a sharded model
+        self._shown_with: list[Hidable] = []
         self._at_places = list(tensors)  # the parameters' storages, also while `parameter.data` is another's
         self._uses: list[int] = []  # of each, by nobody but the run
 
@@ -110,6 +110,10 @@ class GroupParameters(LeasedGroup):
             raise InvariantError(f"{where}: {self.state.name} -> {new.name} is not a legal move")
         self.state = new
 
+    def show_with(self, shown: Hidable) -> None:
+        """From now on hide and show these tensors with the parameters."""
+        self._shown_with.append(shown)
+
     def defer_update(self, state: GroupState, catch_up: Update) -> None:
         """Hide the parameters: the group is in the middle of a step.
 
@@ -121,20 +125,18 @@ class GroupParameters(LeasedGroup):
             self.move(state)
         self.catch_up = catch_up
         self.home.wait_for_update(True)
-        if self.open_shards is not None:
-            self.open_shards.hide()
+        for shown in self._shown_with:
+            shown.hide()
         if not self.paged:
-            for parameter in self.parameters:
-                set_cold(parameter)
+            set_cold(*self.parameters)
 
     def clear_deferred(self) -> None:
         """Show the parameters: the group is updated."""
         self.forget_update()
-        if self.open_shards is not None:
-            self.open_shards.show()
+        for shown in self._shown_with:
+            shown.show()
         if not self.paged:
-            for parameter in self.parameters:
-                materialize(parameter)
+            materialize(*self.parameters)
 
     def forget_update(self) -> None:
         """Leave the step: the group is of the last one that was taken."""
@@ -142,10 +144,6 @@ class GroupParameters(LeasedGroup):
         self.home.wait_for_update(False)
         if self.state is not CURRENT:
             self.move(CURRENT)
-
-    def expected_before(self) -> list[int]:
-        """Return the groups that the rest of this step is expected to lease before this one."""
-        return self.home.expected_before()
 
     def check_graph_of_backward(self) -> None:
         """Check that a backward with `create_graph=True` may use the group: its graph will read it without a hook.
@@ -223,7 +221,7 @@ class GroupParameters(LeasedGroup):
                 f"group {self.index} ({self.names[0]} and others) is used while it is {self.state.name}"
             )
         if self.paged:
-            super()._materialize()
+            materialize(*self.parameters)
         self.take_in_assigned()
         for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True)):
             self._check_form(number, parameter, at)
@@ -231,7 +229,7 @@ class GroupParameters(LeasedGroup):
     @property
     def may_be_assigned(self) -> bool:
         """True if `parameter.data = x` is torch's own now: the parameters are not cold."""
-        return not self.paged or self.is_leased or bool(self.home.pins)
+        return not self.paged or self._leases > 0 or bool(self.home.pins)
 
     def assigned(self) -> list[int]:
         """Return the numbers of the parameters whose memory is not the run's: `parameter.data = x`, `parameter.set_(x)`."""
@@ -299,5 +297,5 @@ class GroupParameters(LeasedGroup):
             parameter.data = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
 
     def _dematerialize(self) -> None:
-        if self.paged and not self.is_leased and not self.home.pins:
-            super()._dematerialize()
+        if self.paged and not self._leases and not self.home.pins:
+            set_cold(*self.parameters)

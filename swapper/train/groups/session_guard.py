@@ -26,7 +26,7 @@ class SessionEvents(Protocol):
         """True if an optimizer has stepped in a training step that is not over."""
 
     def check(self) -> None:
-        """The user uses the model. Raises StateError if the manager cannot be used."""
+        """Called first at each use by the user. Raises StateError if the manager cannot be used."""
 
     def check_to_write(self) -> None:
         """The user changes parameters or state from outside of a step. Raises StateError as `check`."""
@@ -41,7 +41,14 @@ class SessionEvents(Protocol):
         """A forward has changed parameters."""
 
     def undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
-        """Updates of `sections` have failed. See UndoSections."""
+        """Updates of `sections` have failed outside of `optimizer.step()`: restore them to the state before their step.
+
+        Args:
+            ahead: their step is this many after the last counted one.
+
+        Returns:
+            True if they are restored.
+        """
 
     def fail_change(self, error: BaseException) -> None:
         """A change from outside is half done: parameters, and not their masters."""
@@ -63,14 +70,6 @@ class SessionGuard:
         self._why = ""
         self.turns = events.turns
         self.operates = operates
-
-    def check(self) -> None:
-        """Raise StateError if the model cannot be used. Called first at each use by the user."""
-        self.events.check()
-
-    def check_to_write(self) -> None:
-        """The same, before parameters or state are changed from outside."""
-        self.events.check_to_write()
 
     def revoke(self, why: str) -> None:
         """Refuse every use from now on, with the sentence `why`."""

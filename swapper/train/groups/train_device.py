@@ -55,6 +55,7 @@ from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
 from swapper.tensors.guarded_tensor import tensors_among
 from swapper.train.groups.memory_use import MemoryUse
+from swapper.train.groups.processor import Processor
 
 MORE_PAGES_ON_THEIR_WAY = 14
 """Maximum of those from spare frames, of which at most every second one is taken: a choice. With few, Python waits for kernels
@@ -65,7 +66,7 @@ USES_REMEMBERED = 64
 _open: weakref.WeakSet[TrainingDevice] = weakref.WeakSet()
 
 
-class TrainingDevice(ModelDevice):
+class TrainingDevice(ModelDevice, Processor):
     """Owns the device's part of one session.
 
     Args:
@@ -81,11 +82,13 @@ class TrainingDevice(ModelDevice):
         memory: limits of what is there.
         order: of the streams that write gradients which stay, and the one that uses them.
         updating: the stream of updates.
-        alone: held by a hook: [Note: threads of a backward].
+        alone: see [Note: threads of a backward].
 
     Raises:
         BudgetError: the budgets of this and other sessions exceed the device's memory.
     """
+
+    is_device = True
 
     def __init__(
         self,
@@ -119,7 +122,6 @@ class TrainingDevice(ModelDevice):
         _open.add(self)
 
     def home(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[DeviceHome, list[torch.Tensor]]:
-        """Return the home here of a group whose parameters are at `places`, and a view of its image for each."""
         storage, views, spans = self.lay_out(places)
         image = self.add_image(group.index, group.name, storage, spans)
         self._images.append(image)
@@ -144,7 +146,6 @@ class TrainingDevice(ModelDevice):
         return storage, views, spans
 
     def start(self) -> None:
-        """Expect a forward and a backward, when all images are made."""
         self.tier.expect([*self._images, *reversed(self._images)])
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -153,7 +154,6 @@ class TrainingDevice(ModelDevice):
         self.memory.pass_begins()
 
     def check_inputs(self, module: nn.Module, inputs: object) -> None:
-        """Raise ConfigError if a forward gets tensors, and all of them are on other devices."""
         where = {tensor.device for tensor in tensors_among(inputs)}
         if where and self.device.device not in where:
             found = ", ".join(sorted(map(str, where)))
@@ -181,12 +181,10 @@ class TrainingDevice(ModelDevice):
         self.write_back(image)
 
     def sync_to_host(self) -> None:
-        """Copy to host memory what was updated on the device since. Raises as `copy_back`."""
         for image in self._images:
             self.write_back(image)
 
     def discard_changes(self, groups: Collection[int] | None = None) -> None:
-        """Have images of these groups, or all, be copied again: host memory was restored."""
         for index, image in enumerate(self._images):
             if image.is_filled and (groups is None or index in groups):
                 self.tier.invalidate(image)
@@ -281,7 +279,6 @@ class TrainingDevice(ModelDevice):
         storage.wait_on_current_stream()
 
     def finish(self) -> None:
-        """Wait for all copies, also of failed passes. Copies from a failed device are lost."""
         with contextlib.suppress(DeviceError):
             self.downloads.finish()
         with contextlib.suppress(DeviceError):
@@ -290,7 +287,6 @@ class TrainingDevice(ModelDevice):
         self.tier.finish()
 
     def forget_uses(self) -> None:
-        """Do not predict the next step from an abandoned pass."""
         self._used.clear()
 
     # --- an update ----------------------------------------------------------------------------------------------------

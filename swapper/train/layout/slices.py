@@ -303,7 +303,7 @@ def _access(
 
 UPDATE_ELEMENTS = (1 << 18) * min(max(len(os.sched_getaffinity(0)), 2), 32)
 """Elements, 256 Ki for a core: their fp32 state fits its cache, and on two cores 256 Ki to 4 Mi in all were no faster; with
-more cores, Python's own time for a run is for more elements. See [Note: small updates], updates/sweep.py."""
+more cores, Python's own time for a run is for more elements. See [Note: small updates], updates/slice_updates.py."""
 NO_GROUP = -1
 """The settings of a parameter in no group."""
 

@@ -25,7 +25,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from swapper.modules.module_hooks import outside_transforms
 from swapper.runtime.random_states import rng_states, set_rng_states
 from swapper.tensors.torch_private import backward_task, running_ddp, will_run, without_torch_functions
 from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook
+from swapper.train.passes.fault_handler import ParameterFaultHandler
 from swapper.train.passes.train_hooks import TrainingCall, TrainingHooks
 
 log = logging.getLogger("swapper")
@@ -50,7 +52,7 @@ class AccumulationOrder:
 
     Attributes:
         parameters: all of the model.
-        running: the pass; None: nothing is put in order.
+        running: the pass, within `of`; None: nothing is put in order.
         draws: whether the last forwards in a training mode drew random numbers. [Note: random numbers]
     """
 
@@ -72,6 +74,15 @@ class AccumulationOrder:
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         model = self._model()
         return [] if model is None else list(model.named_buffers())
+
+    @contextmanager
+    def of(self, together: AccumulationPass) -> Iterator[None]:
+        """Return a context within which the gradients of this pass are put in order."""
+        self.running = together
+        try:
+            yield
+        finally:
+            self.running = None
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -103,7 +114,7 @@ class AccumulationPass(BatchedPass):
         order: of the gradients.
         loss_fn: returns the loss of a micro-batch.
         batches: its arguments.
-        changes_itself: returns True if a forward has changed parameters.
+        fault_handler: knows whether a forward has changed parameters.
 
     Attributes:
         has_losses: all micro-batches have their losses: gradients may have changed.
@@ -118,12 +129,12 @@ class AccumulationPass(BatchedPass):
         order: AccumulationOrder,
         loss_fn: Callable[[Any], torch.Tensor],
         batches: Sequence[Any],
-        changes_itself: Callable[[], bool],
+        fault_handler: ParameterFaultHandler,
     ) -> None:
         super().__init__(hooks, self._run, batches, None)
         self._order = order
         self._loss_fn = loss_fn
-        self._changes_itself = changes_itself
+        self._fault_handler = fault_handler
         self.has_losses = False
         self._settings = _settings()
         self._mode = order.mode
@@ -250,7 +261,7 @@ class AccumulationPass(BatchedPass):
 
     def _ends_turn(self, batch: Batch) -> None:
         assert isinstance(batch, _MicroBatch)
-        if self._changes_itself():
+        if self._fault_handler.changes_itself:
             raise UnsupportedError(f"a forward has changed parameters, so micro-batches cannot run together; {REMEDY}")
         if self._order.mode != self._mode or _settings() != self._settings:
             raise UnsupportedError(

@@ -90,7 +90,7 @@ class ParameterFaultHandler(FaultHandler):
 
     def fault_in(self, parameter: nn.Parameter) -> bool:
         with outside_transforms():
-            self._session_guard.check()
+            self._session_guard.events.check()
             self.catch_up(parameter)
         return not is_cold(parameter) or self._owner.in_use.hooks.fault_in(parameter)
 
@@ -142,7 +142,7 @@ class ParameterFaultHandler(FaultHandler):
         self._warn_once("write", how, function, parameters)
         self._update_before()
         with self._session_guard.turns.turn(), outside_transforms():
-            self._session_guard.check_to_write()
+            self._session_guard.events.check_to_write()
         with self._owner.in_use.gathering.gather(parameters, write=True):
             return run({})
 

@@ -30,6 +30,7 @@ from swapper.modules.turns import Turns
 from swapper.paging.pager import Pager
 from swapper.runtime.interrupts import close_all, defer_signals, run_uninterrupted
 from swapper.train.groups.parameter_group import GroupParameters
+from swapper.train.groups.session_guard import SessionEvents, SessionGuard
 from swapper.train.layout.content import copy_of
 from swapper.train.layout.slices import Trainable
 from swapper.train.updates.sweep import Sweep
@@ -39,13 +40,13 @@ class Masters:
     """Notes parameters before changes, and refreshes their masters afterwards.
 
     Args:
-        fail: called with an error that left some masters as they were: the session cannot go on.
+        events: of the session.
     """
 
-    def __init__(self, sweep: Sweep, pager: Pager, fail: Callable[[BaseException], None]) -> None:
+    def __init__(self, sweep: Sweep, pager: Pager, events: SessionEvents) -> None:
         self._sweep = sweep
         self._pager = pager
-        self._fail = fail
+        self._events = events
         self._of = {t.group: t for t in sweep.trainables if any(places.has_master for places in t.places)}
         self._changes: Counter[int] = Counter()  # that are open, by group
         self._before: dict[int, dict[str, torch.Tensor]] = {}  # by group and name: parameters before a change
@@ -69,7 +70,7 @@ class Masters:
                 try:
                     self._sweep.refresh_masters(trainable, self._before.pop(trainable.group))
                 except BaseException as error:
-                    self._fail(error)
+                    self._events.fail_change(error)
                     raise
 
     def _among(self, groups: Iterable[GroupParameters]) -> Iterator[Trainable]:
@@ -83,7 +84,6 @@ class Gathering:
 
     Args:
         groups: all groups, by index; they may be added later.
-        check_room: raises BudgetError if these pages do not fit the pool at once.
 
     Attributes:
         is_closed: the manager is closed.
@@ -92,7 +92,7 @@ class Gathering:
     _groups: Sequence[GroupParameters]
     _masters: Masters
     _turns: Turns
-    _check_room: Callable[[Iterable[int]], None]
+    _pager: Pager
     _open: int = 0
     is_closed: bool = False
 
@@ -114,7 +114,7 @@ class Gathering:
         self._open += 1
         try:
             with self._turns.turn(), outside_transforms(), defer_signals:
-                self._check_room({index for group in groups for index in group.home.pages})
+                self._pager.check_room({index for group in groups for index in group.home.pages})
                 for group in groups:
                     _pin(group, write, self._masters)
                     pinned.append(group)
@@ -175,14 +175,14 @@ class LoadHooks:
     """Owns the hooks around `load_state_dict` and `state_dict`.
 
     Args:
-        check_to_write: raises if parameters cannot be changed now.
+        session_guard: raises if parameters cannot be changed now.
     """
 
     def __init__(
-        self, units: Iterable[Unit], groups: list[GroupParameters], check_to_write: Callable[[], None], masters: Masters
+        self, units: Iterable[Unit], groups: list[GroupParameters], session_guard: SessionGuard, masters: Masters
     ) -> None:
         self._groups = groups
-        self._check_to_write = check_to_write
+        self._session_guard = session_guard
         self._masters = masters
         self._open: list[tuple[nn.Module, list[GroupParameters]]] = []  # modules being loaded, the outermost first
         self._handles: list[Any] = []
@@ -208,7 +208,7 @@ class LoadHooks:
             self._end()
 
     def _before(self, unit: Unit, module: nn.Module, *_: Any) -> None:
-        self._check_to_write()
+        self._session_guard.events.check_to_write()
         pinned: list[GroupParameters] = []
         self._open.append((module, pinned))
         for index in unit.groups:

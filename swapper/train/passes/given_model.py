@@ -42,6 +42,7 @@ from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.passes.fault_handler import ParameterFaultHandler
 from swapper.train.passes.gathering import Placed, state_dict_of
+from swapper.train.passes.train_hooks import PassOwner
 from swapper.train.state.conditions import is_replicated
 from swapper.train.state.optim import StateOwner, packed_groups
 from swapper.train.state.optimizer_state import OptimizerState
@@ -102,7 +103,7 @@ class HookTargets:
         kept_gradients: names of the parameters whose gradients stay autograd's own.
         without_averaging: why DDP cannot average gradients: see `averaging_refused`; "" if it can.
         updates: told of what is about to be used.
-        enter_forward: called at the start of each forward; raises if the manager cannot be used.
+        passes: begins forwards, and the phases of a step.
         finish: finishes an open step before an access by the user; raises if the manager cannot be used.
         events: of the session.
     """
@@ -113,7 +114,7 @@ class HookTargets:
     kept_gradients: frozenset[str]
     without_averaging: str
     updates: UpdateExecutor
-    enter_forward: Callable[[], None]
+    passes: PassOwner
     finish: Callable[[], None]
     events: SessionEvents
 

@@ -34,7 +34,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -45,15 +45,17 @@ from torch.nn.utils import stateless
 from swapper.errors import BudgetError, StateError
 from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import Call, ModuleHooks, OwnHook, SharedPass, outside_transforms, tensors_of
-from swapper.modules.turns import Turns, frame_of_backward, frame_of_call, is_in_backward
+from swapper.modules.turns import frame_of_backward, frame_of_call, is_in_backward
 from swapper.paging.schedule import Access
 from swapper.runtime.free_memory import note_used
 from swapper.runtime.interrupts import close_all
 from swapper.runtime.sizes import format_bytes
+from swapper.runtime.stats import StepClock
 from swapper.tensors.guarded_tensor import tensors_among
 from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.groups.parameter_group import GroupParameters
-from swapper.train.groups.train_device import TrainingDevice
+from swapper.train.groups.processor import Processor
+from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.steps.executor import UpdateExecutor
 
 
@@ -61,6 +63,22 @@ class MicroBatches(SharedPass, Protocol):
     """Micro-batches that pass together. See AccumulationPass."""
 
     def make_room(self) -> bool: ...
+
+
+class PassOwner(Protocol):
+    """What hooks ask of the model whose passes they follow. PassLifecycle answers.
+
+    Attributes:
+        clock: divides steps into phases: "forward", "backward" and "between".
+    """
+
+    clock: StepClock
+
+    def enter_forward(self, is_outermost: bool = True) -> None:
+        """A module's forward begins, outside of any backward. Raises if the manager cannot be used."""
+
+    def drop_leases(self, kept: Iterable[Access]) -> None:
+        """Drop all leases but `kept`, after waiting for copies that use them: a pass was abandoned."""
 
 
 class TrainingCall(Call):
@@ -83,29 +101,26 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     """Owns the hooks of one model and the leases that they hold.
 
     Args:
-        check_usable: called at the start of each forward; raises if the manager cannot be used.
-        drop_leases: drops all leases except the given ones, after a pass was abandoned.
-        enter_phase: called when a phase of a step begins: "forward", "backward" or "between".
+        owner: of the model.
+        updates: follows the passes.
     """
 
     def __init__(
         self,
         units: Iterable[Unit],
         groups: list[GroupParameters],
-        check_usable: Callable[[], None],
-        drop_leases: Callable[[Iterable[Access]], None],
-        enter_phase: Callable[[str], None],
+        owner: PassOwner,
         updates: UpdateExecutor,
-        turns: Turns,
-        on_device: TrainingDevice | None,
+        session_guard: SessionGuard,
+        processor: Processor,
     ) -> None:
         units = list(units)
-        super().__init__(units, groups, drop_leases, turns)
-        self._on_device = on_device
-        self._alone: AbstractContextManager[Any] = nullcontext() if on_device is None else on_device.alone
+        super().__init__(units, groups, owner.drop_leases, session_guard.turns)
+        self._session_guard = session_guard
+        self._processor = processor
+        self._alone = processor.alone
         self._updates = updates
-        self._check_usable = check_usable
-        self._enter_phase = enter_phase
+        self._owner = owner
         self._clock = 0
         self._batches: MicroBatches | None
         self._backward: list[TrainingCall] = []  # calls whose groups are leased for backward
@@ -213,7 +228,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             super().abandon_pass()
 
     @property
-    def _is_inside(self) -> bool:
+    def is_inside(self) -> bool:
         return not is_in_backward()
 
     def _lease_more(self, call: TrainingCall, group: GroupParameters) -> None:
@@ -267,16 +282,19 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        with outside_transforms(), self._my_turn(unit):
-            if self._batches is not None and unit.groups and not is_in_backward():
-                self._batches.arrive(self._groups[unit.groups[0]])
-                if self._updates.leases_update:
-                    self._batches.make_room()
-            self._check_usable()
+        with self.my_turn(unit) as in_backward:
+            is_stale = not in_backward and self._is_stale(unit)
+            if in_backward:
+                self._enter_backward()
+            else:
+                if self._batches is not None and unit.groups:
+                    self._batches.arrive(self._groups[unit.groups[0]])
+                    if self._updates.leases_update:
+                        self._batches.make_room()
+                self._owner.enter_forward(is_outermost=is_stale or not self._running)
             is_functional = self._has_other_members(unit, module)
-            if self._is_stale(unit):
+            if is_stale:
                 self.abandon_pass()
-            in_backward = is_in_backward()
             if any(call.module == unit.name for call in self._held) and not in_backward:
                 self._release_held()  # no backward has followed that forward
             if in_backward:
@@ -285,9 +303,8 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             else:
                 if not self._running:
                     self._tasks.clear()
-                    if self._on_device is not None:
-                        self._on_device.check_inputs(module, args)
-                    self._enter_phase("forward")
+                    self._processor.check_inputs(module, args)
+                    self._owner.clock.enter("forward")
                 self._updates.forward_reaches(unit.groups)
             call = TrainingCall(unit.name, self._tick())
             call.is_functional = is_functional
@@ -323,7 +340,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             with outside_transforms():
                 self._release(call)
                 if not self._running and not is_in_backward():
-                    self._enter_phase("between")
+                    self._owner.clock.enter("between")
         return output
 
     def _has_other_members(self, unit: Unit, module: nn.Module) -> bool:
@@ -347,7 +364,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _is_stale(self, unit: Unit) -> bool:
         """Return True if recorded leases are of a pass that never ended: Ctrl-C skips the post-hooks."""
-        if is_in_backward() or self._batches is not None:
+        if self._batches is not None:
             return False
         return bool(self._backward) or any(call.module == unit.name for call in self._running)
 
@@ -391,24 +408,24 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     # --- backward -------------------------------------------------------------------------------------------------
 
+    def _enter_backward(self) -> None:
+        """Finish an open step, which a backward must not see. Raises if the manager cannot be used."""
+        self._updates.finish(in_order=True)
+        self._session_guard.events.check()
+
     def backward_begins(self) -> None:
-        """Begin the backward of an output of a model that is not paged."""
-        with self._my_turn():
-            self._check_usable()
-            self._note_backward()
+        """Begin the backward of an output of a model that is not paged. This thread has the turn."""
+        self._enter_backward()
+        self._note_backward()
 
     def backward_reaches(self, call: TrainingCall) -> None:
-        """Lease the groups of `call`, when the first of its outputs has its gradient."""
-        with self._my_turn():
-            self._reach(call)
-
-    def _reach(self, call: TrainingCall) -> None:
+        """Lease the groups of `call`, when the first of its outputs has its gradient. This thread has the turn."""
         groups = self._leased_by(call)
         if call.backward_task is not None and call in self._backward:
             for group in groups:
                 group.home.wait_on_current_stream()  # which may differ from the first output's
             return
-        self._check_usable()
+        self._enter_backward()
         task = backward_task()
         if all(other.backward_task != task for other in self._backward):
             after_backward(OwnHook(lambda: self._end_backward(task)))
@@ -448,7 +465,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             return
         if not self._tasks:
             note_used()
-            self._enter_phase("backward")
+            self._owner.clock.enter("backward")
         self._tasks.add(task)
         self._updates.backward_begins(task)
         after_backward(OwnHook(lambda: self._note_end(task)))
@@ -459,7 +476,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             with outside_transforms():
                 self._updates.backward_ends(task)
                 if not self._tasks:
-                    self._enter_phase("between")
+                    self._owner.clock.enter("between")
         finally:
             self._give_turn()
 
@@ -476,21 +493,25 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- turns ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _my_turn(self, unit: Unit | None = None) -> Iterator[None]:
-        """Take the turn for `unit` or a backward. Return a context in which no other thread of that backward runs a hook."""
-        self._take_turn(unit)
-        with self._alone:
-            yield
+    def my_turn(self, unit: Unit | None = None) -> Iterator[bool]:
+        """Take the turn for `unit` or a backward. Return a context in which no other thread of that backward runs a hook.
 
-    def _take_turn(self, unit: Unit | None = None) -> None:
+        It gives whether that is in a backward. Raises StateError as `_take_turn`.
+        """
+        with outside_transforms():
+            in_backward = is_in_backward()
+            frame = frame_of_backward() if in_backward else frame_of_call()
+            if frame is not None or not in_backward:  # else in a thread of autograd's
+                self._take_turn(frame, unit)
+            with self._alone:
+                yield in_backward
+
+    def _take_turn(self, frame: FrameType | None, unit: Unit | None) -> None:
         """Wait until no other thread uses the model. See [Note: turns].
 
         Raises:
             StateError: the running forward waits for this thread, which runs `unit`, a part of it.
         """
-        if _in_thread_of_autograd():
-            return
-        frame = frame_of_backward() if is_in_backward() else frame_of_call()
         if self._turns.take(frame, lambda: self._part_of_running(unit)):
             self._tasks.clear()
             if self._running or self._backward:
@@ -529,7 +550,7 @@ def _when_backward_reaches(
                 "this graph was made before the manager was closed, or before the optimizer got more to train "
                 "(add_param_group), which moved what it refers to: run the forward again"
             )
-        with outside_transforms():
+        with alive.my_turn():
             if call is None:
                 alive.backward_begins()
             else:

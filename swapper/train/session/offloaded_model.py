@@ -23,13 +23,14 @@ from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.interrupts import close_all, forget, is_closed
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.grads import Gradients, find_regions, is_gradient_aliased
+from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.initial import Values
 from swapper.train.layout.slices import GroupUpdate, ParameterLocations, Trainable
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.passes.accumulation_pass import AccumulationOrder
 from swapper.train.passes.gathering import Gathering, Masters
 from swapper.train.passes.given_model import HookTargets
-from swapper.train.passes.pass_lifecycle import PassLifecycle
+from swapper.train.session.pass_lifecycle import PassLifecycle
 from swapper.train.session.placed_model import PlacedModel
 from swapper.train.state.conditions import Conditions, averaging_refused
 from swapper.train.state.optim import OtherOptimizers
@@ -58,7 +59,7 @@ class OffloadedModel:
         self.fault_handler = placed.fault_handler
         self._placed = placed
         self._events = placed.events
-        self._on_device = placed.on_device
+        self._processor = placed.processor
         self._names = placed.plan.inventory.names
         self._has_warned = False
         try:
@@ -69,46 +70,39 @@ class OffloadedModel:
 
     def _install(self, placed: PlacedModel) -> None:
         """Construct the parts in order, each with what it needs, and install the hooks."""
-        plan, pager, on_device = placed.plan, placed.pager, placed.on_device
+        plan, pager, processor = placed.plan, placed.pager, placed.processor
         inventory, update = plan.inventory, plan.request.options.update
         order = AccumulationOrder(self.model.module)  # before all other hooks of the parameters
         parameters = [entry for group in inventory.groups for entry in group.parameters]
-        regions = find_regions(placed.sections, placed.grad_sections) if on_device is None else {}
+        regions = find_regions(placed.sections, placed.grad_sections) if not processor.is_device else {}
         kept, grad_sections = placed.kept_gradients(), placed.grad_sections
-        self.gradients = Gradients(parameters, grad_sections, pager, regions, self.finish_update, on_device, kept)
+        self.gradients = Gradients(parameters, grad_sections, pager, regions, self.finish_update, processor, kept)
         self._other_optimizers = OtherOptimizers(plan.request.given_optimizers, self.model.names_of_given(self._names))
         self._sweep = self._make_sweep(placed)
         self._conditions = Conditions(inventory, placed.trainables, placed.membership, self.optimizer_state.entries)
         self.updates = UpdateExecutor(POLICIES[update], self._sweep, self.groups, self)
-        masters = Masters(self._sweep, pager, self._events.fail_change)
-        self.gathering = Gathering(self.groups, masters, placed.guard.turns, pager.check_room)
-        leave = on_device is not None and bool(grad_sections)
+        masters = Masters(self._sweep, pager, self._events)
+        self.gathering = Gathering(self.groups, masters, placed.guard.turns, pager)
+        leave = processor.is_device and bool(grad_sections)
         without_averaging = averaging_refused(update, gradients_leave=leave)
-        self.passes = PassLifecycle(
-            inventory, self.groups, self.updates, self._sweep, pager, self.fault_handler, placed.guard,
-            self._events.clock, on_device, self.gradients, masters, order, without_averaging,
-        )  # fmt: skip
+        self.passes = PassLifecycle(placed, self.updates, self.gradients, masters, order, without_averaging)
         self.hooks = self.passes.hooks
         placed.use(self)
         targets = HookTargets(
-            self.fault_handler, self.groups, placed.places, kept, without_averaging, self.updates, self.passes.enter_forward,
+            self.fault_handler, self.groups, placed.places, kept, without_averaging, self.updates, self.passes,
             self._make_finish(), self._events,
         )  # fmt: skip
         self._binding = self.model.bind(targets)
         self.updates.watch(parameter for parameter, _ in self._trained())
-        if on_device is not None:
-            on_device.start()
+        processor.start()
 
     def _make_sweep(self, placed: PlacedModel) -> Sweep:
-        pager, kept_state, gradients = placed.pager, self.optimizer_state.kept, self.gradients
+        kept_state, gradients = self.optimizer_state.kept, self.gradients
         proxies, entries = OptimizerProxies(placed.optimizers), self.optimizer_state.entries
-        parts = (
-            placed.trainables, proxies, entries, pager, placed.plan.slice_bytes, pager.counters, gradients.part,
-            self._make_ready,
-        )  # fmt: skip
-        if placed.on_device is None or kept_state is None:
+        parts = placed.trainables, proxies, entries, placed.pager, placed.plan.slice_bytes, gradients
+        if not isinstance(placed.processor, TrainingDevice) or kept_state is None:
             return Sweep(*parts)
-        return DeviceSweep(placed.on_device, gradients.paged.where, kept_state, placed.plan.request.kernel, *parts)
+        return DeviceSweep(placed.processor, gradients.paged.where, kept_state, placed.plan.request.kernel, *parts)
 
     def initialize(self, values: Values) -> None:
         """Fill a model that was on the meta device, group by group."""
@@ -128,7 +122,7 @@ class OffloadedModel:
         return self.model.is_sharded
 
     def check_usable(self) -> None:
-        self._placed.guard.check()
+        self._placed.guard.events.check()
 
     @property
     def has_more_to_train(self) -> bool:
@@ -158,23 +152,12 @@ class OffloadedModel:
             self._conditions.check_step(self._placed.optimizers.ranges[member])
 
     def before_update(self) -> None:
-        """Prepare for `updates.take_step`, which `after_update` follows."""
+        """Prepare for `updates.take_step`."""
         if not self.updates.has_begun_early:
             self._note_before()
         else:
             self._placed.rollback.note_settings()
         self.gradients.paged.before_step()
-
-    def after_update(self) -> None:
-        """Note that an optimizer's step was taken."""
-        if self._on_device is not None:
-            self._on_device.after_update()
-
-    def _make_ready(self, update: GroupUpdate) -> None:
-        """Prepare the update of a group. See Sweep."""
-        self.gradients.make_ready(update.trainable.parameters, update.gradients)
-        if self._on_device is not None:
-            self._on_device.before_update(update.trainable.group)
 
     def have_arrived(self, trainable: Trainable) -> bool:
         return self.gradients.paged.have_arrived(trainable.parameters)
@@ -252,7 +235,7 @@ class OffloadedModel:
             model = of()
             if model is not None and not is_closed(model):
                 with model._placed.guard.turns.turn(), outside_transforms():
-                    model._placed.guard.check()
+                    model._placed.guard.events.check()
                     model.finish_update()
 
         return finish
@@ -326,7 +309,7 @@ class OffloadedModel:
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state in the form of a checkpoint. Its tensors alias the sections, whose data may be cold."""
-        placed = None if self._on_device is None else self._at_its_place
+        placed = self._at_its_place if self._processor.is_device else None
         content: dict[str, Any] = {"model": self.model.state_dict(placed)}
         with_masters = [places.name for _, places in self._trained() if places.has_master]
         masters = {name: self.optimizer_state.stored(name, "master") for name in with_masters}
@@ -349,8 +332,7 @@ class OffloadedModel:
             endings.append(partial(self._binding.remove, keep_cold))
         names = "passes", "updates", "gradients", "_other_optimizers"
         endings += [parts[name].remove for name in names if name in parts]
-        if self._on_device is not None:
-            endings.append(self._on_device.finish)
+        endings.append(self._processor.finish)
         if "_sweep" in parts:
             endings.append(self._sweep.abandon)
         close_all(endings)

@@ -7,19 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from swapper.errors import StateError
 from swapper.modules.cold import follow
 from swapper.modules.groups import Group, changes_itself
-from swapper.modules.home import GroupHome, HostHome
-from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
 from swapper.runtime.interrupts import close_all, forget
 from swapper.train.groups.parameter_group import GroupParameters
+from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import SessionEvents, SessionGuard
-from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.layout.model_checks import find_shared_attributes
@@ -53,7 +49,7 @@ class PlacedModel:
         grad_sections: list[Section],
         pager: Pager,
         events: SessionEvents,
-        on_device: TrainingDevice | None,
+        processor: Processor,
     ) -> None:
         inventory, model, self.optimizers = plan.inventory, plan.request.model, plan.request.optimizers
         self.plan = plan
@@ -61,17 +57,17 @@ class PlacedModel:
         self.grad_sections = grad_sections
         self.pager = pager
         self.events = events
-        self.on_device = on_device
+        self.processor = processor
         self.guard = SessionGuard(events, plan.request.manager.operates)
         self.places = find_places([*sections, *grad_sections])
         self.trainables = find_trainables(inventory, self.places)
         self.membership = Membership(self.optimizers, self.trainables, inventory.names, inventory.optimizer_of)
         self.optimizer_state = OptimizerState(
             self.membership, inventory, self.trainables, self.places, self._sections_of("state"), pager, self.guard,
-            self.settle_update, on_device, plan.request.manager.drives.directories[0],
+            self.settle_update, processor, plan.request.manager.drives.directories[0],
             uses_gradients_up=plan.request.options.update == "backward",
         )  # fmt: skip
-        self.rollback = StepRollback(self.optimizers, self.optimizer_state, sections, events.undo_update)
+        self.rollback = StepRollback(self.optimizers, self.optimizer_state, sections, events)
         self.groups: list[GroupParameters] = []
         self.fault_handler = ParameterFaultHandler(
             inventory, self.trainables, self.groups, self.places, pager, self.guard, self, changes_itself(model.module)
@@ -88,7 +84,7 @@ class PlacedModel:
             content: fills the sections. None if they have their content already: the model's values are dropped.
         """
         self._warn_of_strides()
-        follows = self.on_device is None and not self.plan.request.model.is_sharded
+        follows = not self.processor.is_device and not self.plan.request.model.is_sharded
         attributes = find_shared_attributes(self.plan.request.model.module) if follows else []
         state_sections: dict[int, list[Section]] = {}
         for section in self._sections_of("state"):
@@ -132,12 +128,8 @@ class PlacedModel:
         locations = [self.places[name, "param"] for name, _ in group.parameters]
         places = [(location.section, location.slot) for location in locations]
         expire = partial(self.fault_handler.shown.expire, group=group.index)
-        home, tensors = self._host_home(group, places) if self.on_device is None else self.on_device.home(group, places)
+        home, tensors = self.processor.home(group, places)
         return GroupParameters(group, places, home, tensors, self.pager, self.fault_handler, expire)
-
-    def _host_home(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[GroupHome, list[torch.Tensor]]:
-        pages = [page for section in dict.fromkeys(section for section, _ in places) for page in section.pages]
-        return HostHome(self.pager, group.index, pages), [section.own_tensor(slot) for section, slot in places]
 
     def restore_groups(self, settings: list[dict[str, Any]], members: Sequence[Sequence[str]] | None) -> None:
         """Restore the optimizers' groups from a commit: settings and, if the run has edited them, members by name."""
@@ -171,7 +163,7 @@ class PlacedModel:
     def close(self, keep_cold: bool) -> None:
         """End all accesses. Paged parameters stay cold if `keep_cold`. Copies to and from a device are over."""
         endings: list[Callable[[], object]] = [partial(group.abandon, keep_cold) for group in self.groups]
-        close_all([*endings, self.optimizer_state.close, *([] if self.on_device is None else [self.on_device.close])])
+        close_all([*endings, self.optimizer_state.close, self.processor.close])
 
     def expire(self) -> None:
         """Expire what shows parameters and state: another session takes them."""

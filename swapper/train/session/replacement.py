@@ -297,7 +297,7 @@ def _park(current: SessionSlot) -> tuple[Plan, Origin, ParkedParameters]:
     run = current.running(PARK)
     _check_to_park(current, run)
     _write_rest(run, current.clock.counters.step)
-    device = None if run.on_device is None else run.on_device.device
+    device = run.plan.request.device
     names = [entry for group in run.plan.inventory.groups for entry in group.parameters]
     plan, origin = run.plan, run.to_reopen()
     del run  # or its memory would stay
@@ -309,7 +309,7 @@ def _park(current: SessionSlot) -> tuple[Plan, Origin, ParkedParameters]:
     parameters = ParkedParameters(names)
     current.leave(PARKED, [parameter for _, parameter in names])
     if device is not None:
-        device.release_cached()
+        device.device.release_cached()
     return_free_memory()
     return plan, origin, parameters
 

@@ -321,7 +321,7 @@ class SessionSlot:
         return self.training_step.fail(self.run, error, sections, max(ahead, int(self.step_is_open)))
 
     def fail_change(self, error: BaseException) -> None:
-        self.training_step.failure = "a change of parameters with fp32 masters", error
+        self.training_step.fail_for_good("a change of parameters with fp32 masters", error)
 
     def lose_ranks(self, error: BaseException) -> None:
         self._left = error

@@ -37,6 +37,7 @@ from swapper.runtime.interrupts import close_all, defer_signals, forget
 from swapper.runtime.process import is_off
 from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.gradients.grads import GradientStash
+from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import CLOSED, SessionEvents
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import CarriedSource, CommittedFiles
@@ -62,7 +63,6 @@ class TrainingSession:
 
     Attributes:
         sections: of parameters and optimizer state.
-        on_device: the model's part of an accelerator, if it runs there.
 
     Raises:
         DirectoryError: the drive has too little space.
@@ -72,7 +72,6 @@ class TrainingSession:
     _model: OffloadedModel | None = None
     _watchdog: Watchdog | None = None
     _free_memory: Watch | None = None
-    on_device: TrainingDevice | None = None
 
     def __init__(
         self, plan: Plan, origin: Origin, current: SessionEvents, describe: Callable[[int], CommitRecord]
@@ -82,13 +81,13 @@ class TrainingSession:
         self._counters = current.clock.counters
         self._directory = current.directory
         self.plan = plan
-        self._resources = Resources[Stores](self._counters)
+        self._resources = Resources[Stores](self._counters, _near(plan))
         self.sections = plan.make_sections()
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
             self._open_resources(plan, origin)
             self.placed = PlacedModel(
-                plan, self.sections, self._grad_sections, self.pager, current, self._open_on_device(plan)
+                plan, self.sections, self._grad_sections, self.pager, current, self._open_processor(plan)
             )
             self._note_sizes(plan)
             self._log_choices(plan, origin)
@@ -104,8 +103,6 @@ class TrainingSession:
         trainables = find_trainables(plan.inventory, find_places(everything))
         directory, device = self._directory, plan.request.device
         directory.require_space(plan.space_by_drive(max(plan.turns - len(origin.files), 0)))
-        if device is None and plan.request.model.device is not None:  # FSDP2 copies from this memory to its mesh
-            self._resources.memory.node = Device(plan.request.model.device).node
         for section in everything:  # the CPU updates gradients and state, which come for that
             section.in_frames = device is not None and (section.plan.family == "param" or plan.request.updates_there)
         self._resources.open(
@@ -139,14 +136,14 @@ class TrainingSession:
         pages = [page for section in self._grad_sections for page in section.pages]
         return Stores(store, ScratchFile(engine, drives, pages, check_reads) if pages else None)
 
-    def _open_on_device(self, plan: Plan) -> TrainingDevice | None:
+    def _open_processor(self, plan: Plan) -> Processor:
         host_side, request = self._resources.host_side, plan.request
-        if request.device is not None and plan.on_device is not None and host_side is not None:
-            self.on_device = TrainingDevice(
-                request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there,
-                plan.budget.spare_frames,
-            )  # fmt: skip
-        return self.on_device
+        if request.device is None or plan.on_device is None or host_side is None:
+            return Processor(self.pager)
+        return TrainingDevice(
+            request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there,
+            plan.budget.spare_frames,
+        )  # fmt: skip
 
     def _note_sizes(self, plan: Plan) -> None:
         budget, counters, bytes_of = plan.budget, self._counters, plan.inventory.family_bytes
@@ -228,8 +225,7 @@ class TrainingSession:
         if values is not None:
             self.model.initialize(values)
             return_free_memory()  # what it made is not needed again
-        if self.on_device is not None:
-            self.on_device.move(request.model.module)  # buffers, with their initial values
+        self.placed.processor.move(request.model.module)  # buffers, with their initial values
         if gradients is not None:
             gradients.empty_into(self.model.gradients)
         if origin.replaced is not None:
@@ -367,16 +363,14 @@ class TrainingSession:
         if sections is None and self._resources.store.scratch is not None:
             return False  # gradients on NVMe are lost once they are used
         with defer_signals, suppress(SwapperError):
-            if self.on_device is not None:
-                self.on_device.finish()  # copies from and to the discarded frames
+            self.placed.processor.finish()  # copies from and to the discarded frames
             if sections is None:
                 self.pager.discard()
             else:
                 self.pager.discard_pages(page.index for section in sections for page in section.pages)
             self.committer.roll_back(sections)
             self.pager.back_cold_pages()
-            if self.on_device is not None:
-                self.on_device.discard_changes(None if sections is None else {one.plan.group for one in sections})
+            self.placed.processor.discard_changes(None if sections is None else {one.plan.group for one in sections})
             return True
         return False
 
@@ -442,7 +436,14 @@ class TrainingSession:
         if "placed" in vars(self):
             self.placed.release(why)
             del self.placed
-        self._model = self.on_device = None
+        self._model = None
+
+
+def _near(plan: Plan) -> Device | None:
+    """Return the accelerator that copies from host memory. FSDP2 copies to its mesh by itself."""
+    if plan.request.device is not None:
+        return plan.request.device.device
+    return None if plan.request.model.device is None else Device(plan.request.model.device)
 
 
 def stored_pieces(sections: Sequence[Section]) -> list[Page]:

@@ -191,7 +191,7 @@ class TrainingStep:
                 with self._on_all_ranks(step):
                     run.model.before_update()
                     yield run
-                    run.model.after_update()
+                    run.placed.processor.after_update()
                     if self.is_over:
                         run.pager.end_step(self._learn)
             except BaseException as error:
@@ -246,6 +246,10 @@ class TrainingStep:
         run.model.check_step(member)
         return run
 
+    def fail_for_good(self, what: str, error: BaseException) -> None:
+        """Note that `what` has failed half-way and cannot be undone: the manager can only be closed."""
+        self.failure = what, error
+
     # --- undoing ------------------------------------------------------------------------------------------------------
 
     def fail(
@@ -282,7 +286,7 @@ class TrainingStep:
             run.model.passes.forget_leases()
             self.fail(run, error, run.model.sections_of(member))
         else:
-            self.failure = f"step {self._counters.step + 1}", error
+            self.fail_for_good(f"step {self._counters.step + 1}", error)
         self._steps[member] -= 1
         self._steps = +self._steps
         self.is_open = bool(self._steps)

@@ -45,8 +45,7 @@ class ShardHooks:
     def __init__(self, shards: Shards, targets: HookTargets) -> None:
         self._shards = shards
         self._lose_ranks = targets.events.lose_ranks
-        self._enter_forward = targets.enter_forward
-        self._enter_phase = targets.events.clock.enter
+        self._passes = targets.passes
         self._updates = updates = targets.updates
         groups = targets.groups
         self._handles: list[Any] = []
@@ -79,8 +78,8 @@ class ShardHooks:
         for group in groups:
             of_group = {id(local) for local in group.parameters}
             own = [shard for shard in shards.all if id(shard.local) in of_group]
-            group.open_shards = OpenShards(own, targets.finish)
-            self._open_shards.append(group.open_shards)
+            self._open_shards.append(OpenShards(own, targets.finish))
+            group.show_with(self._open_shards[-1])
         self._handles.append(shards.model.register_forward_pre_hook(self._before_forward, prepend=True))
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
@@ -89,10 +88,10 @@ class ShardHooks:
                 if shard.parameter.grad is None:
                     shard.local.grad = None  # its place is free
             self._tasks.clear()
-            self._enter_forward()
+            self._passes.enter_forward()
             if self._updates.has_begun_early:
                 self._updates.finish()  # it refuses, before this rank enters a collective
-            self._enter_phase("forward")
+            self._passes.clock.enter("forward")
 
     def shown(self) -> str | None:
         """Return the name of a parameter whose shard a tensor of the user's shows; None if there is none."""
@@ -144,7 +143,7 @@ class ShardHooks:
                     self._enter_backward()
                     self._updates.finish(in_order=True)
                 else:
-                    self._enter_phase("forward")
+                    self._passes.clock.enter("forward")
                     self._updates.forward_reaches([group.index for group in groups])
                 for group in groups:
                     group.lease()
@@ -212,7 +211,7 @@ class ShardHooks:
         task = backward_task()
         if task in self._tasks:
             return
-        self._enter_phase("backward")
+        self._passes.clock.enter("backward")
         self._tasks.add(task)
         self._updates.backward_begins(task)
         after_backward(OwnHook(lambda: self._end_backward(task)))
@@ -221,7 +220,7 @@ class ShardHooks:
         self._tasks.discard(task)
         self._updates.backward_ends(task)
         if not self._tasks:
-            self._enter_phase("between")
+            self._passes.clock.enter("between")
 
 
 class ShardUse:

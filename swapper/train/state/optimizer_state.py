@@ -19,6 +19,7 @@ from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
 from swapper.runtime.interrupts import defer_signals
+from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.content import as_tensor, copy_of, iter_section_pages
@@ -45,7 +46,7 @@ class OptimizerState:
         pager: makes the leases.
         session_guard: called at each use by the user.
         finish_update: finishes the last step's updates, and waits for their results.
-        on_device: the accelerator of forwards and backwards, if any.
+        processor: of forwards and backwards.
         directory: on a drive, for state dicts of encoded state.
 
     Attributes:
@@ -67,7 +68,7 @@ class OptimizerState:
         pager: Pager,
         session_guard: SessionGuard,
         finish_update: Callable[[], None],
-        on_device: TrainingDevice | None,
+        processor: Processor,
         directory: Path,
         *,
         uses_gradients_up: bool,
@@ -92,10 +93,10 @@ class OptimizerState:
         self.entries = StateEntries(inventory.forms)
         self._coded = CodedTensors([places_of for _, places_of in self._trained], pager, directory)
         self.kept: DeviceResidentState | None = None
-        if on_device is not None and on_device.updates:
+        if isinstance(processor, TrainingDevice) and processor.updates:
             resident_set = (trainable for trainable in trainables if trainable.group in inventory.staying_state)
-            self.kept = DeviceResidentState(resident_set, on_device, pager)
-        self._elsewhere = [one for one in (self.kept, on_device) if one is not None]  # what may have newer content
+            self.kept = DeviceResidentState(resident_set, processor, pager)
+        self._elsewhere = [one for one in (self.kept, processor) if one is not None]  # what may have newer content
         self._shown: weakref.WeakSet[MappedState] = weakref.WeakSet()  # state dicts
         self._copies: weakref.WeakValueDictionary[tuple[str, str], ShownState] = weakref.WeakValueDictionary()
         self._generation = 0  # increases when the state changes as a whole
@@ -137,7 +138,7 @@ class OptimizerState:
             IoError: changes in memory could not be written.
         """
         with self._session_guard.turns.turn():
-            self._session_guard.check()
+            self._session_guard.events.check()
             self._finish_update()
             self.sync_to_host()
             self._pager.flush()
@@ -154,7 +155,7 @@ class OptimizerState:
     def load(self, state: dict[int, dict[str, Any]], numbers: range | None = None) -> None:
         """Load the same. Raises ValueError: it is not what the optimizer keeps. Nothing has changed then."""
         with self._session_guard.turns.turn():
-            self._session_guard.check_to_write()
+            self._session_guard.events.check_to_write()
             self.sync_to_host()
             try:
                 numbered = list(self._numbered())
@@ -204,7 +205,7 @@ class OptimizerState:
             parameters: those that have a gradient.
         """
         with self._session_guard.turns.turn():
-            self._session_guard.check()
+            self._session_guard.events.check()
             self._finish_update()
             self._membership.follow()
             active = {id(parameter) for parameter in parameters}
@@ -215,7 +216,7 @@ class OptimizerState:
                 if id(parameter) in active and at != NO_GROUP and not self.entries[places.name]
             ]
             if new:
-                self._session_guard.check_to_write()
+                self._session_guard.events.check_to_write()
             for name, settings, dtype in new:
                 self.entries.take(name, self._inventory.probe.skipped_state(settings, dtype))
 
@@ -304,7 +305,7 @@ class OptimizerState:
         return sorted(found, key=lambda p: numbers.get(id(p), len(numbers)))  # those in no group are last
 
     def keys(self, parameter: torch.Tensor) -> list[str]:
-        self._session_guard.check()
+        self._session_guard.events.check()
         self._finish_update()
         name = self._names.get(id(parameter))
         return [] if name is None else list(nested(self.entries[name]))
@@ -352,7 +353,7 @@ class OptimizerState:
 
     def _change(self, change: Callable[[], None]) -> None:
         """Make a change of the state in its sections. Raises StateError: it cannot be made."""
-        self._session_guard.check_to_write()
+        self._session_guard.events.check_to_write()
         self._finish_update()
         self.sync_to_host()
         try:

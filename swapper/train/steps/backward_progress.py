@@ -21,7 +21,8 @@ raises an error, by the version of the parameter at the latest.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -112,9 +113,14 @@ class PendingUses:
             self._of_group.subtract(call.groups)
 
 
-SharedBackward = tuple[Callable[[int], bool], Callable[[], object]]
-"""Of micro-batches that run together: returns True if one of them may still add to the gradient of the parameter with this
-id; and releases leases of those that wait."""
+class SharedBackward(Protocol):
+    """The backwards of micro-batches that run together. See AccumulationPass."""
+
+    def adds_to(self, parameter: int) -> bool:
+        """Return True if one of them may still add to the gradient of the parameter with this id."""
+
+    def make_room(self) -> bool:
+        """Release the leases of those that wait."""
 
 
 class BackwardProgress:
@@ -125,7 +131,7 @@ class BackwardProgress:
 
     Attributes:
         task: autograd's graph task of the outermost backward that runs, or has failed.
-        together: see SharedBackward.
+        together: those that run together; None: it is alone.
         is_last: its gradients may be used before it is over: no other backward adds to them.
     """
 
@@ -154,6 +160,19 @@ class BackwardProgress:
         self.task = None
         self.is_last = False
 
+    def leave_to_step(self) -> None:
+        """Have its gradients used in `optimizer.step()` only."""
+        self.is_last = False
+
+    @contextmanager
+    def of(self, together: SharedBackward) -> Iterator[None]:
+        """Return a context within which all backwards are one."""
+        self.together = together
+        try:
+            yield
+        finally:
+            self.together = None
+
     def group_of(self, parameter: torch.Tensor) -> int:
         return self._group_of[id(parameter)]
 
@@ -180,10 +199,9 @@ class BackwardProgress:
             return False
         parameters = self._trainables[group].parameters
         if self.together is not None:
-            adds_to, make_room = self.together
-            if any(adds_to(id(parameter)) for parameter in parameters):
+            if any(self.together.adds_to(id(parameter)) for parameter in parameters):
                 return False
-            make_room()
+            self.together.make_room()
             return not self._groups[group].is_leased
         if self._groups[group].is_leased:
             return False

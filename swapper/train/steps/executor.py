@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -50,7 +50,7 @@ from swapper.train.gradients.gradient_guards import ADVICE, GradientGuards
 from swapper.train.groups.group_state import CURRENT, DUE, READY, SEALED, UPDATING
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.slices import GroupUpdate, Trainable
-from swapper.train.steps.backward_progress import BackwardProgress, PendingUses
+from swapper.train.steps.backward_progress import BackwardProgress, PendingUses, SharedBackward
 from swapper.train.steps.policies import Completed, Event, Reached, Read, Stepped, UpdatePolicy, Wanted
 from swapper.train.updates.sweep import Sweep
 
@@ -255,7 +255,7 @@ class UpdateExecutor:
         """
         if not in_order:
             self._refuse_begun()
-        if due := self._due(Read()):
+        if self._open and (due := self._due(Read())):
             self.in_order = self.in_order and in_order
             for group in due:
                 self._update(group)
@@ -311,13 +311,10 @@ class UpdateExecutor:
             self._accumulating -= 1
 
     @contextmanager
-    def together(self, adds_to: Callable[[int], bool], make_room: Callable[[], object]) -> Iterator[None]:
-        """Take all backwards within the context for one: those of micro-batches that run together. See SharedBackward."""
-        self._progress.together = adds_to, make_room
-        try:
+    def together(self, batches: SharedBackward) -> Iterator[None]:
+        """Take all backwards within the context for one: those of micro-batches that run together."""
+        with self._progress.of(batches):
             yield
-        finally:
-            self._progress.together = None
         if self._progress.task is not None:  # failed backwards are noticed by `pass_begins`
             self.backward_ends(self._progress.task)
 
@@ -327,13 +324,30 @@ class UpdateExecutor:
             self._restore(StateError("a backward failed in which parameters were updated"))
             self._owner.check_usable()
 
+    def forward_begins(self, is_outermost: bool) -> None:
+        """A module's forward begins, outside of any backward."""
+        self.pass_begins()
+        if is_outermost:
+            self._sweep.pass_begins()
+
+    def drop_leases(self) -> None:
+        """End the sweep's leases, after waiting for copies that use them. What it has updated is changed.
+
+        Raises:
+            DeviceError: the device failed. The leases have ended.
+        """
+        try:
+            self._sweep.drain()
+        finally:
+            self._sweep.give_back()  # its last slice may be of a group that is done, which nobody undoes
+
     def forward_reaches(self, groups: Collection[int]) -> None:
         """A module that needs `groups` is about to be called outside of any backward."""
         if not self._open or not self._policy.in_forward:
             return
         new = [group for group in groups if group not in self._reached]  # other groups are expected at a later use
         self._reached.update(new)
-        passed = [expected for group in new for expected in self._groups[group].expected_before()]
+        passed = [expected for group in new for expected in self._groups[group].home.expected_before()]
         for group in self._due(Reached(groups, passed)):
             self.catch_up(group)
 
@@ -381,7 +395,7 @@ class UpdateExecutor:
                 self._groups[group].move(READY)
                 continue
             if not self._open and not self._begin_early():
-                self._progress.is_last = False
+                self._progress.leave_to_step()
                 return
             self._update_early(group)
             if self._failure is not None:

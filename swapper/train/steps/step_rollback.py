@@ -7,28 +7,29 @@ settings of the optimizer, the set of parameters with state, and state on a devi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swapper.paging.section import Section
+from swapper.train.groups.session_guard import SessionEvents
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.state.optim import packed_groups
 from swapper.train.state.optimizer_state import OptimizerState
 
-UndoSections = Callable[[list[Section], BaseException, int], bool]
-"""Called with sections and the error of their updates outside of `optimizer.step()`: restores them to the state before
-their step, which is this many after the last counted one, and returns True if it could."""
-
 
 @dataclass
 class StepRollback:
-    """Owns the optimizers' settings and entries from before the last step."""
+    """Owns the optimizers' settings and entries from before the last step.
+
+    Attributes:
+        events: of the session, which restores sections.
+    """
 
     optimizers: OptimizerSet
     optimizer_state: OptimizerState
     sections: Sequence[Section]
-    undo_sections: UndoSections
+    events: SessionEvents
     _before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # settings and entries
 
     def note(self) -> None:
@@ -56,7 +57,7 @@ class StepRollback:
             ahead: their step is this many after the last counted one.
         """
         sections = self.sections_of(names)
-        if self._before is None or not self.undo_sections(sections, error, ahead):
+        if self._before is None or not self.events.undo_update(sections, error, ahead):
             return False
         self.optimizer_state.forget_kept({section.plan.group for section in sections})
         self.optimizer_state.entries.unpack(self._before[1], names)

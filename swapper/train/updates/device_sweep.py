@@ -101,7 +101,7 @@ class DeviceSweep(Sweep):
         """Update a group. Copies of its results may still be in flight, their pages leased: see `settle`."""
         group = update.trainable.group
         self._results.wait_for(group)  # of the step before
-        self._make_ready(update)
+        self._gradients.make_ready(update)
         if not self.kept.is_ready(group):
             self.settle()  # its pages go through the frames that earlier slices still lease
         if not self._has_updated:
