@@ -39,7 +39,6 @@ from swapper.infer.weights import (
     make_room,
     refuse_gradient,
 )
-from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
@@ -186,9 +185,7 @@ class LoadedModel(FaultHandler):
             some, left = left[:at_once], left[len(left[:at_once]) :]
             if self._hooks is None:
                 raise StateError("the model is unloaded: load it again")
-            together = BatchedPass(self._hooks, function, some, self._device)
-            with self._hooks.turn_for(together) as is_streamed:
-                results += together.run() if is_streamed else [function(batch) for batch in some]
+            results += self._hooks.map(function, some, self._device)
         return results
 
     def verify(self) -> dict[Path, int]:

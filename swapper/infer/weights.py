@@ -140,6 +140,13 @@ class GroupWeights(LeasedGroup):
         if not self._leases:
             self.refuse_change()
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether weights were written to since they were leased, except those that stay materialized."""
+        versions = zip(self.parameters, self._versions, strict=False)
+        is_counted = any(parameter._version != version for parameter, version in versions)
+        return not self.settled and (is_counted or bool(self.home.written()))
+
     def unmanage(self, parameter: nn.Parameter) -> None:
         """Make `parameter` an ordinary one for good, if it is this group's. Its bytes are read with the others' all the same."""
         number = next((number for number, own in enumerate(self.parameters) if own is parameter), None)
