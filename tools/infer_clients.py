@@ -11,6 +11,7 @@ import argparse
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,16 @@ def run_clients(options: argparse.Namespace) -> dict[str, Any]:
         )
         return found
 
-    def timed(run: Any) -> tuple[list[torch.Tensor], float, int]:
-        read, began_s = loaded.counters.bytes_read, time.perf_counter()
+    def timed(way: str, run: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        read, began_s, cpu_s = loaded.counters.bytes_read, time.perf_counter(), time.process_time()
         outputs = run()
-        return outputs, time.perf_counter() - began_s, loaded.counters.bytes_read - read
+        seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        return outputs, {
+            f"{way}_s": seconds,
+            f"{way}_cpu_s": cpu_s,
+            f"{way}_bytes": loaded.counters.bytes_read - read,
+            f"{way}_tokens_per_s": options.clients * options.new_tokens / seconds,
+        }
 
     def together() -> list[torch.Tensor]:
         outputs: dict[int, torch.Tensor] = {}
@@ -111,12 +118,11 @@ def run_clients(options: argparse.Namespace) -> dict[str, Any]:
         return [outputs[number] for number in range(options.clients)]
 
     model(prompts[0])
-    shared, shared_s, shared_bytes = timed(together)
-    alone, alone_s, alone_bytes = timed(lambda: [generate(prompt) for prompt in prompts])
+    shared, shared_figures = timed("together", together)
+    alone, alone_figures = timed("alone", lambda: [generate(prompt) for prompt in prompts])
     must_read_bytes = loaded.read_bytes_a_pass
     loaded.unload()
     speeds.append(measure_read(path))
-    tokens = options.clients * options.new_tokens
     return {
         "clients": options.clients,
         "new_tokens": options.new_tokens,
@@ -124,13 +130,9 @@ def run_clients(options: argparse.Namespace) -> dict[str, Any]:
         "budget_bytes": parse_bytes(options.host_memory, "--host-memory"),
         "must_read_bytes": must_read_bytes,
         "read_bytes_per_s": speeds,
-        "together_s": shared_s,
-        "alone_s": alone_s,
-        "together_bytes": shared_bytes,
-        "alone_bytes": alone_bytes,
-        "together_tokens_per_s": tokens / shared_s,
-        "alone_tokens_per_s": tokens / alone_s,
-        "ratio": alone_s / shared_s,
+        **shared_figures,
+        **alone_figures,
+        "ratio": alone_figures["alone_s"] / shared_figures["together_s"],
         "limit_s": options.new_tokens * must_read_bytes / max(speeds),
         "equal": all(torch.equal(a, b) for a, b in zip(shared, alone, strict=True)),
     }
@@ -142,16 +144,20 @@ def rows_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
 
     def text(way: str) -> str:
         return (
-            f"{figures[f'{way}_tokens_per_s']:.2f} tokens/s; {figures[f'{way}_s']:.1f} s; read "
-            f"{figures[f'{way}_bytes'] / MB:,.0f} MB"
+            f"{figures[f'{way}_tokens_per_s']:.2f} tokens/s; {figures[f'{way}_s']:.1f} s, {figures[f'{way}_cpu_s']:.1f} CPU s; "
+            f"read {figures[f'{way}_bytes'] / MB:,.0f} MB"
         )
 
     return [
         ("Weights", f"{figures['weights_bytes'] / MB:,.0f} MB; budget {figures['budget_bytes'] / MB:,.0f} MB"),
         ("Drive", f"read {rates} MB/s (before, after)"),
         ("Clients", f"{figures['clients']}, {figures['new_tokens']} tokens each after a prompt of {PROMPT_TOKENS}"),
-        ("Together", f"{text('together')}; {figures['together_s'] / figures['limit_s']:.3f} times the limit of one"),
+        ("Together", text("together")),
         ("One by one", text("alone")),
-        ("Ratio", f"{figures['ratio']:.2f} times as many tokens a second together"),
+        (
+            "Ratio",
+            f"{figures['ratio']:.2f} times as many tokens a second together, which takes "
+            f"{figures['together_s'] / figures['limit_s']:.3f} times what reading takes for one client",
+        ),
         ("Outputs", "equal" if figures["equal"] else "NOT EQUAL"),
     ]

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from swapper.errors import SwapperError
 from swapper.infer.weights import GroupWeights
 from swapper.modules.batched_pass import Batch, BatchedPass, Caller, CallerHooks
 from swapper.modules.leased_group import LeasedGroup
@@ -35,8 +36,6 @@ class ForwardHooks(CallerHooks, Protocol):
     def has_calls(self) -> bool: ...
 
     def drop_stale(self) -> None: ...
-
-    def end_calls(self) -> None: ...
 
     def release_calls(self, calls: Iterable[Any]) -> None: ...
 
@@ -78,7 +77,7 @@ class CallersPass(BatchedPass):
         super().__init__(hooks)
         self._turns = turns
         self._awaited: WeakKeyDictionary[threading.Thread, float] = WeakKeyDictionary()  # until when: time.monotonic
-        self._left: list[Iterable[Any]] = []  # calls of forwards that ended while they waited
+        self._ended: list[Caller] = []  # while they waited: their calls have leases
         self._groups_chosen = 0  # in this pass
         self._forwards = 0  # in this pass; a batch counts as several
 
@@ -100,7 +99,11 @@ class CallersPass(BatchedPass):
                 self._switch()
         if self._running is not caller:
             self._wait_for_turn(caller, None if isinstance(caller, Batch) else part)
-        caller.check()
+        try:
+            caller.check()
+        except BaseException:
+            self.leave()
+            raise
 
     def leave(self, is_awaited: bool = False) -> None:
         """This thread's forward is over, and the next pass awaits it if `is_awaited`. A batch's function goes on."""
@@ -153,7 +156,7 @@ class CallersPass(BatchedPass):
     # --- in the callers' threads --------------------------------------------------------------------------------------
 
     def _ends(self, batch: Batch) -> None:
-        self._hooks.end_calls()
+        self._hooks.release_calls(self._hooks.exchange(batch.thread))
         self._finish()
 
     def _finish(self) -> None:
@@ -174,7 +177,7 @@ class CallersPass(BatchedPass):
             with self._lock:
                 if isinstance(caller, Forward) and caller in self._callers:
                     if self._running is not caller:
-                        self._left.append(caller.state or ())
+                        self._ended.append(caller)
                     self._remove(caller)
             raise
 
@@ -202,9 +205,17 @@ class CallersPass(BatchedPass):
     def _remove(self, caller: Caller) -> None:
         self._callers.remove(caller)
         if self._running is caller:
-            self._hooks.end_calls()
+            caller.state = self._hooks.exchange(caller.thread)
+            self._release_calls(caller)
         if self._running in (caller, None):
             self._switch()
+
+    def _release_calls(self, caller: Caller) -> None:
+        """Release what the calls of a caller that is over have left, as after Ctrl-C. An error is that caller's."""
+        try:
+            self._hooks.release_calls(caller.state or ())
+        except SwapperError as error:
+            caller.fail(error)
 
     def _goes_on(self, caller: Caller, frame: FrameType | None) -> bool:
         """Return whether the running caller, which calls the model (again), need not wait for the next pass."""
@@ -222,8 +233,8 @@ class CallersPass(BatchedPass):
 
     def _present(self) -> list[Caller]:
         """Return the callers inside, after others have joined them, or the next pass has begun."""
-        while self._left:
-            self._hooks.release_calls(self._left.pop())
+        while self._ended:
+            self._release_calls(self._ended.pop())
         if not any(caller.is_inside for caller in self._callers):
             self._begin()
         elif self._groups_chosen == 0 or (self._groups_chosen == 1 and self._here is not None):
@@ -258,8 +269,11 @@ class CallersPass(BatchedPass):
             caller.is_inside = True
 
     def _next(self, waiting: Sequence[Caller]) -> Caller:
+        """Return one of those with most leases: so what one caller has is a part of what another has, and that is enough memory."""
         self._groups_chosen += 1
-        return super()._next(waiting)
+        leases = [sum(len(call.groups) for call in caller.state) for caller in waiting]
+        most = max(leases)
+        return super()._next([caller for caller, count in zip(waiting, leases, strict=True) if count == most])
 
     def _awaited_s(self) -> float:
         """Return how long to wait for the turn, at most: until those that are awaited have had their time."""

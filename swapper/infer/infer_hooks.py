@@ -193,11 +193,6 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         while self._running and not _is_running(self._running[-1]):
             self._release(self._running.pop())
 
-    def end_calls(self) -> None:
-        """Release all calls of the running caller."""
-        calls, self._running = self._running, []
-        self.release_calls(calls)
-
     def release_calls(self, calls: Iterable[InferenceCall]) -> None:
         close_all(partial(self._release, call) for call in calls)
 

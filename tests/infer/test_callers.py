@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
+from torch import nn
 
 import swapper
 from infer.small import BUDGET, on_meta
 from swapper.infer import callers
 from swapper.integrations.transformers import from_pretrained
+from swapper.modules.batched_pass import BatchedPass
 
 LONG_S = 60.0
 INPUTS = [torch.arange(length).view(1, length) * 7 % 512 for length in (32, 5, 17, 1, 9, 32, 3, 24)]
@@ -450,6 +453,59 @@ def test_a_model_that_fits_is_plain_for_all_of_its_callers(path, opened, expecte
     clients = run_clients([lambda n=n: call_often(model, INPUTS[n], 3, barrier) for n in range(8)])
     for client, wanted in zip(clients, expected, strict=True):
         assert client.error is None and all(torch.equal(found, wanted) for found in client.result)
+
+
+class Stage(nn.Module):
+    """Has a weight of its own, which is leased while its child runs, which may be such a stage too."""
+
+    def __init__(self, depth: int = 3):
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(256, 256) / 16)
+        self.child = Stage(depth - 1) if depth else nn.Linear(256, 256)
+
+    def forward(self, x):
+        return self.child(torch.relu(x @ self.own)) + x
+
+
+class Ways(nn.Module):
+    """Inputs take different stages, by their number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(Stage() for _ in range(6))
+
+    def forward(self, x):
+        for number, stage in enumerate(self.stages):
+            if x.shape[0] & 1 << number:
+                x = stage(x)
+        return x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_callers_that_go_different_ways_share_the_memory_that_is_enough_for_one(tmp_path, opened, monkeypatch, seed):
+    """Whichever of those with most leases goes first."""
+    choose = random.Random(seed).choice
+    monkeypatch.setattr(BatchedPass, "_next", lambda self, waiting: choose(waiting))
+    torch.manual_seed(0)
+    reference = Ways().eval()
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+
+    def load(budget):
+        with torch.device("meta"):
+            model = Ways().eval()
+        return swapper.load(model, tmp_path / "model.safetensors", host_memory=budget)
+
+    with pytest.raises(swapper.BudgetError) as refusal:
+        load("64KiB")
+    opened.append(model := load(refusal.value.smallest_bytes))
+    barrier = threading.Barrier(6)
+    inputs = [torch.randn(rows, 256) for rows in (63, 1, 42, 21, 56, 7)]
+    clients = run_clients([lambda x=x: call_often(model, x, 4, barrier) for x in inputs])
+    with torch.no_grad():
+        for client, x in zip(clients, inputs, strict=True):
+            assert client.error is None, client.error
+            assert all(torch.equal(found, reference(x)) for found in client.result)
+    assert is_clean(model)
 
 
 class Arrivals:
