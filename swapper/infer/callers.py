@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from swapper.errors import SwapperError
 from swapper.infer.weights import GroupWeights
-from swapper.modules.batched_pass import Batch, BatchedPass, Caller, CallerHooks
+from swapper.modules.batched_pass import Batch, BatchedPass, CallerHooks, ModelCaller
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.turns import PATIENCE_S, Turns, is_running
 
@@ -42,7 +42,7 @@ class ForwardHooks(CallerHooks, Protocol):
     def pass_over(self, is_shared: bool) -> None: ...
 
 
-class Forward(Caller):
+class Forward(ModelCaller):
     """A thread's forward, outside of `map`; or a thread that needs the model for itself.
 
     Args:
@@ -77,7 +77,7 @@ class CallersPass(BatchedPass):
         super().__init__(hooks)
         self._turns = turns
         self._awaited: WeakKeyDictionary[threading.Thread, float] = WeakKeyDictionary()  # until when: time.monotonic
-        self._ended: list[Caller] = []  # while they waited: their calls have leases
+        self._ended: list[ModelCaller] = []  # while they waited: their calls have leases
         self._groups_chosen = 0  # in this pass
         self._forwards = 0  # in this pass; a batch counts as several
 
@@ -166,7 +166,7 @@ class CallersPass(BatchedPass):
             if [caller for caller in self._callers if caller.is_inside] == [self._running]:
                 self._hooks.pass_over(self._forwards > 1)
 
-    def _wait_for_turn(self, caller: Caller, part: Callable[[], str | None] | None = None) -> None:
+    def _wait_for_turn(self, caller: ModelCaller, part: Callable[[], str | None] | None = None) -> None:
         """See BatchedPass. `part`: of a forward that begins, see Turns.wait; None: it goes on."""
         try:
             if part is not None:
@@ -181,7 +181,7 @@ class CallersPass(BatchedPass):
                     self._remove(caller)
             raise
 
-    def _try_to_run(self, caller: Caller) -> bool:
+    def _try_to_run(self, caller: ModelCaller) -> bool:
         """Wait for the turn of `caller`, and look after the others. Returns whether it has come."""
         end_s = time.monotonic() + PATIENCE_S
         with self._lock:
@@ -202,7 +202,7 @@ class CallersPass(BatchedPass):
             self._switch()
         return caller
 
-    def _remove(self, caller: Caller) -> None:
+    def _remove(self, caller: ModelCaller) -> None:
         self._callers.remove(caller)
         if self._running is caller:
             caller.state = self._hooks.exchange(caller.thread)
@@ -210,14 +210,14 @@ class CallersPass(BatchedPass):
         if self._running in (caller, None):
             self._switch()
 
-    def _release_calls(self, caller: Caller) -> None:
+    def _release_calls(self, caller: ModelCaller) -> None:
         """Release what the calls of a caller that is over have left, as after Ctrl-C. An error is that caller's."""
         try:
             self._hooks.release_calls(caller.state or ())
         except SwapperError as error:
             caller.fail(error)
 
-    def _goes_on(self, caller: Caller, frame: FrameType | None) -> bool:
+    def _goes_on(self, caller: ModelCaller, frame: FrameType | None) -> bool:
         """Return whether the running caller, which calls the model (again), need not wait for the next pass."""
         self._hooks.drop_stale()
         if isinstance(caller, Forward):
@@ -226,12 +226,12 @@ class CallersPass(BatchedPass):
         assert isinstance(caller, Batch)
         return self._hooks.has_calls or not any(self._stops_for(caller, other) for other in self._callers)
 
-    def _stops_for(self, batch: Batch, other: Caller) -> bool:
+    def _stops_for(self, batch: Batch, other: ModelCaller) -> bool:
         if other.is_inside or (isinstance(other, Forward) and other.is_exclusive):
             return False
         return not isinstance(other, Batch) or other.batch_set is not batch.batch_set
 
-    def _present(self) -> list[Caller]:
+    def _present(self) -> list[ModelCaller]:
         """Return the callers inside, after others have joined them, or the next pass has begun."""
         while self._ended:
             self._release_calls(self._ended.pop())
@@ -268,7 +268,7 @@ class CallersPass(BatchedPass):
                 caller.began_s = time.monotonic()
             caller.is_inside = True
 
-    def _next(self, waiting: Sequence[Caller]) -> Caller:
+    def _next(self, waiting: Sequence[ModelCaller]) -> ModelCaller:
         """Return one of those with most leases: so what one caller has is a part of what another has, and that is enough memory."""
         self._groups_chosen += 1
         leases = [sum(len(call.groups) for call in caller.state) for caller in waiting]

@@ -36,7 +36,7 @@ class CallerHooks(Protocol):
     def exchange(self, thread: threading.Thread | None, state: Any = None) -> Any: ...
 
 
-class Caller:
+class ModelCaller:
     """One thread: the hooks' state of its pass, and the group that it waits for.
 
     Args:
@@ -76,7 +76,7 @@ class BatchSet:
         self.failure: BaseException | None = None
 
 
-class Batch(Caller):
+class Batch(ModelCaller):
     """One batch, in a thread of its own."""
 
     def __init__(self, lock: threading.Lock, batch_set: BatchSet, index: int, argument: object) -> None:
@@ -109,8 +109,8 @@ class BatchedPass:
     def __init__(self, hooks: CallerHooks) -> None:
         self._hooks = hooks
         self._lock = threading.Lock()  # of all that follows
-        self._callers: list[Caller] = []  # those that run or wait, the first to come first
-        self._running: Caller | None = None
+        self._callers: list[ModelCaller] = []  # those that run or wait, the first to come first
+        self._running: ModelCaller | None = None
         self._here: LeasedGroup | None = None  # the group that callers pass through now
         self._is_held = False  # by this object, in addition to the callers' own leases
 
@@ -168,29 +168,29 @@ class BatchedPass:
     def _make_batch(self, batch_set: BatchSet, index: int, argument: object) -> Batch:
         return Batch(self._lock, batch_set, index, argument)
 
-    def _present(self) -> list[Caller]:
+    def _present(self) -> list[ModelCaller]:
         """Return the callers of which one may run now."""
         return self._callers
 
-    def _may_run(self, caller: Caller) -> bool:
+    def _may_run(self, caller: ModelCaller) -> bool:
         """Return True if nothing but its group keeps `caller` from running."""
         return True
 
-    def _next(self, waiting: Sequence[Caller]) -> Caller:
+    def _next(self, waiting: Sequence[ModelCaller]) -> ModelCaller:
         """Return one of `waiting`, whose group is to be read: here, the first one of those that most wait for."""
         counts = Counter(id(caller.wanted) for caller in waiting)
         return max(waiting, key=lambda caller: counts[id(caller.wanted)])
 
-    def _ends_turn(self, caller: Caller) -> None:
+    def _ends_turn(self, caller: ModelCaller) -> None:
         """The running caller waits, or is done."""
 
-    def _begins_turn(self, caller: Caller) -> None:
+    def _begins_turn(self, caller: ModelCaller) -> None:
         """The caller runs on."""
 
     def _ends(self, batch: Batch) -> None:
         """The running batch is over: called in its thread."""
 
-    def _wait_for_turn(self, caller: Caller) -> None:
+    def _wait_for_turn(self, caller: ModelCaller) -> None:
         """Return when `caller`, of this thread, is the one that runs. Without the lock."""
         with self._lock:
             caller.turn.wait_for(lambda: self._running is caller)
@@ -250,7 +250,7 @@ class BatchedPass:
         elif self._callers:
             self._callers[0].turn.notify()  # it looks after those that are awaited
 
-    def _choose(self) -> Caller | None:
+    def _choose(self) -> ModelCaller | None:
         left = self._present()
         waiting = [caller for caller in left if caller.must_stop or self._may_run(caller)]
         for caller in waiting:

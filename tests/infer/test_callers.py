@@ -197,21 +197,21 @@ def test_the_cache_of_a_client_that_left_is_free_while_the_others_go_on(llama, o
         generate(model, PROMPTS[1], max_new_tokens=8, cache=cache, stopping_criteria=criteria)
 
     def look() -> None:
-        leaver.end()
+        leaving_client.end()
         gc.collect()
         freed.append(caches[0]() is None)
 
     def stop(module, args, kwargs):
-        if threading.current_thread() is leaver:
+        if threading.current_thread() is leaving_client:
             forwards.append(1)
             if where == "within" and len(forwards) == 3:
                 leave()
 
     handle = model.model.layers[1].register_forward_pre_hook(stop, with_kwargs=True)
-    leaver = Client(leaving)
+    leaving_client = Client(leaving)
     stayer = Client(lambda: generate(model, PROMPTS[0], max_new_tokens=6, stopping_criteria=[AtToken(4, look)]))
     assert torch.equal(stayer.end(), generate(reference, PROMPTS[0], max_new_tokens=6))
-    assert isinstance(leaver.error, ConnectionError) and len(forwards) == 3 and freed == [True]
+    assert isinstance(leaving_client.error, ConnectionError) and len(forwards) == 3 and freed == [True]
     handle.remove()
     assert is_clean(model)
 

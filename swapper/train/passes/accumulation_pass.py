@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError, UnsupportedError
-from swapper.modules.batched_pass import Batch, BatchedPass, BatchSet, Caller
+from swapper.modules.batched_pass import Batch, BatchedPass, BatchSet, ModelCaller
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.module_hooks import outside_transforms
 from swapper.runtime.random_states import rng_states, set_rng_states
@@ -237,7 +237,7 @@ class AccumulationPass(BatchedPass):
         self._batches.append(batch := _MicroBatch(self._lock, batch_set, index, argument))
         return batch
 
-    def _may_run(self, batch: Caller) -> bool:
+    def _may_run(self, batch: ModelCaller) -> bool:
         assert isinstance(batch, _MicroBatch)
         earlier = self._batches[: batch.index]
         if self.has_losses:
@@ -246,15 +246,15 @@ class AccumulationPass(BatchedPass):
             return all(other.has_loss for other in self._batches)
         return not self._is_serial or all(other.has_loss for other in earlier)
 
-    def _next(self, waiting: Sequence[Caller]) -> Caller:
+    def _next(self, waiting: Sequence[ModelCaller]) -> ModelCaller:
         """Return the one that is furthest behind, in the order of the model's modules."""
 
-        def place(batch: Caller) -> int:
+        def place(batch: ModelCaller) -> int:
             return -1 if batch.wanted is None else batch.wanted.index
 
         return max(waiting, key=place) if self.has_losses else min(waiting, key=place)
 
-    def _ends_turn(self, batch: Caller) -> None:
+    def _ends_turn(self, batch: ModelCaller) -> None:
         assert isinstance(batch, _MicroBatch)
         if self._changes_itself():
             raise UnsupportedError(f"a forward has changed parameters, so micro-batches cannot run together; {REMEDY}")
@@ -305,7 +305,7 @@ class AccumulationPass(BatchedPass):
                 )
             self._writers[number] = batch.index
 
-    def _begins_turn(self, batch: Caller) -> None:
+    def _begins_turn(self, batch: ModelCaller) -> None:
         assert isinstance(batch, _MicroBatch)
         if self.has_losses:
             states = batch.random_states or self._random_states
