@@ -447,6 +447,31 @@ def test_two_models_have_passes_of_their_own(path, opened, expected):
     assert all(is_clean(model) for model in opened)
 
 
+def test_callers_of_a_compiled_model(model, expected):
+    compiled = torch.compile(model, backend="eager")
+    clients = run_clients([lambda n=n: [compiled(INPUTS[n]) for _ in range(2)] for n in (0, 5)])
+    for client, wanted in zip(clients, (expected[0], expected[5]), strict=True):
+        assert all(torch.equal(found, wanted) for found in client.result)
+    assert is_clean(model)
+
+
+def test_a_caller_that_does_not_come_back_is_awaited_for_a_bounded_time(model, expected):
+    """Its thread lives on, and does something else."""
+    barrier, may_end = threading.Barrier(3), threading.Event()
+
+    def once():
+        found = call_often(model, INPUTS[1], 1, barrier)
+        assert may_end.wait(LONG_S)
+        return found
+
+    gone = Client(once)
+    for client, n in [(Client(lambda n=n: call_often(model, INPUTS[n], 6, barrier)), n) for n in (0, 2)]:
+        assert all(torch.equal(found, expected[n]) for found in client.end())
+    may_end.set()
+    assert torch.equal(gone.end()[0], expected[1])
+    assert is_clean(model)
+
+
 def test_a_model_that_fits_is_plain_for_all_of_its_callers(path, opened, expected):
     opened.append(model := swapper.load(on_meta(), path, host_memory="1GiB"))
     barrier = threading.Barrier(8)
