@@ -133,6 +133,27 @@ class CallersPass(BatchedPass):
             with self._lock:
                 self._remove(caller)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let others run within the context, in which the running caller waits for a read of its own; a batch keeps its turn."""
+        caller = self._running
+        if not isinstance(caller, Forward) or not self._turns.is_mine or len(self._callers) == 1:
+            yield
+            return
+        with self._lock:
+            caller.is_aside = True
+            self._switch()
+        try:
+            yield
+        finally:
+            with self._lock:
+                caller.is_aside = False
+                if self._running is None:
+                    self._switch()
+            if self._running is not caller:
+                self._wait_for_turn(caller)
+        caller.check()
+
     @property
     def has_batch(self) -> bool:
         """Whether the running caller is a batch of `map`."""
@@ -268,6 +289,13 @@ class CallersPass(BatchedPass):
                 caller.began_s = time.monotonic()
             caller.is_inside = True
 
+    def _may_run(self, caller: ModelCaller) -> bool:
+        return not caller.is_aside
+
+    def _may_move(self) -> bool:
+        """Nobody who is aside is left behind."""
+        return not any(caller.is_aside for caller in self._callers)
+
     def _next(self, waiting: Sequence[ModelCaller]) -> ModelCaller:
         """Return one of those with most leases: so what one caller has is a part of what another has, and that is enough memory."""
         self._groups_chosen += 1
@@ -277,6 +305,6 @@ class CallersPass(BatchedPass):
 
     def _awaited_s(self) -> float:
         """Return how long to wait for the turn, at most: until those that are awaited have had their time."""
-        if self._running is not None:
+        if self._running is not None or not self._may_move():
             return PATIENCE_S
         return max(0.0, max(self._awaited.values(), default=0.0) - time.monotonic())

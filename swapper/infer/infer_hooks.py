@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -105,6 +105,10 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
             if self.has_calls or self._pass.has_batch:
                 raise StateError(refusal)
             self._pass.leave()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """See CallersPass."""
+        return self._pass.aside()
 
     @property
     def is_inside(self) -> bool:

@@ -49,6 +49,7 @@ class ModelCaller:
         self.state: Any = None  # while another one runs
         self.wanted: LeasedGroup | None = None
         self.is_inside = False  # of the present pass; see swapper.infer.callers
+        self.is_aside = False  # waits for a read of its own, without the turn
         self.failure: BaseException | None = None  # which it is to raise when it runs next
 
     @property
@@ -176,6 +177,10 @@ class BatchedPass:
         """Return True if nothing but its group keeps `caller` from running."""
         return True
 
+    def _may_move(self) -> bool:
+        """Return True if the next group may be read when all wait."""
+        return True
+
     def _next(self, waiting: Sequence[ModelCaller]) -> ModelCaller:
         """Return one of `waiting`, whose group is to be read: here, the first one of those that most wait for."""
         counts = Counter(id(caller.wanted) for caller in waiting)
@@ -256,6 +261,8 @@ class BatchedPass:
         for caller in waiting:
             if caller.wanted is None or caller.wanted is self._here or caller.must_stop:
                 return caller
+        if not self._may_move():
+            return None
         self._leave_group()
         if not left:
             return None
