@@ -18,7 +18,7 @@ from torch import nn
 
 import swapper
 from infer.small import BUDGET, on_meta
-from swapper.infer import callers
+from swapper.infer import callers, loaded_model
 from swapper.integrations.transformers import from_pretrained
 from swapper.modules.batched_pass import BatchedPass
 
@@ -445,6 +445,39 @@ def test_two_models_have_passes_of_their_own(path, opened, expected):
     for client, wanted in zip(clients, expected, strict=False):
         assert all(torch.equal(found, wanted) for found in client.result)
     assert all(is_clean(model) for model in opened)
+
+
+def test_a_caller_that_waits_for_its_rows_of_an_embedding_lets_another_run(model, expected, monkeypatch):
+    """Both wait at once, in a pass that both began."""
+    at_layer, go_on, both = threading.Event(), threading.Event(), threading.Barrier(2)
+    met: set[threading.Thread] = set()
+    wait = loaded_model.wait_for_all
+
+    def meet(tickets):
+        if (me := threading.current_thread()) in clients and me not in met:
+            met.add(me)
+            both.wait(LONG_S)
+        wait(tickets)
+
+    def stop(module, args):
+        if threading.current_thread() is holder:
+            at_layer.set()
+            assert go_on.wait(LONG_S)
+
+    holder, clients = None, []
+    monkeypatch.setattr(loaded_model, "wait_for_all", meet)
+    handle = model.layers[2].register_forward_pre_hook(stop)
+    holder = Client(lambda: model(INPUTS[0]))
+    assert at_layer.wait(LONG_S)
+    clients = [Client(lambda n=n: model(INPUTS[n])) for n in (1, 2)]
+    for client in clients:
+        await_caller(model, client)
+    go_on.set()
+    for client, wanted in zip([holder, *clients], expected, strict=False):
+        assert torch.equal(client.end(), wanted), client.error
+    assert len(met) == 2
+    handle.remove()
+    assert is_clean(model)
 
 
 def test_callers_of_a_compiled_model(model, expected):
