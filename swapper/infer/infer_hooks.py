@@ -1,29 +1,33 @@
 """Leases a module's parameters around its forward, for inference: there is no backward.
 
-Calls are kept on a stack, which is the pass of one thread: other threads wait for its end. A Ctrl-C may leave calls
-behind, whose frames do not run any more: their leases are released at the next call.
+Calls are kept on a stack, which is the forward of one thread; those of others pass through the model with it, one of which
+runs at a time (callers.py). A Ctrl-C may leave calls behind, whose frames do not run any more: their leases are released at
+the next call.
 
 Also here: the prediction of the next passes, and what modules of a loaded model refuse (to be moved, trained, copied).
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
+from swapper.device.device import Device
 from swapper.errors import BudgetError, StateError
+from swapper.infer.callers import CallersPass
 from swapper.infer.weights import GroupWeights, refuse_gradient
-from swapper.modules.batched_pass import BatchedPass
 from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import Call, ModuleHooks, OwnHook, copy_without_hooks, outside_transforms, tensors_of
 from swapper.modules.turns import Turns, frame_of_call, is_running
 from swapper.paging.schedule import Access
+from swapper.runtime.interrupts import close_all
 from swapper.tensors.guarded_tensor import changes_nothing
 from swapper.tensors.torch_private import is_traced
 
@@ -68,47 +72,43 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         self._is_unloaded = False
         self._last_unit = ""
         self._order: list[int] = []  # of the groups in this pass
+        self._pass = CallersPass(weakref.proxy(self), self._turns)
 
     @contextmanager
     def turn_to_unload(self) -> Iterator[None]:
         """Run the context when no forward runs; refuse all later ones, including those of threads that wait."""
-        if self._turns.is_mine:
-            self._drop_stale()
-            if self._running or self._batches is not None:
-                raise StateError("unload was called from inside of the model's forward: call it when that is over")
-        has_turn = self._take_turn()
-        try:
+        self._check_outside("unload was called from inside of the model's forward: call it when that is over")
+        with self._pass.alone():
             yield
             self._is_unloaded = True
-        finally:
-            if has_turn:
-                self._turns.give()
 
-    @contextmanager
-    def turn_for(self, batches: BatchedPass) -> Iterator[bool]:
-        """Hold the turn within the context for all of `batches`. Yields False if the hooks have been removed."""
-        if not self._take_turn():
-            yield False
-            return
-        if self._running:
-            raise StateError("a model was asked to run many batches from inside its own forward")
-        self._last_unit = ""
-        try:
-            self._batches = batches
-            yield True
-        finally:
-            self._batches = None
-            self._turns.hand_over(threading.current_thread())
-            order, self._order = self._order, []
-            try:
-                if order:
-                    self._end_pass(self._last_unit, _first_round(order))
-            finally:
-                self._turns.give()
+    def map(self, function: Callable[[Any], Any], batches: Sequence[Any], device: Device | None) -> list[Any]:
+        """See LoadedModel.map.
 
-    def abandon_pass(self) -> None:
-        self._order.clear()
-        super().abandon_pass()
+        Raises:
+            StateError: called from inside of a forward or of a `map` of this model.
+        """
+        self._check_outside("a model was asked to run many batches from inside its own forward, or its own map")
+        if self._is_removed:
+            return [function(batch) for batch in batches]
+
+        def run(batch: Any) -> Any:
+            self._check_not_unloaded()
+            return function(batch)
+
+        return self._pass.run_batches(run, batches, device)
+
+    def _check_outside(self, refusal: str) -> None:
+        """Raise StateError if this thread is in a forward or a function of `map`. A forward that a Ctrl-C ended is over."""
+        if self.is_inside:
+            self.drop_stale()
+            if self.has_calls or self._pass.has_batch:
+                raise StateError(refusal)
+            self._pass.leave()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """See CallersPass."""
+        return self._pass.aside()
 
     @property
     def is_inside(self) -> bool:
@@ -117,12 +117,9 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
     def _before(self, unit: Unit, module: nn.Module, args: object, kwargs: object) -> None:
         with outside_transforms():
             _check_not_traced(unit)
-            if not self._take_turn(unit):
-                return
-            self._drop_stale()
-            if not self._running:
-                self._begin()
             call = InferenceCall(unit.name, frame_of_call())
+            if not self._is_nested and not self._enter(unit, call.frame):
+                return
             self._running.append(call)
             for index in unit.groups:
                 if self._groups[index].paged:
@@ -140,52 +137,38 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
                     self._release(call)
                 finally:
                     if not self._running:
-                        self._end_outermost(unit)
+                        self._last_unit = unit.name
+                        self._pass.leave(is_awaited=output is not None)
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 
-    def _take_turn(self, unit: Unit | None = None) -> bool:
-        """Wait until no other thread is inside the model, to run `unit`. Return False if the hooks were removed meanwhile."""
-        if not self._turns.take(part=lambda: self._part_of_running(unit)):
+    @property
+    def _is_nested(self) -> bool:
+        """Whether this thread is in a forward of the model, which has not ended without its hooks."""
+        return any(_is_running(call) for call in self._running[-1:]) and self._turns.is_mine
+
+    def _enter(self, unit: Unit, frame: FrameType | None) -> bool:
+        """Wait until this thread may run `unit`. Return False if the hooks were removed meanwhile."""
+        self._pass.enter(frame, lambda: self._part_of_running(unit))
+        if self.has_calls:
             return True
-        if self._is_unloaded:
-            self._turns.give()
-            raise StateError("the model was unloaded by another thread: load it again")
-        if self._is_removed:
-            self._turns.give()
-            return False
-        return True
-
-    def _begin(self) -> None:
         try:
-            self._begin_pass()
+            self._check_not_unloaded()
+            if not self._is_removed:
+                self._begin_pass()
+                return True
         except BaseException:
-            if self._batches is None:
-                self._turns.give()
+            self._pass.leave()
             raise
+        self._pass.leave()
+        return False
 
-    def _end_outermost(self, unit: Unit) -> None:
-        if self._batches is not None:
-            self._last_unit = unit.name
-            return
-        order, self._order = self._order, []
-        try:
-            self._end_pass(unit.name, order)
-        finally:
-            self._turns.give()
-
-    def _drop_stale(self) -> None:
-        """Forget calls of a pass that a Ctrl-C ended: their frames do not run any more."""
-        if not self._running:
-            return
-        while self._running and (frame := self._running[-1].frame) is not None and not is_running(frame):
-            self._release(self._running.pop())
-        if not self._running:
-            self._order.clear()
+    def _check_not_unloaded(self) -> None:
+        if self._is_unloaded:
+            raise StateError("the model was unloaded by another thread: load it again")
 
     def _lease_more(self, call: InferenceCall, group: GroupWeights) -> None:
-        if self._batches is not None:
-            self._batches.arrive(group)
+        self._pass.arrive(group)
         while True:
             try:
                 is_asked = group.lease()
@@ -195,8 +178,27 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         call.groups.append(group.index)
         if is_asked:
             self._order.append(group.index)
-        if self._batches is not None:
-            self._batches.hold(group)
+        self._pass.hold(group)
+
+    # --- called by the pass: see CallersPass --------------------------------------------------------------------------
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the running caller is in a forward."""
+        return bool(self._running)
+
+    def drop_stale(self) -> None:
+        """Release calls of a forward that a Ctrl-C ended: their frames do not run any more."""
+        while self._running and not _is_running(self._running[-1]):
+            self._release(self._running.pop())
+
+    def release_calls(self, calls: Iterable[InferenceCall]) -> None:
+        close_all(partial(self._release, call) for call in calls)
+
+    def pass_over(self, is_shared: bool) -> None:
+        """Record the order of a pass: of several forwards, that of the first."""
+        order, self._order = self._order, []
+        self._end_pass(self._last_unit, _first_round(order) if is_shared else order)
 
     def _owned(self, output: object) -> object:
         """Return an output that keeps no memory of streamed weights. A gradient cannot flow back."""
@@ -207,6 +209,10 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         if any(new is not old for new, old in zip(replaced, tensors, strict=True)):
             return rebuild(replaced)
         return output
+
+
+def _is_running(call: InferenceCall) -> bool:
+    return call.frame is None or is_running(call.frame)
 
 
 def _check_not_traced(unit: Unit) -> None:

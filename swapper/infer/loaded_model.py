@@ -39,7 +39,7 @@ from swapper.infer.weights import (
     make_room,
     refuse_gradient,
 )
-from swapper.modules.batched_pass import BatchedPass
+from swapper.io.engines import Transfer, wait_for_all
 from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
@@ -186,9 +186,7 @@ class LoadedModel(FaultHandler):
             some, left = left[:at_once], left[len(left[:at_once]) :]
             if self._hooks is None:
                 raise StateError("the model is unloaded: load it again")
-            together = BatchedPass(self._hooks, function, some, self._device)
-            with self._hooks.turn_for(together) as is_streamed:
-                results += together.run() if is_streamed else [function(batch) for batch in some]
+            results += self._hooks.map(function, some, self._device)
         return results
 
     def verify(self) -> dict[Path, int]:
@@ -345,7 +343,7 @@ class LoadedModel(FaultHandler):
         copies = None if self._on_device is None else self._on_device.copies
         read, operators = self._streaming.read_part, self._operators
         for table in map(making.adopted, plan.lookups):
-            operators[id(table.parameter), F.embedding] = RowLookup(table, read, self._where, copies)
+            operators[id(table.parameter), F.embedding] = RowLookup(table, read, self._where, copies, self._wait_aside)
         if plan.cuts:
             parts = RowPrefetcher(self._streaming.take(plan.parts_bytes), read, copies, self._made.empty)
             for linear in plan.cuts:
@@ -357,6 +355,11 @@ class LoadedModel(FaultHandler):
         wholes = {id(model), *map(id, model.children() if isinstance(model, Models) else ())}
         for name, module in model.named_modules():
             refuse_changes(module, name or type(model).__name__, id(module) in wholes)
+
+    def _wait_aside(self, tickets: list[Transfer]) -> None:
+        """Wait for a caller's own reads, while others run."""
+        with contextlib.nullcontext() if self._hooks is None else self._hooks.aside():
+            wait_for_all(tickets)
 
     @property
     def _where(self) -> torch.device:

@@ -71,12 +71,14 @@ class RowLookup:
         read: submits reads.
         device: of the indices and the result.
         copies: to `device`; None: it is the CPU.
+        wait: for reads; other callers of the model run meanwhile.
     """
 
     table: Weight
     read: ReadInto
     device: torch.device
     copies: NewCopies | None = None
+    wait: Callable[[list[Transfer]], None] = wait_for_all
 
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, max_norm: float | None = None,
@@ -111,7 +113,7 @@ class RowLookup:
                 for number, begin, count in _runs(rows)
             ]
             tables.append(table)
-        wait_for_all(tickets)
+        self.wait(tickets)
         if self.copies is not None:
             tables = _there(self.copies, tables)
         shaped = [

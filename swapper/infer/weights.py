@@ -135,6 +135,11 @@ class GroupWeights(LeasedGroup):
             guard(parameter, fault_handler)
             set_cold(parameter)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether weights were written to since they were leased, except those that stay materialized."""
+        return bool(self._changed())
+
     def unmanage(self, parameter: nn.Parameter) -> None:
         """Make `parameter` an ordinary one for good, if it is this group's. Its bytes are read with the others' all the same."""
         number = next((number for number, own in enumerate(self.parameters) if own is parameter), None)

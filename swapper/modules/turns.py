@@ -65,9 +65,8 @@ class Turns:
         return None if inside is None else inside.thread
 
     def hand_over(self, thread: threading.Thread | None) -> None:
-        """Give this thread's turn to `thread`; None: to one that is about to take it so."""
-        if (inside := self._owners.get(None)) is not None:
-            inside.thread = thread
+        """Give the turn to `thread`; None: to one that is about to take it so."""
+        self._owners.setdefault(None, _Owner(thread, None)).thread = thread
 
     @property
     def is_mine(self) -> bool:
@@ -79,17 +78,29 @@ class Turns:
 
         Args:
             frame: of the pass; once it has returned the turn counts as abandoned. None: once the thread has ended.
+            part: see `wait`.
+
+        Raises:
+            StateError: see `wait`.
+        """
+        inside = self._owners.get(None)
+        if inside is not None and inside.thread is threading.current_thread() and _is_inside(inside):
+            return False
+        self.wait(lambda: self._try_to_take(frame), part)
+        return True
+
+    def wait(self, attempt: Callable[[], bool], part: Callable[[], str | None]) -> None:
+        """Call `attempt`, which waits for PATIENCE_S, until it returns True. A thread that waits for long is warned.
+
+        Args:
             part: returns the name of what this thread runs if it is a part of what the owner runs; else None.
 
         Raises:
             StateError: the owner's forward waits for this thread, which runs a part of it.
         """
-        inside = self._owners.get(None)
-        if inside is not None and inside.thread is threading.current_thread() and _is_inside(inside):
-            return False
         began, has_warned = time.monotonic(), False
         waits: list[object] = []
-        while not self._try_to_take(frame):
+        while not attempt():
             at = self._where_owner_waits()
             waits = [*waits, at] if at is not None and (not waits or waits[-1] == at) else []
             if len(waits) >= _CHECKS and (name := part()) is not None:
@@ -97,7 +108,6 @@ class Turns:
             if not has_warned and time.monotonic() - began > _WARN_AFTER_S:
                 has_warned = True
                 self._warn()
-        return True
 
     def _try_to_take(self, frame: FrameType | None) -> bool:
         """Take the turn if it is free, or soon, or abandoned by its owner. Ctrl-C takes effect before or afterwards."""

@@ -17,7 +17,9 @@ from swapper import KVCache
 def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
     small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swapper.integrations.transformers_cache.is_in_memory", lambda path: False)  # what stands for a drive is
+    monkeypatch.setattr(
+        "swapper.integrations.transformers_cache.is_in_memory", lambda path: False
+    )  # what stands for a drive is
     drive = small_drive(12 << 20)
     torch.manual_seed(0)
     model = LlamaForCausalLM(

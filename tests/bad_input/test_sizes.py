@@ -12,6 +12,7 @@ import pytest
 import torch
 from infer.host_device import HostDevice
 from torch import nn
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 from unit.test_face import documented, public
 
@@ -161,6 +162,10 @@ ENTRIES: dict[str, Entry] = {
             ("transformers.from_pretrained", transformers.from_pretrained),
             ("diffusers.from_pretrained", diffusers.from_pretrained),
         )
+    },
+    **{
+        f"{name}.host_memory": lambda size, at: swapper.KVCache(LlamaConfig(), host_memory=size, directory=at)
+        for name in ("KVCache", "transformers_cache.KVCache")
     },
     "transformers.streamed.host_memory": lambda size, _: streamed(host_memory=size),
     "transformers.streamed.device_memory": lambda size, _: streamed(**THERE, device_memory=size),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from e2e.processes import killed_at_step, run_python
+from e2e.processes import killed_at_step, run_python, started_python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.slow
@@ -47,6 +49,55 @@ def test_a_state_is_saved_loaded_and_exported(tmp_path: Path) -> None:
 
 def test_text_is_generated(model: Path) -> None:
     assert " 3 tokens in " in run("generate.py", model, "the quick", "--host-memory", "64MiB", "--tokens", 3)
+
+
+def ask(port: int, prompt: str, tokens: int, leaves: bool = False) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", f"/generate?prompt={prompt}&tokens={tokens}")
+    response, text = connection.getresponse(), b""
+    while (more := response.read1(64)) and not (leaves and text):
+        text += more
+    connection.close()
+    return text.decode()
+
+
+SERVER = """
+import os, runpy, sys
+folder, examples = sys.argv[1:3]
+os.chdir(folder)
+sys.path.insert(0, examples)
+sys.argv = ["serve.py", *sys.argv[3:]]
+runpy.run_path(examples + "/serve.py", run_name="__main__")
+"""
+
+
+def test_clients_of_a_server_get_what_they_get_alone_and_one_may_leave(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    with started_python("-c", SERVER, tmp_path, EXAMPLES, "--port", 0) as server:
+        lines = iter(server.stderr.readline, "")
+        port = int(next(found[1] for line in lines if (found := re.search(r"running on http://127.0.0.1:(\d+)", line))))
+        answers: dict[int, str] = {}
+
+        def client(number: int, tokens: int) -> None:
+            answers[number] = ask(port, f"{number}+2+3", tokens, leaves=number == 2)
+
+        threads = [threading.Thread(target=client, args=pair) for pair in ((0, 12), (1, 12), (2, 1000))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(ask(port, f"{number}+2+3", 12) == answers[number] for number in (0, 1))
+        assert len(answers[0].split()) == 12 and answers[0] != answers[1]
+        server.send_signal(signal.SIGINT)
+        printed = server.stdout.read()
+    assert printed.count("12 of 12 tokens") == 4 and int(re.findall(r"(\d+) of 1000 tokens", printed)[0]) < 100
+    assert "MB a pass" in printed
+
+
+def test_the_server_says_what_it_needs(tmp_path: Path) -> None:
+    done = run_python("-c", "import sys; sys.modules['fastapi'] = None" + SERVER, tmp_path, EXAMPLES)
+    assert done.returncode == 1 and "pip install fastapi uvicorn" in done.stderr
 
 
 @pytest.mark.parametrize("adapters", [(), ("--lora", 2)], ids=["all parameters", "adapters"])

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError, UnsupportedError
-from swapper.modules.batched_pass import Batch, BatchedPass
+from swapper.modules.batched_pass import Batch, BatchedPass, BatchSet, ModelCaller
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.module_hooks import outside_transforms
 from swapper.runtime.random_states import rng_states, set_rng_states
@@ -120,7 +120,6 @@ class AccumulationPass(BatchedPass):
         has_losses: all micro-batches have their losses: gradients may have changed.
     """
 
-    _batches: list[_MicroBatch]  # type: ignore[assignment]
     _hooks: TrainingHooks
 
     def __init__(
@@ -131,7 +130,9 @@ class AccumulationPass(BatchedPass):
         batches: Sequence[Any],
         fault_handler: ParameterFaultHandler,
     ) -> None:
-        super().__init__(hooks, self._run, batches, None)
+        super().__init__(hooks)
+        self._arguments = batches
+        self._batches: list[_MicroBatch] = []
         self._order = order
         self._loss_fn = loss_fn
         self._fault_handler = fault_handler
@@ -150,6 +151,10 @@ class AccumulationPass(BatchedPass):
                 for parameter in order.parameters
                 if parameter.requires_grad
             }
+
+    def run(self) -> list[Any]:
+        """Return the losses. See BatchedPass.run_batches."""
+        return self.run_batches(self._run, self._arguments, None)
 
     # --- a micro-batch, in its thread ---------------------------------------------------------------------------------
 
@@ -239,10 +244,11 @@ class AccumulationPass(BatchedPass):
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    def _make_batch(self, index: int, argument: Any) -> Batch:
-        return _MicroBatch(index, argument)
+    def _make_batch(self, batch_set: BatchSet, index: int, argument: Any) -> Batch:
+        self._batches.append(batch := _MicroBatch(self._lock, batch_set, index, argument))
+        return batch
 
-    def _may_run(self, batch: Batch) -> bool:
+    def _may_run(self, batch: ModelCaller) -> bool:
         assert isinstance(batch, _MicroBatch)
         earlier = self._batches[: batch.index]
         if self.has_losses:
@@ -251,15 +257,15 @@ class AccumulationPass(BatchedPass):
             return all(other.has_loss for other in self._batches)
         return not self._is_serial or all(other.has_loss for other in earlier)
 
-    def _next(self, waiting: Sequence[Batch]) -> Batch:
+    def _next(self, waiting: Sequence[ModelCaller]) -> ModelCaller:
         """Return the one that is furthest behind, in the order of the model's modules."""
 
-        def place(batch: Batch) -> int:
+        def place(batch: ModelCaller) -> int:
             return -1 if batch.wanted is None else batch.wanted.index
 
         return max(waiting, key=place) if self.has_losses else min(waiting, key=place)
 
-    def _ends_turn(self, batch: Batch) -> None:
+    def _ends_turn(self, batch: ModelCaller) -> None:
         assert isinstance(batch, _MicroBatch)
         if self._fault_handler.changes_itself:
             raise UnsupportedError(f"a forward has changed parameters, so micro-batches cannot run together; {REMEDY}")
@@ -310,7 +316,7 @@ class AccumulationPass(BatchedPass):
                 )
             self._writers[number] = batch.index
 
-    def _begins_turn(self, batch: Batch) -> None:
+    def _begins_turn(self, batch: ModelCaller) -> None:
         assert isinstance(batch, _MicroBatch)
         if self.has_losses:
             states = batch.random_states or self._random_states
