@@ -284,6 +284,15 @@ def test_what_is_used_again_in_a_step_is_no_free_choice() -> None:
     assert choose_resident_set(neighbours, lambda page: 8, 20, 2)
 
 
+def test_of_accesses_one_at_a_time_only_what_does_not_stay_needs_further_frames() -> None:
+    layers = [Access(("kv", n), tuple(range(10 * n, 10 * n + 10))) for n in range(8)]
+    kept = choose_resident_set(layers, lambda page: 8, 40, 4, leased=(9, 79), one_at_a_time=True)
+    assert kept.isdisjoint({9, 79})
+    streamed = max(len(kept.symmetric_difference(layer.pages) & set(layer.pages)) for layer in layers)
+    assert len(kept) + 2 + 4 + streamed <= 40 + 2  # the share of one layer is not the same as that of all
+    assert len(kept) > len(choose_resident_set(layers, lambda page: 8, 40, 4, leased=(9, 79)))
+
+
 def test_without_room_or_a_schedule_nothing_stays() -> None:
     assert choose_resident_set(one_use_each(10), lambda page: 8, 6, 4) == frozenset()
     assert choose_resident_set([], lambda page: 8, 6, 1) == frozenset()
