@@ -110,7 +110,7 @@ class PagedLayer(DynamicLayer):
         return None
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add tokens; return keys and values of all of them, whole until the next layer's turn.
 
@@ -249,7 +249,7 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
             self._rows.kept = None
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As of a layer without a window; of the last tokens alone.
 

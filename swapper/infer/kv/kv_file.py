@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -79,13 +78,14 @@ def write(
         IoError: the drive failed, or is full. Nothing is left under the name.
     """
     places: dict[int, StorageRef] = {}
-    state: dict[str, Any] = {"kv_cache": {"format": FORMAT, "model": model, "position": position}}
+    state: dict[str, object] = {"kv_cache": {"format": FORMAT, "model": model, "position": position}}
     if tokens is not None:
         state["tokens"] = tokens.detach().to("cpu", torch.int64).contiguous().clone()
-    state["layers"] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    state["layers"] = tensors
     for key, (index, rows) in enumerate(layers.items()):
         keys, values = rows.shape.views(_on_meta(rows.shape, rows.count), 0, rows.count)
-        state["layers"][str(index)] = {"keys": keys, "values": values}
+        tensors[str(index)] = {"keys": keys, "values": values}
         places[id(keys)], places[id(values)] = (
             StorageRef(str(key), int(part.storage_offset())) for part in (keys, values)
         )
