@@ -183,21 +183,19 @@ class KeyValueFile(ScratchFile):
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         if page.location != EXTERNAL or self._saved is None:
             return super().read(page, address, after)
-        file, first = self._saved.file(page), page not in self.first_reads
+        known = self._crc32_of(page)
         ticket = self._engine.read(
-            file, page.stored_offset, address, page.stored_bytes, after=after, checksum=first,
-            expected=None if first else self._crc32_of(page),
+            self._saved.file(page), page.stored_offset, address, page.stored_bytes, after=after, checksum=known is None,
+            expected=known,
         )  # fmt: skip
-        if first:
+        if known is None:
             self.first_reads[page] = ticket
         return ticket
 
     def _crc32_of(self, page: Page) -> int | None:
-        """Return the CRC-32 of the first read of `page`; None if it failed."""
-        ticket = self.first_reads[page]
-        if ticket.done and ticket.error is None:
-            return ticket.crc32
-        return None
+        """Return the CRC-32 of the first read of `page`; None if there was none, or it failed."""
+        ticket = self.first_reads.get(page)
+        return ticket.crc32 if ticket is not None and ticket.done and ticket.error is None else None
 
     def file_of(self, page: Page) -> _C.File | None:
         if page.location == EXTERNAL and self._saved is not None:
