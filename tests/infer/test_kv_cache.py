@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.serialization import config
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -223,6 +224,9 @@ def test_a_saved_context_goes_on(name, dtype, saved, small):
     content = torch.load(path)
     assert content["kv_cache"]["position"] == 99
     assert torch.equal(content["tokens"], inputs["input_ids"][:, :99])
+    with config.patch({"load.calculate_storage_offsets": True}):
+        calculated = torch.load(path)
+    assert torch.equal(calculated["layers"]["7"]["values"], content["layers"]["7"]["values"])
     bytes_before = path.read_bytes()
     caches = [KVCache.open(path, model, tokens=inputs["input_ids"], **small) for _ in range(2)]
     for cache in caches:  # the second one after the first has added to its own

@@ -1,7 +1,7 @@
 """Writes and reads a saved context: the keys and values of a KVCache as a torch checkpoint, whose rows are read in place.
 
-`torch.load(path)` returns {"kv_cache": {"format": 1, "model": ..., "position": ...}, "tokens": ..., "layers": {"0": {"keys": ...,
-"values": ...}, ...}}. Keys and values have shape (batch, heads, tokens, width), as views of rows ([Note: rows], kv_rows.py).
+`torch.load(path)` returns {"kv_cache": {"format": 1, "model": ..., "position": ...}, "layers": {"0": {"keys": ..., "values": ...},
+...}, "tokens": ...}. Keys and values have shape (batch, heads, tokens, width), as views of rows ([Note: rows], kv_rows.py).
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ def write(
     """
     places: dict[int, StorageRef] = {}
     state: dict[str, object] = {"kv_cache": {"format": FORMAT, "model": model, "position": position}}
-    if tokens is not None:
-        state["tokens"] = tokens.detach().to("cpu", torch.int64).contiguous().clone()
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     state["layers"] = tensors
     for key, (index, rows) in enumerate(layers.items()):
@@ -89,6 +87,8 @@ def write(
         places[id(keys)], places[id(values)] = (
             StorageRef(str(key), int(part.storage_offset())) for part in (keys, values)
         )
+    if tokens is not None:  # last, as torch.load may expect keys of storages in their order
+        state["tokens"] = tokens.detach().to("cpu", torch.int64).contiguous().clone()
     sizes = {str(key): rows.count * rows.shape.nbytes for key, rows in enumerate(layers.values())}
     pickled = pickle_state(state, sizes, lambda tensor: places.get(id(tensor)))
     with (
