@@ -296,6 +296,14 @@ class Pager:
         """Return the file that has the content of `page` that was written last, at `page.stored_offset`."""
         return self._store.file_of(page)
 
+    def end_failures(self) -> None:
+        """Wait for what is in flight, and forget which writes failed: one was reported. Their pages stay in memory."""
+        for page in list(self._frames.in_flight.values()):
+            _wait_quietly(page.ticket)
+        with self._lock, contextlib.suppress(IoError):
+            self._frames.settle()
+            self._frames.raise_failure()
+
     def add_pages(self, pages: Iterable[Page]) -> None:
         """Own these pages too: COLD ones, whose indices follow those before."""
         with self._lock:

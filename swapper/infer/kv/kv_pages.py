@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from swapper import _C
-from swapper.errors import BudgetError, ChecksumError, StateError
+from swapper.errors import BudgetError, ChecksumError, IoError, StateError
 from swapper.formats.sources import FileStamp
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, RowShape, SavedRows
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
@@ -127,7 +127,11 @@ class KeyValuePages(Resources[KeyValueFile]):
         return rows.views(rows.begin, rows.end)
 
     def _acquire(self, rows: Rows, access: Access) -> None:
-        self.pager.acquire(access)
+        try:
+            self.pager.acquire(access)
+        except IoError:
+            self.pager.end_failures()  # of other writes: the user is told once, and makes room
+            raise
         self._held = (rows, access)
         if rows.unchecked is not None:
             self._check_saved(rows, rows.unchecked)
