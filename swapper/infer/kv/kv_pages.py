@@ -130,7 +130,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         try:
             self.pager.acquire(access)
         except IoError:
-            self.pager.end_failures()  # of other writes: the user is told once, and makes room
+            self.pager.end_failures()  # of other writes: one error is enough
             raise
         self._held = (rows, access)
         if rows.unchecked is not None:
