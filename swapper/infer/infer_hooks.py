@@ -50,7 +50,6 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         groups: all groups, by index.
         begin_pass: called before the outermost forward; raises if the model cannot be used.
         end_pass: called after it with the name of its module and the groups that were leased, in order.
-        drop_leases: makes the pager forget all leases except the given ones, after a pass was abandoned.
         make_room: called if a group's lease was refused for lack of memory; raises if none can be freed.
     """
 
@@ -60,12 +59,11 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         groups: Sequence[GroupWeights],
         begin_pass: Callable[[], None],
         end_pass: Callable[[str, list[int]], None],
-        drop_leases: Callable[[Iterable[Access]], None],
         make_room: Callable[[GroupWeights, BudgetError], None],
     ) -> None:
         paged = {id(parameter) for group in groups for parameter in group.parameters}
         hooked = [unit for unit in units if any(id(parameter) in paged for parameter in unit.module.parameters())]
-        super().__init__(hooked, groups, drop_leases, Turns())
+        super().__init__(hooked, groups, Turns())
         self._make_room = make_room
         self._begin_pass = begin_pass
         self._end_pass = end_pass

@@ -44,7 +44,6 @@ from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
 from swapper.modules.home import DeviceHome
-from swapper.paging.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.sizes import format_bytes
@@ -133,9 +132,7 @@ class LoadedModel(FaultHandler):
         self._on_device: InferenceDevice | None = None
         try:
             self._take_over(model, fitting, buffers, self._experts)
-            self._hooks = InferenceHooks(
-                plan.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases, self._make_room
-            )
+            self._hooks = InferenceHooks(plan.units, self._groups, self._begin_pass, self._end_pass, self._make_room)
         except BaseException:
             self._close_streaming()
             raise
@@ -402,11 +399,6 @@ class LoadedModel(FaultHandler):
             self._cycle = cycle
             self._streaming.pager.expect(cycle)
         self._expect_images(expected)
-
-    def _drop_leases(self, kept: Iterable[Access]) -> None:
-        if self._on_device is not None:
-            self._on_device.tier.finish()
-        self._streaming.pager.drop_leases(kept)
 
     def _make_room(self, wanted: GroupWeights, refusal: BudgetError) -> None:
         if self._on_device is not None:  # the tier has evicted resident images already

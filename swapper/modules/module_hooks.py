@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from swapper.modules.groups import Unit
 from swapper.modules.leased_group import LeasedGroup, storage_of
 from swapper.modules.turns import Turns
-from swapper.paging.schedule import Access
 from swapper.runtime.interrupts import close_all, defer_signals
 from swapper.tensors.torch_private import innermost_transform, not_traced, pytree, without_transforms
 
@@ -111,14 +110,6 @@ class Call:
         self.groups: list[int] = []
 
 
-class SharedPass(Protocol):
-    """Several batches that pass together. See BatchedPass."""
-
-    def arrive(self, group: LeasedGroup) -> None: ...
-
-    def hold(self, group: LeasedGroup) -> None: ...
-
-
 GroupT = TypeVar("GroupT", bound=LeasedGroup)
 CallT = TypeVar("CallT", bound=Call)
 
@@ -129,7 +120,6 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
     Args:
         units: the modules to hook.
         groups: all groups, by index.
-        drop_leases: of the pager.
         turns: of threads, one pass each.
     """
 
@@ -137,14 +127,11 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self,
         units: Iterable[Unit],
         groups: Sequence[GroupT],
-        drop_leases: Callable[[Iterable[Access]], None],
         turns: Turns,
     ) -> None:
         self._groups = groups
-        self._drop_leases = drop_leases
         self._turns = turns
         self._is_removed = False
-        self._batches: SharedPass | None = None  # that pass together now
         self._running: list[CallT] = []  # forwards, the innermost last
         self._group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._storages = {storage for group in groups for storage in group.storages}
@@ -189,13 +176,6 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self._turns.hand_over(thread)
         before, self._running = self._running, [] if state is None else state
         return before
-
-    def abandon_pass(self) -> None:
-        """Forget a pass that an exception or Ctrl-C ended, with its leases but `GroupHome.kept_accesses`."""
-        self._running.clear()
-        for group in self._groups:
-            group.forget_leases()
-        self._drop_leases([access for group in self._groups for access in group.home.kept_accesses])
 
     def fault_in(self, parameter: nn.Parameter) -> bool:
         """Lease a cold parameter's group for the innermost running forward that contains it. False if there is none."""

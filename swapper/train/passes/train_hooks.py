@@ -44,7 +44,8 @@ from torch.nn.utils import stateless
 
 from swapper.errors import BudgetError, StateError
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, ModuleHooks, OwnHook, SharedPass, outside_transforms, tensors_of
+from swapper.modules.leased_group import LeasedGroup
+from swapper.modules.module_hooks import Call, ModuleHooks, OwnHook, outside_transforms, tensors_of
 from swapper.modules.turns import frame_of_backward, frame_of_call, is_in_backward
 from swapper.paging.schedule import Access
 from swapper.runtime.free_memory import note_used
@@ -59,8 +60,12 @@ from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.steps.executor import UpdateExecutor
 
 
-class MicroBatches(SharedPass, Protocol):
+class MicroBatches(Protocol):
     """Micro-batches that pass together. See AccumulationPass."""
+
+    def arrive(self, group: LeasedGroup) -> None: ...
+
+    def hold(self, group: LeasedGroup) -> None: ...
 
     def make_room(self) -> bool: ...
 
@@ -115,14 +120,14 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         processor: Processor,
     ) -> None:
         units = list(units)
-        super().__init__(units, groups, owner.drop_leases, session_guard.turns)
+        super().__init__(units, groups, session_guard.turns)
         self._session_guard = session_guard
         self._processor = processor
         self._alone = processor.alone
         self._updates = updates
         self._owner = owner
         self._clock = 0
-        self._batches: MicroBatches | None
+        self._batches: MicroBatches | None = None  # that pass together now
         self._backward: list[TrainingCall] = []  # calls whose groups are leased for backward
         self._held: list[TrainingCall] = []  # calls whose outputs have no gradient: leased until a backward is over
         self._tasks: set[int] = set()  # running backwards, one within the other
@@ -161,8 +166,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     def abandon_batches(self) -> None:
         """End a pass that failed, in all of its batches' threads, and forget all leases."""
         self.share(None)
-        self._updates.uses.clear()
-        super().abandon_pass()
+        self._forget_leases()
 
     def end_batch(self) -> None:
         """End the leases that the running batch still has."""
@@ -224,8 +228,15 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         if self.pass_is_open:
             self._backward.clear()
             self._held.clear()
-            self._updates.uses.clear()
-            super().abandon_pass()
+            self._forget_leases()
+
+    def _forget_leases(self) -> None:
+        """Forget the leases of forwards that an exception or Ctrl-C ended, but `GroupHome.kept_accesses`."""
+        self._updates.uses.clear()
+        self._running.clear()
+        for group in self._groups:
+            group.forget_leases()
+        self._owner.drop_leases([access for group in self._groups for access in group.home.kept_accesses])
 
     @property
     def is_inside(self) -> bool:
