@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from swapper.infer.loaded_model import LoadedModel, loaded
     from swapper.infer.planning.load_plan import LoadPlan, plan_load
     from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction
-    from swapper.integrations.transformers_cache import KVCache
+    from swapper.integrations.transformers_cache import KVCache as KVCache
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
     from swapper.options import Accelerator, CommitPolicy, ExternalWeights
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from swapper.train.planning.plan import Plan
     from swapper.train.state.optim import PagedOptimizer
 
+# KVCache is not in it: it needs transformers, which `from swapper import *` must not.
 __all__ = [
     "Accelerator",
     "AioHandle",
@@ -58,7 +59,6 @@ __all__ = [
     "GdsHandle",
     "InvariantError",
     "IoError",
-    "KVCache",
     "LoadPlan",
     "LoadPrediction",
     "LoadedModel",
@@ -114,4 +114,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "KVCache"})

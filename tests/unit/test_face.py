@@ -49,7 +49,7 @@ def signature(value: Any) -> str:
 def face() -> str:
     found = []
     for module in (swapper, swapper.checkpoint, swapper.checkpoint.dcp):
-        for name in sorted(module.__all__):
+        for name in sorted({*module.__all__, *(["KVCache"] if module is swapper else [])}):
             found += lines_of(f"{module.__name__}.{name}", getattr(module, name))
     return "\n".join(found) + "\n"
 

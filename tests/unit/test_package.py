@@ -42,6 +42,7 @@ class Undeclared:
 assert {"torch", "numpy", "typer"} <= declared and declared.isdisjoint({"pytest", "transformers", "triton"})
 sys.meta_path.insert(0, Undeclared())
 import swapper
+from swapper import *
 refused = []
 for module in pkgutil.walk_packages(swapper.__path__, "swapper."):
     if module.name != "swapper.__main__":  # the command line itself
