@@ -123,9 +123,16 @@ class KVCache(DynamicCache):
                 )
             tokens = tokens[:, :position]
         kv_file.write(
-            path, self._pages.owner, rows, model=self._fingerprint(), position=position, tokens=tokens, overwrite=overwrite,
-            durable=durable, moved=progress,
-        )  # fmt: skip
+            path,
+            self._pages.owner,
+            rows,
+            model=self._fingerprint(),
+            position=position,
+            tokens=tokens,
+            overwrite=overwrite,
+            durable=durable,
+            moved=progress,
+        )
 
     @classmethod
     def open(

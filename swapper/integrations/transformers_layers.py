@@ -159,10 +159,7 @@ class PagedLayer(DynamicLayer):
         return self._moved(rows, rows.shape, max(count, 2 * rows.capacity), None)
 
     def _moved(self, rows: Rows, shape: RowShape, capacity: int, pick: torch.Tensor | None) -> Rows:
-        owner = self._pages.owner
-        self._rows = owner.open_rows(self.index, shape, capacity, rows.kept)
-        owner.rewrite(rows, self._rows, pick)
-        owner.close_rows(rows)
+        self._rows = self._pages.owner.move_rows(rows, shape, capacity, pick)
         return self._rows
 
     @property

@@ -201,9 +201,13 @@ class Prefetcher:
         pages, held = self._pages, self._frames.held.values()
         leased = {index for access, _ in held if access.key is None for index in access.pages}
         self._frames.resident_set = choose_resident_set(
-            self._schedule.cycle, lambda index: pages[index].nbytes, self._pool.frame_count, self._window_pages, leased,
+            self._schedule.cycle,
+            lambda index: pages[index].nbytes,
+            self._pool.frame_count,
+            self._window_pages,
+            leased,
             self._one_at_a_time,
-        )  # fmt: skip
+        )
 
     def _find_next_uses(self) -> None:
         """Update all next uses: the run departed from the schedule, or the schedule is new."""

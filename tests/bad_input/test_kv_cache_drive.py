@@ -14,6 +14,25 @@ import swapper
 from swapper import KVCache
 
 
+def make(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    monkeypatch.setattr(
+        "swapper.integrations.transformers_cache.is_in_memory", lambda path: False
+    )  # what stands for a drive is
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256,
+            intermediate_size=256,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            vocab_size=300,
+            max_position_embeddings=512,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
+
+
 def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
     small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -21,13 +40,7 @@ def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
         "swapper.integrations.transformers_cache.is_in_memory", lambda path: False
     )  # what stands for a drive is
     drive = small_drive(12 << 20)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=256, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4, vocab_size=300,
-            max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
-        )
-    ).eval()  # fmt: skip
+    model = make(monkeypatch)
     ids = torch.randint(2, 300, (1, 250))
 
     def generate(ids: torch.Tensor, cache: object, count: int) -> torch.Tensor:
@@ -48,3 +61,25 @@ def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
         others.unlink()
         text = expected[:, : count + 1]
         assert torch.equal(generate(text, cache, 450 - text.shape[1]), expected)
+
+
+def test_a_reorder_that_a_full_drive_ends_is_not_half_believed(
+    small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = small_drive(12 << 20)
+    model = make(monkeypatch)
+    ids = torch.randint(2, 300, (2, 220))
+    with KVCache(model, host_memory="4MiB", directory=drive) as cache, torch.no_grad():
+        expected = model(ids, cache=cache).logits
+        others = drive / "others"
+        with others.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(bytes(1 << 12))
+        with pytest.raises(swapper.IoError):
+            for _ in range(4):
+                cache.reorder_cache(torch.tensor([1, 0]))
+        others.unlink()
+        with pytest.raises(swapper.StateError, match="was reordered"):
+            model(ids[:, :1], cache=cache)
+        cache.reset()
+        assert torch.equal(model(ids, cache=cache).logits, expected)

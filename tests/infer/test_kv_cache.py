@@ -33,9 +33,17 @@ SMALL = "2MiB"
 """Of the keys and values of each test, which are more."""
 NEW_TOKENS = 20
 DECODER = {
-    "vocab_size": 300, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 300,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 CONFIGS = {
     "full": LlamaConfig(**DECODER),
     "grouped": LlamaConfig(**{**DECODER, "num_key_value_heads": 2, "num_hidden_layers": 12}),
@@ -43,13 +51,31 @@ CONFIGS = {
     "sliding": MistralConfig(**DECODER, sliding_window=70),
     "both": Gemma2Config(**DECODER, sliding_window=40, head_dim=64),
     "gpt2": GPT2Config(
-        n_embd=256, n_layer=8, n_head=4, vocab_size=300, n_positions=512, bos_token_id=1, eos_token_id=None, pad_token_id=0
+        n_embd=256,
+        n_layer=8,
+        n_head=4,
+        vocab_size=300,
+        n_positions=512,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
     ),
     "latent": DeepseekV3Config(
-        **DECODER, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1, n_shared_experts=1,
+        **DECODER,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
     ),
-}  # fmt: skip
+}
 WAYS = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -77,9 +103,13 @@ def prompt(batch: int = 2, length: int = 100) -> dict[str, torch.Tensor]:
 def generate(model, inputs, cache, new_tokens=NEW_TOKENS, **options):
     torch.manual_seed(2)
     return model.generate(
-        **inputs, max_new_tokens=new_tokens, cache=cache, return_dict_in_generate=True, output_logits=True,
+        **inputs,
+        max_new_tokens=new_tokens,
+        cache=cache,
+        return_dict_in_generate=True,
+        output_logits=True,
         **{"do_sample": False, **options},
-    )  # fmt: skip
+    )
 
 
 def check_same(got, expected) -> None:
@@ -113,9 +143,17 @@ def test_what_is_generated_is_what_a_cache_in_memory_gives(name, dtype, way, sma
 def test_encoder_and_decoder(small):
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=300, d_model=256, d_ff=256, d_kv=64, num_layers=8, num_decoder_layers=8, num_heads=4, pad_token_id=0,
-        decoder_start_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=300,
+        d_model=256,
+        d_ff=256,
+        d_kv=64,
+        num_layers=8,
+        num_decoder_layers=8,
+        num_heads=4,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        eos_token_id=None,
+    )
     model, inputs = AutoModelForSeq2SeqLM.from_config(config).eval(), prompt()
     plain = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
     expected = generate(model, inputs, plain, new_tokens=60)

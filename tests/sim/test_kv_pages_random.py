@@ -56,9 +56,7 @@ class Twin:
             self.keys, self.values = self.keys[:, :, -self.kept :], self.values[:, :, -self.kept :]
 
     def move(self, capacity: int, shape: RowShape, pick: torch.Tensor | None) -> None:
-        old, self.rows = self.rows, self.pages.open_rows(self.index, shape, capacity, self.kept)
-        self.pages.rewrite(old, self.rows, pick)
-        self.pages.close_rows(old)
+        self.rows = self.pages.move_rows(self.rows, shape, capacity, pick)
 
     def pick(self, random: Random) -> None:
         shape = self.rows.shape

@@ -47,7 +47,6 @@ class KeyValuePages(Resources[KeyValueFile]):
         counters: to update.
 
     Raises:
-        BudgetError: `host_bytes` is less than a few pages.
         IoError: the directory refuses.
     """
 
@@ -71,6 +70,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         self._last_layer = -1
         self._thread: int | None = None
         self._cycle: list[Access] = []
+        self._broken_by = ""  # what struck while rows were rewritten in place
         counters.pool_bytes, counters.frame_bytes = self._size.pool_bytes, page_bytes
         try:
             self.open(
@@ -127,14 +127,17 @@ class KeyValuePages(Resources[KeyValueFile]):
         return rows.views(rows.begin, rows.end)
 
     def _acquire(self, rows: Rows, access: Access) -> None:
+        self._lease(access)
+        self._held = (rows, access)
+        if rows.unchecked is not None:
+            self._check_saved(rows, rows.unchecked)
+
+    def _lease(self, access: Access) -> None:
         try:
             self.pager.acquire(access)
         except IoError:
             self.pager.end_failures()  # of other writes: one error is enough
             raise
-        self._held = (rows, access)
-        if rows.unchecked is not None:
-            self._check_saved(rows, rows.unchecked)
 
     def _check_saved(self, rows: Rows, saved: SavedRows) -> None:
         """Raise ChecksumError if the layer's bytes of the saved context were all read, and are not those that were saved."""
@@ -146,9 +149,13 @@ class KeyValuePages(Resources[KeyValueFile]):
             crc32 = _C.crc32_combine(crc32, first_reads[page].crc32, page.stored_bytes)
         if saved.crc32 and crc32 != saved.crc32:
             raise ChecksumError(
-                "read", str(saved.place.path), saved.place.offset, saved.place.nbytes, errno.EBADMSG,
+                "read",
+                str(saved.place.path),
+                saved.place.offset,
+                saved.place.nbytes,
+                errno.EBADMSG,
                 f"the keys and values of layer {rows.index} are not those that were saved: take another copy of the file",
-            )  # fmt: skip
+            )
         rows.unchecked = None
 
     def end_turn(self) -> None:
@@ -161,7 +168,10 @@ class KeyValuePages(Resources[KeyValueFile]):
 
     def _begin_turn(self, rows: Rows, added: int) -> None:
         self.end_turn()
-        self.store.check_unchanged()
+        if self._broken_by:
+            raise StateError(
+                f"{self._broken_by} was raised while a KVCache was reordered: call reset(), and prefill again"
+            )
         me, is_first = threading.get_ident(), rows.index <= self._last_layer or self._thread is None
         if me != self._thread and not (is_first and self._is_between_steps):
             raise StateError(
@@ -169,6 +179,7 @@ class KeyValuePages(Resources[KeyValueFile]):
                 "call reset()"
             )
         if is_first:
+            self.store.check_unchanged()
             self._thread = me
             self._expect(added)
         self._last_layer = rows.index
@@ -196,18 +207,18 @@ class KeyValuePages(Resources[KeyValueFile]):
         if before is not None and before.pages == last:
             return
         access = Access(None, last, writes=frozenset(last))
-        self.pager.acquire(access)
+        self._lease(access)
         rows.last = access
         if before is not None:
             self.pager.release(before, before.writes)
 
-    def _let_last_page_go(self, rows: Rows) -> None:
+    def _release_last_page(self, rows: Rows) -> None:
         if rows.last is not None:
             access, rows.last = rows.last, None
             self.pager.release(access, access.writes)
 
     def _check_room(self, access: Access) -> None:
-        """Raise BudgetError unless the pool has frames for these pages, beside the last ones of all layers."""
+        """Raise BudgetError unless the pool has frames for these pages, in addition to the last ones of all layers."""
         stay = {page for rows in self._layers.values() if rows.last is not None for page in rows.last.pages}
         needed = len(stay.union(access.pages)) + 1
         if needed > self._size.frame_count:
@@ -252,14 +263,32 @@ class KeyValuePages(Resources[KeyValueFile]):
     def close_rows(self, rows: Rows) -> None:
         """Forget the tokens of a layer; its part of the file is used again."""
         self.end_turn()
-        self._let_last_page_go(rows)
+        self._release_last_page(rows)
         self.pager.discard_pages(page.index for page in rows.section.pages)
         self.pager.forget(page.index for page in rows.section.pages)
         self._unused.setdefault(rows.section.plan.nbytes, []).append(rows.section)
         if self._layers.get(rows.index) is rows:
             del self._layers[rows.index]
         if not self._layers:
-            self._thread, self._last_layer = None, -1
+            self._thread, self._last_layer, self._broken_by = None, -1, ""
+
+    def move_rows(self, rows: Rows, shape: RowShape, capacity: int, pick: torch.Tensor | None) -> Rows:
+        """Return new rows of a layer with the tokens of `rows`, which are closed then. After an error they are as before.
+
+        Args:
+            rows: of the layer.
+            shape, capacity: see `open_rows`.
+            pick: see `rewrite`.
+        """
+        target = self.open_rows(rows.index, shape, capacity, rows.kept)
+        try:
+            self.rewrite(rows, target, pick)
+        except BaseException:
+            self.close_rows(target)
+            self._layers[rows.index] = rows
+            raise
+        self.close_rows(rows)
+        return target
 
     def crop(self, rows: Rows, count: int) -> None:
         """Forget the last `count` tokens of a layer."""
@@ -275,20 +304,28 @@ class KeyValuePages(Resources[KeyValueFile]):
             pick: of the batch, which entry each entry of the target is; int64, of shape (target's batch,). None: the same.
         """
         self.end_turn()
-        self._let_last_page_go(rows)
-        self._let_last_page_go(target)
+        self._release_last_page(rows)
+        self._release_last_page(target)
         begin, end = rows.begin, rows.end
-        for first, last in self._chunks(begin, end, max(rows.shape.nbytes, target.shape.nbytes)):
-            with self.pager.leased(rows.access(first, last, 0)):
-                parts = [part.clone() for part in rows.views(first, last)]
-            if pick is not None:
-                parts = [part.index_select(0, pick) for part in parts]
-            to = first - begin
-            count = last - first
-            with self.pager.leased(target.access(to, to, count)):
-                for whole, part in zip(target.views(to, to + count), parts, strict=True):
-                    whole.copy_(part)
+        try:
+            for first, last in self._chunks(begin, end, max(rows.shape.nbytes, target.shape.nbytes)):
+                self._rewrite(rows, first, last, target, first - begin, pick)
+        except BaseException as error:
+            if target is rows:
+                self._broken_by = type(error).__name__
+            raise
         target.begin, target.end = 0, end - begin
+
+    def _rewrite(self, rows: Rows, first: int, last: int, target: Rows, to: int, pick: torch.Tensor | None) -> None:
+        """Write tokens [first, last) of `rows` to `target`, from token `to` on."""
+        with self.pager.leased(rows.access(first, last, 0)):
+            parts = [part.clone() for part in rows.views(first, last)]
+        if pick is not None:
+            parts = [part.index_select(0, pick) for part in parts]
+        count = last - first
+        with self.pager.leased(target.access(to, to, count)):
+            for whole, part in zip(target.views(to, to + count), parts, strict=True):
+                whole.copy_(part)
 
     def pieces(self, rows: Rows) -> Iterator[torch.Tensor]:
         """Yield the bytes of a layer's rows, uint8, piece by piece; each is whole until the next."""

@@ -185,9 +185,14 @@ class KeyValueFile(ScratchFile):
             return super().read(page, address, after)
         known = self._crc32_of(page)
         ticket = self._engine.read(
-            self._saved.file(page), page.stored_offset, address, page.stored_bytes, after=after, checksum=known is None,
+            self._saved.file(page),
+            page.stored_offset,
+            address,
+            page.stored_bytes,
+            after=after,
+            checksum=known is None,
             expected=known,
-        )  # fmt: skip
+        )
         if known is None:
             self.first_reads[page] = ticket
         return ticket
