@@ -44,7 +44,7 @@ class KVCache(DynamicCache):
     Args:
         model: with a `config`, or the config.
         host_memory: bytes, or "4GiB", of keys and values in memory. One layer must fit, and two to read ahead. "auto": half
-            of the free memory.
+            of the free memory, at most what `max_tokens` take.
         directory: of the scratch file, on a drive. None: the directory for temporary files.
         max_tokens: of the longest sequence, prompt and output. It may be exceeded, by copying. None: the model's
             `max_position_embeddings`, at most 65,536.
@@ -78,7 +78,9 @@ class KVCache(DynamicCache):
         known = getattr(decoder, "max_position_embeddings", None)
         reserved = max_tokens or min(known or MIN_RESERVED_TOKENS, MAX_RESERVED_TOKENS)
         host_bytes = parse_host_memory(host_memory)
-        self._pages = LayerPages(host_bytes, _scratch_directory(directory), reserved, backend, self.counters)
+        self._pages = LayerPages(
+            host_bytes, host_memory == "auto", _scratch_directory(directory), reserved, backend, self.counters
+        )
         self.layers = [_paged(layer, self._pages, index) for index, layer in enumerate(self.layers)]
         self._pages.layers = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.infer.kv.kv_file import SavedContext
-from swapper.infer.kv.kv_pages import KeyValuePages
+from swapper.infer.kv.kv_pages import MAX_PAGE_BYTES, KeyValuePages
 from swapper.infer.kv.kv_rows import Rows, RowShape, SavedRows
 from swapper.runtime.counters import Counters
 
@@ -295,16 +295,21 @@ class LayerPages:
 
     Args:
         host_bytes, directory, backend, counters: see `KeyValuePages`.
+        takes_less: of `host_bytes` only what all layers have room for is taken.
         max_tokens: that a layer gets room for at once.
 
     Raises:
         StateError: on use, they were closed.
     """
 
-    def __init__(self, host_bytes: int, directory: Path, max_tokens: int, backend: str, counters: Counters) -> None:
+    def __init__(
+        self, host_bytes: int, takes_less: bool, directory: Path, max_tokens: int, backend: str, counters: Counters
+    ) -> None:
         self.layers: list[PagedLayer] = []
         self.saved: SavedContext | None = None
-        self._options = host_bytes, directory
+        self._host_bytes = host_bytes
+        self._takes_less = takes_less
+        self._directory = directory
         self._backend = backend
         self._counters = counters
         self._max_tokens = max_tokens
@@ -325,9 +330,10 @@ class LayerPages:
         if os.getpid() != self._pid:
             raise StateError("a KVCache works only in the process that made it, not in a forked child")
         if self._owner is None:
-            host_bytes, directory = self._options
             saved = None if self.saved is None else (self.saved.path, self.saved.stamp)
-            self._owner = KeyValuePages(host_bytes, directory, saved, len(self.layers), self._backend, self._counters)
+            self._owner = KeyValuePages(
+                self._host_bytes, self._directory, saved, len(self.layers), self._backend, self._counters
+            )
         return self._owner
 
     def open_saved(self, saved: SavedContext) -> None:
@@ -337,16 +343,24 @@ class LayerPages:
             raise CheckpointError(
                 f"{saved.path} has {len(saved.layers)} layers with keys, and the model {len(self.layers)}: it is of another model"
             )
+        capacity = self.capacity(saved.position)
+        self._note_needed(sum(capacity * rows.shape.nbytes for rows in saved.layers.values()))
         for layer in self.layers:
-            layer.open_saved(saved.layers[layer.index], self.capacity(saved.position), saved.position)
+            layer.open_saved(saved.layers[layer.index], capacity, saved.position)
         self.owner.read_ahead()
 
     def open_alike(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Open the rows of all layers that have none, for such keys and values: layers are mostly alike."""
         shape, capacity = RowShape.of(keys, values), self.capacity(keys.shape[2])
+        self._note_needed(len(self.layers) * capacity * shape.nbytes)
         for layer in self.layers:
             if not layer.is_initialized:
                 layer.open(shape, capacity)
+
+    def _note_needed(self, nbytes: int) -> None:
+        """Take no more memory than these bytes of all layers need, with a page more for each."""
+        if self._takes_less:
+            self._host_bytes = min(self._host_bytes, nbytes + (len(self.layers) + 1) * MAX_PAGE_BYTES)
 
     def capacity(self, added: int) -> int:
         """Return for how many tokens a layer gets room that begins with `added`."""

@@ -218,6 +218,15 @@ def test_the_last_page_is_not_written_at_each_token(small):
         assert cache.counters.written_bytes["kv"] - before < 2 * (added + 8 * cache.counters.frame_bytes)
 
 
+def test_by_default_no_more_memory_is_taken_than_the_longest_text_needs(tmp_path):
+    model = make("full")
+    with KVCache(model, directory=tmp_path, max_tokens=160) as cache:
+        check_same(generate(model, prompt(), cache), generate(model, prompt(), None))
+        kv_bytes = 8 * 160 * 2 * 2 * 256 * 4
+        assert kv_bytes <= cache.counters.pool_bytes <= kv_bytes + 9 * (4 << 20)
+        assert cache.counters.read_bytes["kv"] == cache.counters.written_bytes["kv"] == 0
+
+
 def test_a_dropped_cache_gives_memory_and_file_back(small):
     def descriptors():
         return len(list(Path("/proc/self/fd").iterdir()))
