@@ -104,14 +104,6 @@ class LeasedGroup(ABC):
                 if changed:
                     self._note_change(changed)
 
-    def forget_leases(self) -> None:
-        """Forget the leases of abandoned passes. The pager forgets its own by itself."""
-        self._leases = 0
-        self._versions = []
-        if not self.settled:
-            self._dematerialize()
-        self.home.forget()
-
     def abandon(self, keep_cold: bool = True) -> None:
         """End its use. Parameters that stay in memory stay usable; the others stay cold for good if `keep_cold`."""
         for parameter in self.parameters:

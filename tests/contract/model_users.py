@@ -84,10 +84,6 @@ class User:
         self.resources.pager.flush()
         self.resources.pager.discard()
 
-    def forget_leases(self) -> None:
-        """What leased groups is gone."""
-        self.hooks.abandon_pass()
-
     @contextmanager
     def broken_drive(self) -> Any:
         """Within it no read ends well."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_users import USERS, User, is_away
+from model_users import USERS, Trained, User, is_away
 
 import swapper
 from swapper.errors import InvariantError
@@ -73,7 +73,10 @@ def test_a_change_while_it_is_leased_is_told(user: User) -> None:
     assert is_away(group) and not group.is_leased
 
 
-def test_leases_of_a_pass_that_never_ended_are_forgotten(user: User) -> None:
+@pytest.mark.parametrize("name", ["trained", "trained on a device"])
+def test_leases_of_a_pass_that_never_ended_are_forgotten_in_training(name: str, tmp_path: Path) -> None:
+    user = USERS[name](tmp_path)
+    assert isinstance(user, Trained)
     group = user.group()
     group.lease()
     group.lease()
@@ -82,6 +85,7 @@ def test_leases_of_a_pass_that_never_ended_are_forgotten(user: User) -> None:
     group.lease()
     check_content(user)
     group.release()
+    user.close()
 
 
 def test_a_view_of_it_is_known_by_its_storage(user: User) -> None:

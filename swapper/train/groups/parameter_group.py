@@ -215,6 +215,14 @@ class GroupParameters(LeasedGroup):
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def forget_leases(self) -> None:
+        """Forget the leases of abandoned passes. The pager forgets its own by itself."""
+        self._leases = 0
+        self._versions = []
+        if not self.settled:
+            self._dematerialize()
+        self.home.forget()
+
     def _materialize(self) -> None:
         if self.state is not CURRENT:
             raise InvariantError(
