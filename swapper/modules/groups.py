@@ -38,6 +38,10 @@ class Group:
     name: str
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for _, parameter in self.parameters)
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:

@@ -239,15 +239,29 @@ def _groups() -> Iterator[tuple[str, str, str, bytes]]:
             yield "/".join([root, *parts[:depth]]), *names
 
 
-def _left_in(group: tuple[str, str, str, bytes]) -> int:
-    folder, limit_name, used_name, prefix = group
+def group_limit() -> int | None:
+    """Return the smallest limit of memory of this process's control groups, in bytes; None without one."""
+    limits = [limit for group in _groups() if (limit := _limit_of(group)) is not None]
+    return min(limits, default=None)
+
+
+def _limit_of(group: tuple[str, str, str, bytes]) -> int | None:
+    folder, limit_name, *_ = group
     try:
-        limit = read_kernel(f"{folder}/{limit_name}").strip()
-        if limit == b"max" or int(limit) >= UNLIMITED:
-            return UNLIMITED
+        limit = int(read_kernel(f"{folder}/{limit_name}"))
+    except (OSError, ValueError):  # not mounted here, or "max"
+        return None
+    return None if limit >= UNLIMITED else limit
+
+
+def _left_in(group: tuple[str, str, str, bytes]) -> int:
+    folder, _, used_name, prefix = group
+    if (limit := _limit_of(group)) is None:
+        return UNLIMITED
+    try:
         used = int(read_kernel(f"{folder}/{used_name}"))
         stat = dict(line.split() for line in read_kernel(f"{folder}/memory.stat").splitlines())
         cache = int(stat[prefix + b"active_file"]) + int(stat[prefix + b"inactive_file"])
     except (OSError, ValueError, KeyError):  # not mounted here, or the root, which has no limit
         return UNLIMITED
-    return max(int(limit) - used + cache, 0)
+    return max(limit - used + cache, 0)
