@@ -1,4 +1,4 @@
-"""What the kernel's files say of links, nodes and drives: files of the same form, as of machines that are not at hand."""
+"""Links, nodes and drives are read from the kernel's files: here from files of the same form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees without having asked: one line of what was chosen, a bar, a cell that runs again, an error's remedy."""
+"""A person gets, unasked, one line of what was chosen, a bar for long work, and in a notebook errors that begin with the remedy."""
 
 from __future__ import annotations
 
