@@ -264,6 +264,19 @@ def as_one(models: object) -> nn.Module:
     return Models(by_name)
 
 
+def check_plain(name: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter can be paged: it has its elements as they are, one after the other.
+
+    Raises:
+        UnsupportedError: it is a sparse tensor, or of a class of its own, as weights that torchao has quantized.
+    """
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        raise UnsupportedError(
+            f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: only plain dense nn.Parameter can "
+            "be paged. Build the model with such; for weights in few bits make a file by `swapper export --quantize int8`, and load it"
+        )
+
+
 def refuse_scripted(model: nn.Module, verb: str) -> None:
     """Refuse TorchScript: its code uses parameters where no hook and no guard sees it.
 
