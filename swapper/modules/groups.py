@@ -273,7 +273,7 @@ def check_plain(name: str, parameter: nn.Parameter) -> None:
     if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
         raise UnsupportedError(
             f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: only plain dense nn.Parameter can "
-            "be paged. Build the model with such; for weights in few bits make a file by `swapper export --quantize int8`, and load it"
+            "be paged. Build the model with such; for weights in few bits, make a file by `swapper export --quantize int8`"
         )
 
 
