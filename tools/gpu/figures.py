@@ -5,9 +5,10 @@ A measurement that hangs takes no more than its deadline. The tests run in betwe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
-from gpu import activations, checkpoints, copies, drive, facts, inference, kernels, placed, training
+from gpu import activations, checkpoints, copies, drive, facts, inference, kernels, language_model, placed, training
 from gpu.bench import Measurement
 
 
@@ -35,6 +36,11 @@ FIGURES: dict[str, Figures] = {
     "cufile": Figures(drive.by_cufile, drive.DIRECT, 40),
     "gdsfile": Figures(drive.by_gds_file, drive.FILE, 45),
     "checkpoints": Figures(checkpoints.saves_and_loads, (*checkpoints.SAVES, *checkpoints.LOADS), 60),
+    **{
+        f"llama-{name}": Figures(partial(language_model.fine_tuning, name), language_model.figures_of(name), 75)
+        for name in language_model.WAYS
+    },
+    "llama-7b": Figures(language_model.seven, (language_model.SEVEN,), 110),
 }
 TESTS, TESTS_BEFORE, TESTS_S = "tests", "quantised", 150
 ORDER = [name for before in FIGURES for name in ((TESTS, before) if before == TESTS_BEFORE else (before,))]

@@ -1,0 +1,334 @@
+"""Measures full fine-tuning of a language model beside plain torch on the same device: what users do, at their sizes.
+
+A Llama of 1.24 billion parameters (16 layers, width 2048, tied vocabulary of 128,256) in bf16 with fp32 masters, checkpointed
+layers, sequences of 2,048 tokens, AdamW. A step has A micro-batches of 16,384 tokens. Losses of the first steps must equal plain
+torch's. Then one of 6.7 billion parameters in 8 GB of device memory, beside the time of its kernels alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import swapper
+from gpu.bench import Bench, Row, each
+from gpu.checkpoints import drive_rates
+from gpu.training import device_of, roomy
+from swapper import CommitPolicy
+
+HEAD_WIDTH = 128
+STATE_BYTES = 12
+"""Of a parameter: fp32 master and two moments."""
+CHECKED_STEPS, TIMED_STEPS = 3, 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    layers: int
+    width: int
+    hidden: int
+    vocabulary: int
+    tokens: int
+    batch: int
+
+
+def sizes_of(bench: Bench) -> Sizes:
+    return Sizes(2, 32, 32, 64, 16, 2) if bench.is_rehearsal else Sizes(16, 2048, 8192, 128256, 2048, 8)
+
+
+def large_sizes_of(bench: Bench) -> Sizes:
+    return Sizes(3, 32, 32, 64, 16, 1) if bench.is_rehearsal else Sizes(32, 4096, 11008, 32000, 2048, 4)
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width, hidden = sizes.width, sizes.hidden
+        self.heads = max(width // HEAD_WIDTH, 2)
+        self.before, self.between = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.all, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        parts = self.all(self.before(value)).chunk(3, -1)
+        query, key, content = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(query, key, content, is_causal=True).transpose(1, 2).flatten(-2)
+        value = value + self.out(mixed)
+        normed = self.between(value)
+        changed: torch.Tensor = value + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return changed
+
+
+class Llama(nn.Module):
+    """Returns the mean loss of predicting each next token."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        value = self.embedding(tokens)
+        for block in self.blocks:
+            value = checkpoint(block, value, use_reentrant=False)
+        logits = self.head(self.norm(value))[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_model(bench: Bench, sizes: Sizes, where: torch.device | str) -> Llama:
+    """Return a model in bf16 with the same values at each call, which the measured device makes."""
+    with torch.device("meta"):
+        model = Llama(sizes).to(torch.bfloat16)
+    model.to_empty(device=where)
+    model.head.weight = model.embedding.weight
+    numbers = torch.Generator(bench.device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            made = torch.empty(parameter.shape, dtype=parameter.dtype, device=bench.device)
+            parameter.copy_(made.normal_(std=0.02, generator=numbers) if made.dim() > 1 else made.fill_(1.0))
+    return model
+
+
+class Masters:
+    """An optimizer over fp32 copies of a model's parameters, as `master_weights=torch.float32` has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._masters = [nn.Parameter(parameter.detach().float()) for parameter in self._parameters]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=1e-4, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self._optimizer.step()
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            parameter.copy_(master)
+            master.grad = None
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def take_step(
+    model: nn.Module,
+    optimizer: Any,
+    tokens: torch.Tensor,
+    micro_batches: int,
+    clip: Callable[[], object] = lambda: None,
+    accumulate: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> float:
+    """Take a step, and return the last micro-batch's loss."""
+    with accumulate():
+        for _ in range(micro_batches - 1):
+            (model(tokens) / micro_batches).backward()
+    loss = model(tokens) / micro_batches
+    loss.backward()
+    clip()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def measured(bench: Bench, act: Callable[[], float]) -> tuple[list[float], float]:
+    """Return the losses of the first steps, and the seconds of the fastest of some more."""
+    losses, times = [act() for _ in range(1 if bench.is_rehearsal else CHECKED_STEPS)], []
+    for _ in range(1 if bench.is_rehearsal else TIMED_STEPS):
+        bench.synchronize()
+        begin = time.perf_counter()
+        act()
+        bench.synchronize()
+        times.append(time.perf_counter() - begin)
+    return losses, min(times)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to offload.
+
+    Attributes:
+        told: in the table.
+        options: of `offload`.
+        bars: of plain torch's throughput, by the number of micro-batches.
+        clips: by the norm of all gradients, as the Trainer does by default.
+        exact: losses must equal plain torch's.
+        needs_drive: the bar is of min(1, the drive's limit).
+    """
+
+    told: str
+    options: dict[str, Any]
+    bars: dict[int, float]
+    clips: bool = False
+    exact: bool = True
+    needs_drive: bool = False
+
+
+HOST: dict[str, Any] = {"params": "device", "optimizer_state": "host", "gradients": "device"}
+EIGHT_BITS: dict[str, Any] = {**HOST, "state_codec": "8bit"}
+WAYS: dict[str, Way] = {
+    "step": Way("state in host memory", HOST, {4: 0.97, 1: 0.90}),
+    "backward": Way("state in host memory, in backward", {**HOST, "update": "backward"}, {4: 0.97, 1: 0.90}),
+    "deferred": Way("state in host memory, deferred", {**HOST, "update": "deferred"}, {4: 0.97, 1: 0.90}),
+    "8bit": Way("state in 8 bits", {**EIGHT_BITS, "update": "backward"}, {4: 0.98, 1: 0.96}, exact=False),
+    "clipped": Way("state in host memory, clipped", HOST, {4: 0.93, 1: 0.75}, clips=True),
+    "clipped-8bit": Way("state in 8 bits, clipped", EIGHT_BITS, {4: 0.97, 1: 0.90}, clips=True, exact=False),
+    "device": Way("state on the device", {"params": "device", "optimizer_state": "device"}, {4: 0.98}),
+    "defaults": Way("no option", {}, {4: 0.95}),
+    "host": Way(
+        "all in host memory, device_memory='4GB'",
+        {"params": "host", "optimizer_state": "host", "gradients": "host", "device_memory": 4_000_000_000,
+         "update": "backward"}, {4: 0.95},
+    ),
+    "nvme": Way(
+        "state on NVMe", {**HOST, "optimizer_state": "nvme", "update": "backward"}, {4: 0.97}, needs_drive=True
+    ),
+}  # fmt: skip
+SEVEN = "Llama of 6.7 G parameters in 8 GB"
+SEVEN_BAR = 0.92
+
+
+def figures_of(name: str) -> tuple[str, ...]:
+    return tuple(f"Llama of 1.24 G, {WAYS[name].told}, A = {count}" for count in WAYS[name].bars)
+
+
+def fine_tuning(name: str, bench: Bench) -> Iterator[Row]:
+    """Measure one way, after plain torch."""
+    way, sizes = WAYS[name], sizes_of(bench)
+    tokens = tokens_of(bench, sizes)
+    yield from run_swapped(bench, way, figures_of(name), sizes, tokens, run_plain(bench, way, sizes, tokens))
+
+
+def tokens_of(bench: Bench, sizes: Sizes) -> torch.Tensor:
+    numbers = torch.Generator().manual_seed(1)
+    return torch.randint(sizes.vocabulary, (sizes.batch, sizes.tokens), generator=numbers, device="cpu").to(
+        bench.device
+    )
+
+
+def clip_of(way: Way, model: nn.Module) -> Callable[[], object]:
+    return partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0) if way.clips else lambda: None
+
+
+def run_plain(bench: Bench, way: Way, sizes: Sizes, tokens: torch.Tensor) -> dict[int, tuple[list[float], float]]:
+    """Return losses and seconds for each number of micro-batches, one after the other."""
+    model = make_model(bench, sizes, bench.device)
+    optimizer, clip = Masters(model), clip_of(way, model)
+    found = {count: measured(bench, partial(take_step, model, optimizer, tokens, count, clip)) for count in way.bars}
+    del model, optimizer, clip
+    gc.collect()
+    return found
+
+
+def run_swapped(
+    bench: Bench,
+    way: Way,
+    figures: Sequence[str],
+    sizes: Sizes,
+    tokens: torch.Tensor,
+    plain: dict[int, tuple[list[float], float]],
+) -> Iterator[Row]:
+    model = make_model(bench, sizes, "cpu")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    host_bytes = parameters * (4 if way.needs_drive else 4 + 2 + STATE_BYTES) * 5 // 4 + roomy(bench)
+    options: dict[str, Any] = {"device": device_of(bench), "master_weights": torch.float32, **way.options}
+    if bench.is_rehearsal and "device_memory" in options:
+        options["device_memory"] = 8 << 20
+    never = CommitPolicy(every=None)
+    with (
+        tempfile.TemporaryDirectory(dir=bench.directory) as place,
+        swapper.SwapManager(place, host_bytes, commits=never) as manager,
+    ):
+        given = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        model, optimizer = manager.offload(model, given, **options)
+        clip = clip_of(way, model)
+
+        def row(figure: str, count: int) -> Iterator[Row]:
+            plain_losses, plain_s = plain[count]
+            losses, taken_s = measured(
+                bench, partial(take_step, model, optimizer, tokens, count, clip, manager.accumulate)
+            )
+            stats, limit, drive = manager.stats(), 1.0, ""
+            if way.needs_drive:
+                writes, reads = drive_rates(bench, Path(place) / "rate", bench.size(1 << 30, 1 << 20))
+                drive_s = max(stats.read_bytes / reads, stats.written_bytes / writes)
+                limit, drive = min(1.0, plain_s / max(drive_s, 1e-9)), f", the drive needs {drive_s:.2f} s"
+            is_equal, ratio, bar = losses == plain_losses, plain_s / taken_s, way.bars[count]
+            told = "losses equal" if is_equal else f"losses {losses}, plain {plain_losses}"
+            yield Row(
+                figure,
+                f"{bar}{' x min(1, limit)' if way.needs_drive else ''} of plain torch's throughput",
+                f"{ratio:.3f} ({taken_s:.3f} s, plain {plain_s:.3f} s, {count * tokens.numel()} tokens{drive}; {told}; "
+                f"{stats.brief})",
+                ratio >= bar * limit and (is_equal or not way.exact),
+            )
+
+        yield from each(
+            *(((figure,), partial(row, figure, count)) for figure, count in zip(figures, way.bars, strict=True))
+        )
+
+
+def seven(bench: Bench) -> Iterator[Row]:
+    """Train with everything in host memory, and compare with the kernels of one resident block and the ends."""
+    sizes, micro_batches = large_sizes_of(bench), 4
+    tokens = tokens_of(bench, sizes)
+    kernels_s = micro_batches * kernels_of(bench, sizes, tokens)
+    model = make_model(bench, sizes, "cpu")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    device_memory = 8 << 20 if bench.is_rehearsal else 4_000_000_000
+    never = CommitPolicy(every=None)
+    if not bench.on_cpu:
+        torch.cuda.reset_peak_memory_stats()
+    with (
+        tempfile.TemporaryDirectory(dir=bench.directory) as place,
+        swapper.SwapManager(place, count * 8 + 2 * roomy(bench), commits=never) as manager,
+    ):
+        given = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        model, optimizer = manager.offload(
+            model, given, device=device_of(bench), device_memory=device_memory, params="host", optimizer_state="host",
+            gradients="host", update="backward", state_codec="8bit", master_weights=torch.float32,
+        )  # fmt: skip
+        _, taken_s = measured(
+            bench, partial(take_step, model, optimizer, tokens, micro_batches, accumulate=manager.accumulate)
+        )
+        stats = manager.stats()
+    peak = 0 if bench.on_cpu else torch.cuda.max_memory_allocated()
+    found = kernels_s / taken_s
+    number = (
+        f"{found:.3f} ({taken_s:.2f} s, its kernels {kernels_s:.2f} s, {micro_batches * tokens.numel() / taken_s:,.0f} tokens/s, "
+        f"{peak / 1e9:.1f} GB of device memory; {stats.brief})"
+    )
+    yield Row(SEVEN, f"{SEVEN_BAR} of its kernels' time", number, found >= SEVEN_BAR and peak < 8e9)
+
+
+def kernels_of(bench: Bench, sizes: Sizes, tokens: torch.Tensor) -> float:
+    """Return the seconds of a forward and backward, from those of models of one and of two blocks."""
+
+    def taken(layers: int) -> float:
+        model = make_model(bench, replace(sizes, layers=layers), bench.device)
+
+        def act() -> float:
+            model(tokens).backward()
+            model.zero_grad()
+            return 0.0
+
+        return measured(bench, act)[1]
+
+    one, two = taken(1), taken(2)
+    return one + (sizes.layers - 1) * max(two - one, 0.0)
