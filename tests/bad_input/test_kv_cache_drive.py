@@ -33,6 +33,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     ).eval()
 
 
+@pytest.mark.slow
 def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
     small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

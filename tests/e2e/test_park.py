@@ -110,6 +110,7 @@ def test_with_encoded_state_it_is_that_of_a_run_that_was_not_parked(tmp_path: Pa
     assert losses(tmp_path / "parked", True) == losses(tmp_path / "plain", False)
 
 
+@pytest.mark.slow
 def test_it_gives_the_pool_back_and_takes_it_again(tmp_path: Path) -> None:
     done = run_python(parked_run.__file__, "measure", tmp_path / "run", tmp_path / "losses")
     assert done.returncode == 0, done.stderr

@@ -80,6 +80,7 @@ def test_time_counts_for_the_module_that_takes_it_in_forward_and_in_backward() -
         assert seconds[phase, slow] > others
 
 
+@pytest.mark.slow
 def test_a_measured_pass_knows_the_most_that_is_in_memory_at_once() -> None:
     class Chain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,6 +126,7 @@ def test_a_piece_of_a_slice_takes_its_time_in_addition() -> None:
     assert compute.faster(2).of(Task("step", 0, [], updated=3, pieces=2)) == 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["exact", "8bit"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind: str, codec: str) -> None:
@@ -149,6 +151,7 @@ def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind
     )
 
 
+@pytest.mark.slow
 def test_what_was_predicted_is_shown_beside_what_came(tmp_path: Path) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:

@@ -46,6 +46,7 @@ def test_a_predicted_pass_reads_what_a_pass_reads(path, budget):
     loaded.unload()
 
 
+@pytest.mark.slow
 def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
     export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
     plain, coded = (
@@ -67,6 +68,7 @@ def test_weights_that_stay_take_time_at_each_use(path, tmp_path, monkeypatch):
     assert predicted.first.wall_s < 10  # all of them are read
 
 
+@pytest.mark.slow
 def test_what_is_read_by_parts_takes_the_drives_time_and_the_pool_is_all_there(path, tmp_path):
     export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
     plan = swapper.plan_load(on_meta(), tmp_path / "int8.safetensors", host_memory="4MiB")

@@ -129,6 +129,7 @@ echo ']}'
 """Prints what fio does for the jobs that it is asked for, of 250 MB/s each, for an eighth of a processor."""
 
 
+@pytest.mark.slow
 def test_bench_compares_with_fio_and_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "bin" / "fio", FIO)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
@@ -193,6 +194,7 @@ def test_a_name_in_brackets_is_not_taken_for_markup(command: str) -> None:
     assert "/missing[/red] is not a directory" in done.output
 
 
+@pytest.mark.slow
 def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "START_S", 0.01)
     arguments = ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB"]

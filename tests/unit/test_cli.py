@@ -142,6 +142,7 @@ def test_the_demo_of_ranks_is_killed_resumes_and_is_plain_fsdp2_bit_for_bit(tmp_
     assert sum(measured["written_bytes"]) > 0  # a write that ends in the next step counts there
 
 
+@pytest.mark.slow
 def test_the_demo_of_one_rank_is_killed_and_resumes_and_what_differs_is_said(tmp_path):
     """Of more ranks, and as a command: above."""
     config = GptConfig(vocabulary=256, context=16, layers=2, width=64)
@@ -269,6 +270,7 @@ print(memory.growth_bytes)
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_sees_what_is_gone_again(run_python):
     if not Path("/proc/self/smaps_rollup").exists():
         pytest.skip("no /proc/self/smaps_rollup here")

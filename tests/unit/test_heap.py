@@ -141,6 +141,7 @@ print((heap.anonymous_bytes() - before) / (128 << 20))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before, least, most", [("in use", 0.9, 1.2), ("in passing", -0.1, 0.1)])
 def test_when_a_backward_begins_only_what_was_in_use_when_one_began_stays(
     before: str, least: float, most: float
