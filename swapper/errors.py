@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
+from pathlib import Path
 
 REMEDIES = {
     errno.ENOSPC: "make room on the drive",
@@ -48,6 +50,19 @@ def remedy(number: int | None) -> str:
 
 class SwapperError(Exception):
     """Base of all of swapper's errors."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows: the message, which names the remedy, and the user's own lines that led to it."""
+        frames = [frame for frame in traceback.extract_tb(self.__traceback__) if not _is_inside(frame.filename)]
+        return [f"{type(self).__name__}: {self}", "", *traceback.format_list(frames)]
+
+
+_PACKAGES = (str(Path(__file__).parent), f"{os.sep}site-packages{os.sep}")
+
+
+def _is_inside(filename: str) -> bool:
+    """Return True for a file of swapper or of an installed package."""
+    return any(part in filename for part in _PACKAGES)
 
 
 class ConfigError(SwapperError, ValueError):

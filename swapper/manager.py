@@ -14,6 +14,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from swapper.io.replacing import check_target, replacing
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, check_at_once, parse_choice, parse_host_memory
 from swapper.runtime.counters import MAX_SPANS, Counters, Trace, asked_for
 from swapper.runtime.interrupts import close_all, defer_signals
+from swapper.runtime.notices import is_interactive, notify
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import LimitWatch, StepClock, StepStats
 from swapper.train.optimizer.optimizer_set import HoldsOptimizers, give_back, unwrapped, wrapped_as
@@ -42,6 +44,8 @@ from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_step import UserState
 
 log = logging.getLogger("swapper")
+
+_managers: WeakSet[SwapManager] = WeakSet()
 
 Optimizers = Optimizer | Sequence[Optimizer] | HoldsOptimizers | None
 
@@ -119,6 +123,7 @@ class SwapManager:
         self._clock = StepClock(Counters())
         self._counters = self._clock.counters
         self._clock.observers.add(LimitWatch())
+        _close_earlier(directory)
         self._ranks = Ranks.find(ranks)
         host_bytes = self._ranks.begin(check)
         beginning = begin_run(directory, resume, self._ranks, weigh)
@@ -132,6 +137,7 @@ class SwapManager:
         self.current = SessionSlot(self._directory, backend, self._clock, self._user)
         self._first = FirstSession(self.current, beginning)
         self._first.remove_strays()
+        _managers.add(self)
 
     def offload(
         self,
@@ -630,3 +636,13 @@ class SwapManager:
         if error is not None:
             self._ranks.explain(error)
         self.close()
+
+
+def _close_earlier(directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
+    """In a notebook and at the prompt, close an open manager of these directories: its cell runs again."""
+    each = [directory] if isinstance(directory, str | os.PathLike) else directory
+    for manager in list(_managers) if is_interactive() else ():
+        used = {path.parent for path in manager._directory.drives.directories}
+        if not manager.current.is_over and used.intersection(Path(path).absolute() for path in each):
+            manager.close()
+            notify(f"closed the manager of {', '.join(map(str, used))} that was open in this process, for a new one")

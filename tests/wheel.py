@@ -30,7 +30,7 @@ def make_model():
 """
 COMMANDS = [
     ("doctor", "."),
-    ("bench", ".", *QUICK),
+    ("bench", ".", *QUICK, "--no-step"),
     ("tune", ".", *QUICK),
     ("plan", "small:make_model", *PLAN),
     ("demo", *SMALL),

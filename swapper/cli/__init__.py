@@ -22,12 +22,24 @@ WIDE = 72
 _columns = shutil.get_terminal_size().columns
 
 
+TASKS = {
+    "Begin": (demo, doctor),
+    "Know the machine": (bench, tune, plan),
+    "Look after runs": (runs, verify, clean),
+    "Use checkpoints": (inspect, export),
+    "See where time goes": (trace, report),
+}
+"""Commands by what they are for, in the order of the help."""
+
+
 class WholeSentences(TyperGroup):
     """Shows what each command does in whole, where click would cut it to one line."""
 
     def format_commands(self, ctx: object, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in self.commands.items()])
+        for task, functions in TASKS.items():
+            names = [function.__name__ for function in functions]
+            with formatter.section(task):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=1000)) for name in names])
 
 
 app = typer.Typer(
@@ -41,9 +53,10 @@ app = typer.Typer(
         **({} if _columns >= WIDE else {"terminal_width": max(_columns, 40)}),
     },
 )
-for command in (demo, doctor, bench, tune, plan, runs, clean, verify, inspect, export, report):
-    app.command()(command)
-app.command(context_settings={"ignore_unknown_options": True})(trace)
+for task, functions in TASKS.items():
+    for function in functions:
+        settings = {"ignore_unknown_options": function is trace}  # they are the script's
+        app.command(rich_help_panel=task, context_settings=settings)(function)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 import html
 import importlib.util
 import json
+import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from swapper import _C
@@ -32,7 +36,8 @@ from swapper.bench.measure import (
     measure_fio,
     measure_while_computing,
 )
-from swapper.cli.command import ARGUMENT, check_output, make_console, reported
+from swapper.bench.whole_step import Link, WholeStep, find_device, measure_link, measure_step, measure_update
+from swapper.cli.command import ARGUMENT, check_output, make_console, make_progress, reported
 from swapper.errors import ConfigError
 from swapper.io.drives import Tuning, keep_tuning
 from swapper.runtime.sizes import format_bytes, parse_bytes
@@ -72,10 +77,11 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all measurements; medians are shown.")] = 1,
     backend: Annotated[str, typer.Option(help="auto, uring, aio or threads.")] = "auto",
     peers: Annotated[bool, typer.Option(help="Run fio and DeepNVMe too, where installed.")] = True,
+    step: Annotated[bool, typer.Option(help="Also measure a GPU's link, an update, and a small training step.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     chart: Annotated[Path | None, typer.Option(help="Draw them: FILE.png (needs matplotlib) or FILE.html.")] = None,
 ) -> None:
-    """Measure the drive under a directory with swapper's engine."""
+    """Measure a drive, a GPU's link, an update and a small training step: half a minute."""
     console = make_console(stderr=as_json)
     with reported(console, words=ARGUMENT):
         if chart is not None and chart.suffix not in (".png", ".html"):
@@ -92,10 +98,18 @@ def bench(
             for depth in _depths(depths)
         ]
         rows = measure_all(directory, patterns, programs(backend) if peers else programs(backend, ()), rounds, console)
+        if step:
+            with console.status("taking steps of a small model"):
+                more = measure_more(directory)
+        else:
+            more = None
     if as_json:
-        print(json.dumps(figures_of(rows), indent=2))
+        found = {"drive": figures_of(rows), **({} if more is None else asdict(more))}
+        print(json.dumps(found, indent=2))
     else:
         console.print(table_of(rows))
+        for line in [] if more is None else lines_of(more):
+            console.print(line)
     if chart is not None:
         draw(rows, chart)
 
@@ -126,10 +140,12 @@ def measure_all(
     """
     rows = [PatternRates(pattern) for pattern in patterns]
     refused: set[str] = set()
-    with files_for(directory, patterns[0].file_bytes) as paths, console.status("measuring"):
+    total = rounds * len(rows) * len(measures)
+    with files_for(directory, patterns[0].file_bytes) as paths, _measuring(console, total) as advance:
         for _ in range(rounds):
             for row in rows:
                 for program, measure in measures.items():
+                    advance()
                     if program in refused or (program == "DeepNVMe" and row.pattern.kind == "both"):
                         continue
                     try:
@@ -140,6 +156,15 @@ def measure_all(
                         refused.add(program)
                         console.print(f"without {program}: {error}", markup=False)
     return rows
+
+
+@contextmanager
+def _measuring(console: Console, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar of `total` measurements. Yields what is called before each."""
+    columns = SpinnerColumn(), TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with make_progress(console, *columns) as bar:
+        task = bar.add_task("measuring", total=total)
+        yield lambda: bar.advance(task)
 
 
 def table_of(rows: list[PatternRates]) -> Table:
@@ -169,6 +194,45 @@ def figures_of(rows: list[PatternRates]) -> list[dict[str, object]]:
         }
         for row in rows
     ]
+
+
+@dataclass(frozen=True)
+class More:
+    """What was measured besides the drive.
+
+    Attributes:
+        device: of the update and the step.
+        link: None for the CPU.
+        update_per_s: parameters a second.
+        step: of a small model.
+    """
+
+    device: str
+    link: Link | None
+    update_per_s: float
+    step: WholeStep
+
+
+def measure_more(directory: Path) -> More:
+    logging.getLogger("swapper").setLevel(logging.WARNING)  # nobody asks what was chosen for this model
+    there = find_device()
+    device = there or torch.device("cpu")
+    link = None if there is None else measure_link(there)
+    return More(str(device), link, measure_update(device), measure_step(directory, device))
+
+
+def lines_of(more: More) -> list[str]:
+    step, lines = more.step, []
+    if more.link is not None:
+        up, down = more.link.up_bytes_per_s / 1e9, more.link.down_bytes_per_s / 1e9
+        lines.append(f"Link to {more.device}: {up:.1f} GB/s up, {down:.1f} GB/s down, from page-locked memory")
+    lines.append(f"Update on {more.device}: {more.update_per_s / 1e9:.2f} billion parameters a second (AdamW, fp32)")
+    lines.append(
+        f"Step of {step.parameters / 1e6:.0f} million parameters on {more.device}: {step.wall_s:.2f} s with parameters and "
+        f"optimizer state on this drive ({step.read_bytes / 1e6:.0f} MB read, {step.written_bytes / 1e6:.0f} MB written), "
+        f"{step.plain_s:.2f} s in memory with plain torch"
+    )
+    return lines
 
 
 def draw(rows: list[PatternRates], path: Path) -> None:
@@ -251,8 +315,8 @@ def tune(
     with reported(console, words=ARGUMENT):
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 32) << 20
         check_directory(directory, 2 * file_bytes)
-        with console.status("measuring"):
-            tuning = find(directory, file_bytes, seconds, backend)
+        with _measuring(console, 2 * (len(SIZES) + len(DEPTHS) - 1) + 2) as advance:
+            tuning = find(directory, file_bytes, seconds, backend, advance)
         where = keep_tuning(directory, tuning) if keep else None
     if as_json:
         found = {
@@ -274,7 +338,7 @@ def tune(
     print(json.dumps(tuning.deepspeed_config(), indent=2))
 
 
-def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuning:
+def find(directory: Path, file_bytes: int, seconds: float, backend: str, advance: Callable[[], None]) -> Tuning:
     """Return the best settings: sizes are tried at a fair depth, then depths at the best size.
 
     Args:
@@ -282,20 +346,27 @@ def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuni
         file_bytes: of each of the two files.
         seconds: of each measurement.
         backend: of the engine.
+        advance: called before each measurement.
     """
     engine = _C.Engine(backend=backend)
     name = engine.backend
     engine.close()
     with files_for(directory, file_bytes) as paths:
 
+        def measure(pattern: Pattern) -> Speed:
+            advance()
+            return measure_engine(pattern, paths, name)
+
         def speeds(piece_bytes: int, depth: int) -> tuple[float, float]:
             pattern = Pattern("read", piece_bytes, depth, file_bytes, seconds, POOL_BYTES)
-            read, write = (measure_engine(of, paths, name) for of in (pattern, replace(pattern, kind="write")))
+            read, write = (measure(of) for of in (pattern, replace(pattern, kind="write")))
             return read.bytes_per_s, write.bytes_per_s
 
         found = search(speeds, name)
         pattern = Pattern("both", found.piece_bytes, found.depth, file_bytes, seconds, POOL_BYTES)
-        both, busy = measure_engine(pattern, paths, name), measure_while_computing(pattern, paths, name)
+        both = measure(pattern)
+        advance()
+        busy = measure_while_computing(pattern, paths, name)
         return replace(
             found, both_bytes_per_s=both.bytes_per_s, busy_bytes_per_s=busy.bytes_per_s,
             slowing_byte_s=both.slowing_byte_s,

@@ -23,12 +23,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from swapper import _C
+from swapper.cli import hardware
 from swapper.cli.command import make_console
 from swapper.errors import SwapperError, UnsupportedError
 from swapper.io.drives import find_tuning, read_record, tuning_path
 from swapper.io.engines import is_in_memory, shared_engine
 from swapper.io.handle.cufile import open_cufile
 from swapper.options import parse_host_memory
+from swapper.runtime.free_memory import group_limit
 from swapper.runtime.sizes import format_bytes
 
 GOOD, SLOW, BAD = "good", "slow", "bad"
@@ -104,17 +106,18 @@ def _backends() -> Iterator[Finding]:
         "aio": "raise fs.aio-max-nr if other programs use all of it",
         "threads": "raise the limit on threads (ulimit -u)",
     }
-    works = []
+    works = {}
     for name, remedy in remedies.items():
         try:
             engine = _C.Engine(backend=name)
         except SwapperError as error:
             yield Finding(f"Backend {name}", SLOW, str(error), remedy)
             continue
-        works.append(name)
-        yield Finding(f"Backend {name}", GOOD, engine.reason)
+        works[name] = engine.reason.removeprefix(f"{name} (requested): ")
         engine.close()
-    if not works:
+    if works:
+        yield Finding("Backends", GOOD, "; ".join(f"{name}: {reason}" for name, reason in works.items()))
+    else:
         yield Finding("Backends", BAD, "none works", remedies["threads"])
 
 
@@ -154,8 +157,15 @@ def _mappings() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     free = parse_host_memory("auto")
-    state, remedy = (GOOD, "") if free >= 512 << 20 else (SLOW, "free memory, or raise the cgroup's limit")
-    yield Finding("Memory", state, f'host_memory="auto" would be {format_bytes(free)}', remedy)
+    state, remedy = (GOOD, "") if free >= 512 << 20 else (SLOW, "free memory, or raise the control group's limit")
+    of = f"{format_bytes(psutil.virtual_memory().total)} in all"
+    if (limit := group_limit()) is not None:
+        of = f"a control group allows {format_bytes(limit)}"
+    yield Finding("Memory", state, f'{of}; host_memory="auto" would be {format_bytes(free)}', remedy)
+    if len(nodes := hardware.numa_nodes()) > 1:
+        text = f"{len(nodes)} NUMA nodes: memory of another one than the GPU's and the drive's is slower"
+        advice = f"numactl --cpunodebind={nodes[0]} --membind={nodes[0]}, for the node that is printed for the drive"
+        yield Finding("NUMA", SLOW, text, advice)
 
 
 def _directory(directory: Path) -> Iterator[Finding]:
@@ -164,7 +174,10 @@ def _directory(directory: Path) -> Iterator[Finding]:
         return
     kind = filesystem_of(directory)
     free = format_bytes(shutil.disk_usage(directory).free)
-    if is_in_memory(directory / "file"):
+    if kind == "overlay":
+        text = f"{directory.resolve()} is a container's own layer (overlayfs), {free} free"
+        yield Finding("Directory", SLOW, text, "mount a directory of the drive: docker run -v /mnt/nvme/runs:/runs")
+    elif is_in_memory(directory / "file"):
         yield Finding("Directory", SLOW, f"{directory.resolve()} is memory ({kind})", "name a directory on a drive")
     else:
         yield Finding("Directory", GOOD, f"{directory.resolve()}, {kind or 'unknown filesystem'}, {free} free")
@@ -190,28 +203,27 @@ def filesystem_of(directory: Path) -> str:
 def _drive(directory: Path) -> Iterator[Finding]:
     if not directory.is_dir():
         return  # which is said of the directory
-    device = directory.stat().st_dev
-    entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    if not entry.exists():
+    disk = hardware.disk_of(directory)
+    if disk is None:
         found = "the filesystem is on no drive of this machine (network, memory, or stacked)"
         yield Finding("Drive", SLOW, found, "name a directory on a drive of this machine")
         return
-    entry = entry.resolve()
-    disk = entry.parent if (entry / "partition").exists() else entry
 
     def said(name: str) -> str:
-        with suppress(OSError):
-            return (disk / name).read_text().strip()
-        return "?"
+        return hardware.read(disk / name) or "?"
 
     text = (
         f"{' '.join((disk.name, said('device/model').replace('?', ''))).strip()}, sectors of {said('queue/logical_block_size')}, "
         f"scheduler {said('queue/scheduler').split('[')[-1].split(']')[0]}, {said('queue/nr_requests')} requests"
     )
     if said("queue/rotational") == "1":
-        yield Finding("Drive", GOOD, text + ", which says it is rotational, as virtual drives do; swapper is for NVMe")
-    else:
-        yield Finding("Drive", GOOD, text)
+        text += ", which says it is rotational, as virtual drives do; swapper is for NVMe"
+    if (node := hardware.numa_node_of(disk)) is not None:
+        text += f", at NUMA node {node}"
+    yield _with_link("Drive", text, disk / "device")
+    written, a_day = hardware.written_a_day(disk)
+    text = f"{format_bytes(written)} were written since the machine was started, {format_bytes(a_day)} a day"
+    yield Finding("Endurance", GOOD, f"{text}: compare with the TBW of its data sheet; print(plan) has a step's bytes")
     tuning = find_tuning(directory)
     if tuning is None:
         yield Finding("Tuning", GOOD, f"none stored: the defaults are in force (swapper tune {directory})")
@@ -219,6 +231,15 @@ def _drive(directory: Path) -> Iterator[Finding]:
         engine = shared_engine(directory / "file")
         in_force = f"in force: {format_bytes(engine.piece_bytes)} x {engine.depth} by {engine.backend}"
         yield Finding("Tuning", GOOD, f"kept in {tuning_path()}; {in_force}")
+
+
+def _with_link(what: str, text: str, device: Path) -> Finding:
+    """Return the finding of a device, with its PCIe link if it has one."""
+    link = hardware.PcieLink.of(device.resolve())
+    if link is None:
+        return Finding(what, GOOD, text)
+    remedy = "put it into a slot with all its lanes, or see the BIOS's bifurcation" if link.is_narrow else ""
+    return Finding(what, SLOW if link.is_narrow else GOOD, f"{text}, {link}", remedy)
 
 
 def _runs(directory: Path) -> Iterator[Finding]:
@@ -242,12 +263,19 @@ def _cuda() -> Iterator[Finding]:
         built = "this build of torch is without it" if torch.version.cuda is None else "no device or driver is found"
         yield Finding("CUDA", GOOD, f"none: {built}. Tensors on the CPU work")
         return
-    yield Finding("CUDA", GOOD, f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
+    found = torch.cuda.get_device_properties(0)
+    parts = [getattr(found, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]  # newer versions of torch
+    address = "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    text = f"{found.name}, {format_bytes(found.total_memory)}, CUDA {torch.version.cuda}"
+    yield _with_link("CUDA", text, Path("/sys/bus/pci/devices") / address)
     try:
         open_cufile()
         yield Finding("GPUDirect Storage", GOOD, "cuFile opens")
     except UnsupportedError as error:
-        yield Finding("GPUDirect Storage", SLOW, f"{error}. CUDA tensors go through host memory")
+        text = f"{error}. CUDA tensors go through host memory"
+        yield Finding(
+            "GPUDirect Storage", SLOW, text, "install NVIDIA's libcufile and, for direct transfers, nvidia-fs"
+        )
 
 
 def _peers() -> Iterator[Finding]:

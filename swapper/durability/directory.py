@@ -164,7 +164,8 @@ class LockedDirectory:
         raise UnsupportedError(f"the lock of {self.path} cannot be copied or pickled: keep it outside of what is")
 
     def __del__(self) -> None:
-        self.close()
+        if os is not None:  # else Python ends, and the system releases the lock
+            self.close()
 
 
 def _make(directory: Path) -> list[Path]:

@@ -143,7 +143,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
     @property
     def _is_nested(self) -> bool:
         """Whether this thread is in a forward of the model, which has not ended without its hooks."""
-        return any(_is_running(call) for call in self._running[-1:]) and self._turns.is_mine
+        return bool(self._running) and _is_running(self._running[-1]) and self._turns.is_mine
 
     def _enter(self, unit: Unit, frame: FrameType | None) -> bool:
         """Wait until this thread may run `unit`. Return False if the hooks were removed meanwhile."""

@@ -14,7 +14,7 @@ from swapper.errors import CheckpointError, ConfigError, StateError, Unsupported
 from swapper.formats.sources import Rename, Source, renamed
 from swapper.formats.stored import ChunkedTensor, Empty, StoredTensor
 from swapper.modules.cold import is_cold
-from swapper.modules.groups import refuse_scripted
+from swapper.modules.groups import check_plain, refuse_scripted
 from swapper.modules.guarded import is_guarded
 from swapper.modules.leased_group import storage_of
 
@@ -265,11 +265,7 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if is_cold(parameter) or is_guarded(parameter):
         raise StateError(f"parameter {name} is paged already: unload the model, or close its manager, first")
-    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
-        raise UnsupportedError(
-            f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: only plain dense nn.Parameter "
-            "can be paged"
-        )
+    check_plain(name, parameter)
     if parameter.device.type not in ("meta", "cpu"):
         raise UnsupportedError(f"parameter {name} is on {parameter.device}: build the model on meta or the CPU")
 

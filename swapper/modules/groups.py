@@ -38,6 +38,10 @@ class Group:
     name: str
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for _, parameter in self.parameters)
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -258,6 +262,19 @@ def as_one(models: object) -> nn.Module:
         if not isinstance(name, str) or not name or "." in name:
             raise UnsupportedError(f"{name!r} cannot be the name of a model: use a string without dots")
     return Models(by_name)
+
+
+def check_plain(name: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter can be paged: it has its elements as they are, one after the other.
+
+    Raises:
+        UnsupportedError: it is a sparse tensor, or of a class of its own, as weights that torchao has quantized.
+    """
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        raise UnsupportedError(
+            f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: only plain dense nn.Parameter can "
+            "be paged. Build the model with such; for weights in few bits, make a file by `swapper export --quantize int8`"
+        )
 
 
 def refuse_scripted(model: nn.Module, verb: str) -> None:

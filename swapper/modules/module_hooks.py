@@ -197,6 +197,8 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
 
     def _end(self, unit: Unit) -> CallT | None:
         """Remove and return the running call of `unit`. None: it never began, or its pass was abandoned."""
+        if self._running and self._running[-1].module == unit.name:
+            return self._running.pop()
         if all(call.module != unit.name for call in self._running):
             return None
         while (call := self._running.pop()).module != unit.name:

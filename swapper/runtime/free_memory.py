@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
 
 from swapper.runtime.process import is_off, naming_limits
 
@@ -67,6 +67,7 @@ class _Heap:
     """State of the process's heap.
 
     Attributes:
+        watches: how many runs are open.
         freed_bytes: since the last check.
         check_bytes: freed bytes after which the next check comes.
         min_headroom_bytes: the smallest headroom that a check found.
@@ -75,7 +76,7 @@ class _Heap:
         temporary_bytes: the most that an update was seen to take. [Note: temporaries of an update]
     """
 
-    watches: ClassVar[list[Watch]] = []
+    watches = 0
     freed_bytes = 0
     check_bytes = MAX_CHECK_BYTES
     min_headroom_bytes = UNLIMITED
@@ -86,19 +87,24 @@ class _Heap:
 
 
 class Watch:
-    """One run's watch over the heap, from `watch_free_memory` until `end`. [Note: who gives back]"""
+    """One run's watch over the heap, from `watch_free_memory` until `end`, or until nobody has it. [Note: who gives back]"""
 
     def __init__(self) -> None:
-        _Heap.watches.append(self)
+        _Heap.watches += 1
         _set_thresholds(NEVER)
+        self._end = weakref.finalize(self, _end_watch)
+        self._end.atexit = False  # the process ends
 
     def end(self) -> None:
         """End the watch. The last one returns all free memory, and lets glibc do that by itself again."""
-        if self in _Heap.watches:
-            _Heap.watches.remove(self)
-            if not _Heap.watches:
-                _set_thresholds(2 * HEAP_TENSOR_BYTES)  # as glibc comes to do where tensors of that size come and go
-                return_free_memory()
+        self._end()
+
+
+def _end_watch() -> None:
+    _Heap.watches -= 1
+    if not _Heap.watches:
+        _set_thresholds(2 * HEAP_TENSOR_BYTES)  # as glibc comes to do where tensors of that size come and go
+        return_free_memory()
 
 
 def kept_free_bytes(budget_bytes: int) -> int:
@@ -239,15 +245,29 @@ def _groups() -> Iterator[tuple[str, str, str, bytes]]:
             yield "/".join([root, *parts[:depth]]), *names
 
 
-def _left_in(group: tuple[str, str, str, bytes]) -> int:
-    folder, limit_name, used_name, prefix = group
+def group_limit() -> int | None:
+    """Return the smallest limit of memory of this process's control groups, in bytes; None without one."""
+    limits = [limit for group in _groups() if (limit := _limit_of(group)) is not None]
+    return min(limits, default=None)
+
+
+def _limit_of(group: tuple[str, str, str, bytes]) -> int | None:
+    folder, limit_name, *_ = group
     try:
-        limit = read_kernel(f"{folder}/{limit_name}").strip()
-        if limit == b"max" or int(limit) >= UNLIMITED:
-            return UNLIMITED
+        limit = int(read_kernel(f"{folder}/{limit_name}"))
+    except (OSError, ValueError):  # not mounted here, or "max"
+        return None
+    return None if limit >= UNLIMITED else limit
+
+
+def _left_in(group: tuple[str, str, str, bytes]) -> int:
+    folder, _, used_name, prefix = group
+    if (limit := _limit_of(group)) is None:
+        return UNLIMITED
+    try:
         used = int(read_kernel(f"{folder}/{used_name}"))
         stat = dict(line.split() for line in read_kernel(f"{folder}/memory.stat").splitlines())
         cache = int(stat[prefix + b"active_file"]) + int(stat[prefix + b"inactive_file"])
     except (OSError, ValueError, KeyError):  # not mounted here, or the root, which has no limit
         return UNLIMITED
-    return max(int(limit) - used + cache, 0)
+    return max(limit - used + cache, 0)

@@ -18,7 +18,7 @@ import swapper
 from swapper.runtime import free_memory
 
 ROWS, COLUMNS, TEMPORARIES = 2048, 1024, 5
-STEPS = 6
+STEPS = 12
 
 
 class Centered(Optimizer):

@@ -35,8 +35,9 @@ def test_doctor_finds_what_the_engine_needs(tmp_path: Path) -> None:
     done = runner.invoke(app, ["doctor", str(tmp_path), "--json"])
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)}
     assert done.exit_code == 0
-    assert findings["Backend threads"]["state"] == "good"
+    assert findings["Backends"]["state"] == "good" and "threads: " in findings["Backends"]["found"]
     assert {"Versions", "Locked memory", "Memory", "Directory", "Direct I/O", "Drive", "CUDA"} <= set(findings)
+    assert ("Endurance" in findings) is (findings["Drive"]["state"] == "good")
     assert all(finding["remedy"] for finding in findings.values() if finding["state"] == "bad")
 
 
@@ -77,20 +78,20 @@ def test_doctor_names_what_a_container_forbids_and_how_to_allow_it(
     assert done.returncode == 0, done.stderr
     found = {one["what"]: one for one in json.loads(done.stdout)}
     assert found[what]["state"] == "slow" and remedy in found[what]["remedy"], found[what]
-    others = [one for one in ("Backend uring", "Backend threads", "Locked memory") if one != what]
-    assert found["Backend threads"]["state"] == "good" and all(found[one]["found"] for one in others)
+    assert found["Backends"]["state"] == "good" and "threads: " in found["Backends"]["found"]
+    assert name == "locking" or "uring: " not in found["Backends"]["found"]
 
 
 def test_bench_measures_and_writes_figures(tmp_path: Path) -> None:
     arguments = [
         "bench", str(tmp_path), "--seconds", "0.05", "--file-size", "16MiB", "--sizes", "64KiB", "--depths", "4", "--no-peers",
-        "--json", "--chart", str(tmp_path / "chart.html"),
+        "--no-step", "--json", "--chart", str(tmp_path / "chart.html"),
     ]  # fmt: skip
     done = runner.invoke(app, arguments)
     assert done.exit_code == 0, done.output
     figures = json.loads(done.stdout)
-    assert [row["kind"] for row in figures] == ["read", "write", "both"]
-    assert all(row["programs"]["swapper"][0]["bytes_per_s"] > 0 for row in figures)
+    assert [row["kind"] for row in figures["drive"]] == ["read", "write", "both"]
+    assert all(row["programs"]["swapper"][0]["bytes_per_s"] > 0 for row in figures["drive"])
     assert "GB/s" in (tmp_path / "chart.html").read_text()
     assert {path.name for path in tmp_path.iterdir()} <= {"chart.html", "config"}, "nothing is left behind"
 
@@ -131,11 +132,11 @@ echo ']}'
 def test_bench_compares_with_fio_and_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "bin" / "fio", FIO)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    arguments = ["bench", str(tmp_path), "--seconds", "0.05", "--file-size", "16MiB", "--depths", "4"]
+    arguments = ["bench", str(tmp_path), "--seconds", "0.05", "--file-size", "16MiB", "--depths", "4", "--no-step"]
     chart = tmp_path / "chart.png"
     done = runner.invoke(app, [*arguments, "--kinds", "both", "--sizes", "64KiB", "--json", "--chart", str(chart)])
     assert done.exit_code == 0, done.output
-    (row,) = json.loads(done.stdout)
+    (row,) = json.loads(done.stdout)["drive"]
     assert row["programs"]["fio"] == [{"bytes_per_s": 5e8, "cpu_s_per_gb": 0.5}]
     assert row["ratio_to_fio"] == row["programs"]["swapper"][0]["bytes_per_s"] / 5e8
     assert chart.read_bytes().startswith(b"\x89PNG")
@@ -143,6 +144,20 @@ def test_bench_compares_with_fio_and_goes_on_without_it(tmp_path: Path, monkeypa
     assert "swapper / fio" in shown and "0.25 (0.500)" in shown
     refused = runner.invoke(app, [*arguments, "--kinds", "read", "--sizes", "128KiB"])
     assert refused.exit_code == 0 and "without fio: fio failed: fio: such blocks it refuses" in refused.output
+
+
+@pytest.mark.slow
+def test_bench_takes_steps_of_a_small_model_beside_plain_torch(tmp_path: Path) -> None:
+    arguments = ["bench", str(tmp_path), "--seconds", "0.05", "--file-size", "16MiB", "--depths", "4", "--no-peers"]
+    done = runner.invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["update_per_s"] > 0 and found["step"]["plain_s"] > 0 and found["step"]["wall_s"] > 0
+    read, state = found["step"]["read_bytes"], 3 * 4 * found["step"]["parameters"]
+    assert 0.5 * state < read < 1.6 * state, "most of the parameters and of AdamW's state are read once or twice a step"
+    shown = runner.invoke(app, arguments).output
+    assert "billion parameters a second" in shown and "in memory with plain torch" in shown
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["config"]), "nothing is left behind"
 
 
 def test_what_deepnvme_prints_is_its_speed_and_else_its_error_is_named(tmp_path: Path) -> None:

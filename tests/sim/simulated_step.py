@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -30,10 +30,19 @@ class Fault(Exception):
     """The one that was ordered.
 
     Attributes:
-        is_of_update: a group's update has failed.
+        is_of_update: a group's update, or what begins the first of a step, has failed.
     """
 
     is_of_update = False
+
+
+@contextmanager
+def _part_of_update() -> Iterator[None]:
+    try:
+        yield
+    except Fault as fault:
+        fault.is_of_update = True
+        raise
 
 
 class Group:
@@ -96,7 +105,8 @@ class Sweep:
         return range(member, member + 1)
 
     def begin(self, member: int) -> None:
-        self._may_fail()
+        with _part_of_update():
+            self._may_fail()
         self._begun[member] = self.rates[member]
 
     def changed_setting(self, member: int) -> str | None:
@@ -113,14 +123,8 @@ class Sweep:
         found = (self.fix(trainable, self.groups_of(member)) for trainable in self.trainables)
         return [update for update in found if update is not None]
 
+    @_part_of_update()
     def update(self, update: GroupUpdate) -> None:
-        try:
-            self._update(update)
-        except Fault as fault:
-            fault.is_of_update = True
-            raise
-
-    def _update(self, update: GroupUpdate) -> None:
         self._may_fail()
         (parameter,), (gradient,), (settings,) = (
             update.trainable.parameters,

@@ -20,7 +20,7 @@ from torch import nn
 
 from swapper.errors import StateError, UnsupportedError
 from swapper.modules.cold import is_cold
-from swapper.modules.groups import refuse_scripted
+from swapper.modules.groups import check_plain, refuse_scripted
 from swapper.modules.guarded import is_guarded
 from swapper.modules.leased_group import count_uses, storage_of
 from swapper.train.optimizer.entries import StateForm, is_plain
@@ -74,11 +74,7 @@ def check_model(
                 f"parameter {name} is a DTensor, and torch's fully_shard was not called on the given {type(model).__name__}: give "
                 "manager.offload the module on which it was called, or call it on this one too"
             )
-        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
-            raise UnsupportedError(
-                f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: "
-                "only plain dense nn.Parameter can be paged"
-            )
+        check_plain(name, parameter)
     _check_modules(model)
     check_shared(model, is_sharded)
 

@@ -17,9 +17,19 @@ _SAID_OTHERWISE = ("parameters", "optimizer state", "gradients", "device memory"
 _WHEN = {"step": "in optimizer.step()", "deferred": "in the next forward", "backward": "in backward"}
 
 
+def summary(plan: PlannedStep) -> str:
+    """Return one line of what was chosen."""
+    sizes = ((family, option, plan.inventory.family_bytes(family)) for family, option in _WHOLE.items())
+    places = [f"{option} on {plan.places[family]}" for family, option, size in sizes if size]
+    used = plan.budget.resident_bytes + plan.budget.pool_bytes
+    memory = f"{format_bytes(used)} of {format_bytes(plan.request.manager.host_bytes)} of host memory"
+    there = [_chosen_there(plan)] if plan.on_device is not None else []
+    return "; ".join([f"{describe_models(plan)}: {', '.join(places)}", *there, memory, f"commits: {_commits(plan)}"])
+
+
 def chosen(plan: PlannedStep, resources: str) -> list[tuple[str, str]]:
     """Return (what, choice and reason), for the log at the start."""
-    found = [("model", describe_models(plan))]
+    found = []
     for family, option in _WHOLE.items():
         if size := plan.inventory.family_bytes(family):
             found.append((option, f"{format_bytes(size)} on {plan.places[family]}, {_why(plan, family, option)}"))

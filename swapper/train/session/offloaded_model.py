@@ -21,6 +21,7 @@ from swapper.modules.module_hooks import outside_transforms
 from swapper.paging.residency import DIRTY, WRITING
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.interrupts import close_all, forget, is_closed
+from swapper.runtime.notices import tracked
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.grads import Gradients, find_regions, is_gradient_aliased
 from swapper.train.groups.train_device import TrainingDevice
@@ -106,7 +107,8 @@ class OffloadedModel:
 
     def initialize(self, values: Values) -> None:
         """Fill a model that was on the meta device, group by group."""
-        for parameters, needed in values.batches(self._placed.plan.inventory.groups):
+        groups = tracked(self._placed.plan.inventory.groups, "filling the model", lambda group: group.nbytes)
+        for parameters, needed in values.batches(groups):
             with self.gathering.gather(needed, write=True):
                 values.fill(parameters)
         values.finish()

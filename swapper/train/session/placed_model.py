@@ -13,6 +13,7 @@ from swapper.modules.groups import Group, changes_itself
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
 from swapper.runtime.interrupts import close_all, forget
+from swapper.runtime.notices import tracked
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import SessionEvents, SessionGuard
@@ -89,7 +90,12 @@ class PlacedModel:
         state_sections: dict[int, list[Section]] = {}
         for section in self._sections_of("state"):
             state_sections.setdefault(section.plan.group, []).append(section)
-        for group in self.plan.inventory.groups:
+
+        def nbytes(group: Group) -> int:
+            return group.nbytes + sum(section.plan.nbytes for section in state_sections.get(group.index, ()))
+
+        groups = self.plan.inventory.groups
+        for group in groups if content is None else tracked(groups, "making the swap files", nbytes):
             if content is not None:
                 content.begin(group.parameters)
                 for section in state_sections.get(group.index, ()):

@@ -34,6 +34,7 @@ from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
 from swapper.runtime.free_memory import Watch, return_free_memory, watch_free_memory
 from swapper.runtime.interrupts import close_all, defer_signals, forget
+from swapper.runtime.notices import notify
 from swapper.runtime.process import is_off
 from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.gradients.grads import GradientStash
@@ -44,7 +45,7 @@ from swapper.train.layout.content import CarriedSource, CommittedFiles
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.planning.plan import Plan
-from swapper.train.planning.plan_text import chosen
+from swapper.train.planning.plan_text import chosen, summary
 from swapper.train.session.offloaded_model import OffloadedModel
 from swapper.train.session.origin import Origin
 from swapper.train.session.placed_model import PlacedModel
@@ -154,6 +155,7 @@ class TrainingSession:
     def _log_choices(self, plan: Plan, origin: Origin) -> None:
         """Log what was chosen and why, unless the session is opened again in this process."""
         if not origin.sections:
+            notify(f"offload: {summary(plan)}")
             for name, text in chosen(plan, self._resources.describe()):
                 log.info("offload: %s: %s", name, text)
 

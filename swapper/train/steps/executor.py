@@ -394,7 +394,7 @@ class UpdateExecutor:
             if not self._policy.due(event, {group: state}):
                 self._groups[group].move(READY)
                 continue
-            if not self._open and not self._begin_early():
+            if not self._open and not self._owner.begin_early():
                 self._progress.leave_to_step()
                 return
             self._update_early(group)
@@ -478,18 +478,11 @@ class UpdateExecutor:
 
     # --- updates in backward ------------------------------------------------------------------------------------------
 
-    def _begin_early(self) -> bool:
-        """Begin a step, with the optimizers' settings of this moment. Return False if it must wait for `optimizer.step()`."""
-        if not self._owner.begin_early():
-            return False
-        for member in self._sweep.members:
-            self._sweep.begin(member)
-        self._members = set(self._sweep.members)
-        return True
-
     def _update_early(self, group: int) -> None:
         try:
             with apart_from_pass():
+                if not self._open:
+                    self._begin_sweep()
                 update = self._sweep.fix(self._trainables[group], self._sweep.all_groups)
                 if update is None:
                     return
@@ -502,6 +495,12 @@ class UpdateExecutor:
             if not self._restore(error) or not self._owner.fails_at_step or not isinstance(error, Exception):
                 raise
             self._failure = error
+
+    def _begin_sweep(self) -> None:
+        """Fix the settings of all optimizers for a step that this backward begins."""
+        for member in self._sweep.members:
+            self._sweep.begin(member)
+        self._members = set(self._sweep.members)
 
     def _seal(self, group: int, update: GroupUpdate) -> None:
         """Refuse uses of an updated group until `optimizer.step()`. See [Note: who may not see an open step]."""
