@@ -1,4 +1,4 @@
-"""Writes the small models that the guides take as given ("path/to/model"). Hidden blocks of the pages call it (test_docs_blocks.py)."""
+"""Writes the small models that the guides take as given ("path/to/model"), for hidden blocks of their pages."""
 
 from __future__ import annotations
 
