@@ -32,7 +32,7 @@ _MEMORY_SETTINGS = {"backend": "threads", "depth": min(4, os.cpu_count() or 1), 
 
 PAGES_DEPTH = 8
 """Transfers of 1 MiB in flight, of pages on a drive that was not tuned: a drive divides its speed among them, so that with more
-the next page comes later, and no sooner is all read (docs/benchmarks/tried.md, "Inference, uncapped")."""
+the next page comes later, and no sooner is all read (docs/decisions/measured-and-not-better.md)."""
 
 _shared: dict[tuple[object, ...], _C.Engine] = {}
 _lock = threading.Lock()

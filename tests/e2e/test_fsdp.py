@@ -332,7 +332,7 @@ def test_a_rank_alone_goes_the_way_of_plain_fsdp2(
 
 @pytest.mark.usefixtures("alone")
 def test_a_step_moves_the_bytes_that_the_prediction_counts(tmp_path: Path) -> None:
-    """Of each parameter, where next to nothing stays in memory: docs/benchmarks/ranks-at-scale.md."""
+    """Of each parameter, where next to nothing stays in memory: tools/predict_ranks counts so."""
     path = Path(__file__).parents[2] / "tools" / "predict_ranks"
     predicted = runpy.run_path(str(path))
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16)))

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (
     "tools/bench_all", "tools/bench_rows.py", "tools/bench_pager", "tools/processes.py", "tools/docs_pictures", "README.md",
-    "docs/benchmarks/index.md", "docs/benchmarks/figures.json", ".gitignore",
+    "docs/benchmarks/index.md", "docs/benchmarks/figures.json", "docs/benchmarks/gpu.json", ".gitignore",
 )  # fmt: skip
 CHEAP = """
 NEEDS["nothing"] = ("there is nothing", lambda: False)

@@ -11,9 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LOGS = {"notebook.md", "tried.md", "history.md"}
-"""Logs of what was: they name files and functions that are gone."""
-CURRENT = [page for page in PAGES if page.name not in LOGS]
 WIDTH = 120
 """Characters of a line of prose."""
 CODE_WIDTH = 99
@@ -50,7 +47,7 @@ def test_links_lead_to_pages_and_headings_that_exist(page: Path) -> None:
     assert dead == []
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=page_name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     """From the root, or from swapper/, as docs/architecture.md names them."""
     words = [word.split()[0] for word in re.findall(r"`([^`\n]+)`", without_blocks(page.read_text())) if word.split()]
@@ -59,13 +56,13 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert sorted(word for word in files if not any((base / word).exists() for base in (ROOT, ROOT / "swapper"))) == []
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=page_name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_python_examples_parse(page: Path) -> None:
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         compile(block, page.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=page_name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_names_of_swapper_that_a_page_uses_exist(page: Path) -> None:
     names = set(re.findall(r"\bswapper((?:\.\w+)+)(?=[(`,;:\s)]|$)", page.read_text()))
     assert sorted(name for name in names if not exists("swapper" + name)) == []
@@ -86,7 +83,7 @@ def exists(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=page_name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_tables_are_whole(page: Path) -> None:
     """A blank line inside a table ends it: its other rows would be shown as text."""
     lines = page.read_text().splitlines()
