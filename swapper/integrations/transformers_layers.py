@@ -133,7 +133,7 @@ class PagedLayer(DynamicLayer):
         """Take a step back that has added `added` tokens to `before`."""
         rows = self._rows
         if rows is not None:
-            rows.end -= added
+            rows.cut(rows.end - added)
             rows.begin = rows.end - before
 
     def _rows_for(self, keys: torch.Tensor, values: torch.Tensor) -> Rows:

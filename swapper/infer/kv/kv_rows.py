@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from swapper import _C
+from swapper.device.tier import DeviceCopy
 from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp
 from swapper.io.drives import Drives
@@ -88,6 +89,8 @@ class Rows:
         over: tokens before this one are forgotten.
         last: the lease of the last page, which stays. [Note: rows]
         unchecked: of a saved context, until the checksum of all of it was compared.
+        image: of these rows on a device, if there is one (kv_device.py).
+        saved_end: tokens before this one are in pages; those behind are in the image alone.
     """
 
     def __init__(self, index: int, shape: RowShape, section: Section, kept: int | None) -> None:
@@ -96,7 +99,8 @@ class Rows:
         self.section = section
         self.kept = kept
         self.begin = self.end = 0
-        self.over = 0
+        self.over = self.saved_end = 0
+        self.image: DeviceCopy | None = None
         self.last: Access | None = None
         self.unchecked: SavedRows | None = None
 
@@ -108,8 +112,9 @@ class Rows:
     def capacity(self) -> int:
         return self.section.plan.nbytes // self.shape.nbytes
 
-    def views(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.shape.views(self.section.memory, begin, end)
+    def cut(self, end: int) -> None:
+        """Forget the tokens from `end` on."""
+        self.end, self.saved_end = end, min(self.saved_end, end)
 
     def access(self, begin: int, end: int, added: int, key: object = None) -> Access:
         """Return the access to tokens [begin, end), and to `added` more that are written behind them."""
