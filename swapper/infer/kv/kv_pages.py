@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
+from swapper.device.model_device import DeviceBudget
 from swapper.errors import StateError
 from swapper.formats.sources import FileStamp
+from swapper.infer.kv.kv_device import DeviceRows
 from swapper.infer.kv.kv_home import HostRows
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, RowShape, SavedRows
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
@@ -41,6 +43,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         layer_count: of the model.
         backend: of the engine.
         counters: to update.
+        budget: of the device that has the keys; None: they are on the CPU.
 
     Raises:
         IoError: the directory refuses.
@@ -54,8 +57,10 @@ class KeyValuePages(Resources[KeyValueFile]):
         layer_count: int,
         backend: str,
         counters: Counters,
+        budget: DeviceBudget | None = None,
     ) -> None:
-        super().__init__(counters)
+        device = None if budget is None else budget.device
+        super().__init__(counters, near=device)
         page_bytes = _page_bytes(host_bytes, layer_count)
         self._size = PoolSize(page_bytes, host_bytes // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES // page_bytes)
         self._layers: dict[int, Rows] = {}
@@ -74,11 +79,16 @@ class KeyValuePages(Resources[KeyValueFile]):
                 backend,
                 lambda engine: KeyValueFile(engine, directory, saved),
                 Schedule([]),
+                device,
                 head_bytes=HEAD_BYTES,
                 window_pages=max(int(self._size.frame_count * READ_AHEAD_SHARE), MIN_READ_AHEAD_PAGES),
-                one_at_a_time=True,
+                one_at_a_time=device is None,
             )
-            self._home = HostRows(self.pager, self.store, self._size, self._layers)
+            own = self.pager, self.store, self._size, self._layers
+            if budget is None or self.host_side is None:
+                self._home = HostRows(*own)
+            else:
+                self._home = DeviceRows(budget, self.host_side, counters, *own)
         except BaseException:
             self.close()
             raise
@@ -271,6 +281,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         section = Section(plan, self._file_bytes, self._size.page_bytes, self._page_count)
         self._file_bytes += nbytes
         self._page_count += section.page_count
+        section.in_frames = self.host_side is not None
         self.store.add_pages(section.pages)
         self.add_pages([section])
         return section

@@ -109,6 +109,11 @@ class Rows:
         return self.end - self.begin
 
     @property
+    def first(self) -> int:
+        """The first token that is not forgotten: an error in this step takes back what it has added."""
+        return min(self.over, self.begin)
+
+    @property
     def capacity(self) -> int:
         return self.section.plan.nbytes // self.shape.nbytes
 
@@ -121,7 +126,7 @@ class Rows:
         row = self.shape.nbytes
         pages = self.section.pages_of(begin * row, (end + added) * row)
         written = self.section.indices_of(end * row, (end + added) * row)
-        fresh = frozenset(page.index for page in pages if page.index in written and not _has_content(page))
+        fresh = frozenset(page.index for page in pages if page.index in written and not has_content(page))
         return Access(key, tuple(page.index for page in pages), fresh, frozenset(written))
 
     def next_access(self, added: int, before: int = 0) -> Access:
@@ -134,7 +139,7 @@ class Rows:
         return replace(found, fresh=found.fresh - made)
 
 
-def _has_content(page: Page) -> bool:
+def has_content(page: Page) -> bool:
     """Return whether `page` was written since it was made, or forgotten."""
     return page.location is not None or (page.residency in (CLEAN, DIRTY, WRITING) and not page.fresh)
 
