@@ -37,7 +37,7 @@ from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
 
 PACKED_BYTES = 1 << 20
-"""At most so many bytes of new rows are put together for their copy to pages: a choice."""
+"""New rows of at most this many bytes are put together for their copy to pages: a choice."""
 DOWN_SHARE, MAX_DOWN_BYTES = 16, 8 << 20
 """Such bytes on their way take a 16th of the budget, but no more than this."""
 GROWTH = 8
@@ -102,8 +102,6 @@ class DeviceRows(HostRows):
     def lease(self, rows: Rows, added: int) -> torch.Tensor:
         image = _image(rows)
         self._downloads.collect()
-        while image.waits:
-            self._downloads.wait_for_oldest()
         if (rows.end + added) * rows.shape.nbytes > image.storage.nbytes:
             self._grow(rows, added)
         self._lease(image)
@@ -219,7 +217,7 @@ class DeviceRows(HostRows):
         """End a lease of an image. If it was the last one, what is in pages by now fills it next time."""
         image = _image(rows)
         is_over = image.leases == 1 and not image.stays
-        image.waits = image.waits or is_over
+        image.waits = is_over
         self._tier.release(image)
         if is_over:
             self.renew(rows)
@@ -230,6 +228,8 @@ class DeviceRows(HostRows):
         """Have room for `added` more tokens in the image."""
         self._place(added, rows)
         image, row = _image(rows), rows.shape.nbytes
+        while image.leases:  # copies to pages use it
+            self._downloads.wait_for_oldest()
         begin, nbytes = rows.first * row, (rows.end - rows.first) * row
         kept = None
         if self._is_here(rows):
@@ -338,7 +338,6 @@ class DeviceRows(HostRows):
         if is_held:
             self._images_held += 1
             image.leases += 1
-            image.waits = True
         arrived, lost = (partial(one, rows, ended, is_held) for one in (self._arrived, self._lost))
         event = self._downloads.send([(frame, source if is_held else source.clone())], arrived, lost, not is_held)
         self._uploads.follow(event)
