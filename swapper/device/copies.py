@@ -142,6 +142,10 @@ class Uploads:
             self._in_flight.append((queued.over, copy.access))
         self._times.add(queued)
 
+    def follow(self, event: torch.Event) -> None:
+        """Have copies that are sent from now on wait for `event`: what they read comes from a device."""
+        self._device.let_wait(self._stream, event)
+
     @property
     def is_full(self) -> bool:
         """Whether `send` would wait for an earlier copy."""

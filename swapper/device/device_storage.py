@@ -110,6 +110,10 @@ class DeviceStorage:
         """Return a view of bytes for kernels on the current stream: uint8 of shape (nbytes,)."""
         return self._filling[begin : begin + nbytes]
 
+    def set_size(self, nbytes: int) -> None:
+        """Have `allocate` take `nbytes` bytes from now on. It has no memory now; tensors of its `memory` are of the size before."""
+        self.nbytes = nbytes
+
     def allocate(self) -> None:
         """Take memory on the current stream, of any content.
 
@@ -118,6 +122,8 @@ class DeviceStorage:
         """
         self._stream = self._device.current_stream()
         self._device.resize(self._storage, self.nbytes)
+        if self._filling.numel() != self.nbytes:
+            self._filling.set_(self._storage, 0, (self.nbytes,), (1,))
         self.room_since = self._device.record(self._stream)
         self._ready.clear()
         self._users.clear()

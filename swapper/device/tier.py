@@ -180,6 +180,17 @@ class DeviceTier:
         with contextlib.suppress(DeviceError):
             self._free(image)
 
+    def remove(self, image: DeviceCopy) -> None:
+        """Free `image`, and forget it."""
+        self.drop(image)
+        self._images.remove(image)
+        self._cycle = [one for one in self._cycle if one is not image]
+        self._position = 0
+
+    def has_room(self, image: DeviceCopy) -> bool:
+        """Return whether `image` has memory, or would get some without an eviction."""
+        return image.storage.is_allocated or self._used_bytes + image.storage.nbytes <= self._limit_bytes
+
     def _end_lease(self, image: DeviceCopy, is_whole: bool) -> None:
         image.leases -= 1
         if image.leases == 0 and not (is_whole and (image.stays or self._is_next(image))):
@@ -250,7 +261,7 @@ class DeviceTier:
         nbytes = image.storage.nbytes
         if self._used_bytes + nbytes > self._limit_bytes:
             for victim in self._victims():
-                self._evict(victim)
+                self.evict(victim)
                 if self._used_bytes + nbytes <= self._limit_bytes:
                     break
         if self._used_bytes + nbytes > self._budget_bytes:
@@ -284,7 +295,7 @@ class DeviceTier:
         self._limit_bytes = self._used_bytes
         self.shrink_others(0)
         for victim in self._victims():
-            self._evict(victim)
+            self.evict(victim)
         self._device.release_cached()
 
     def _allocate(self, image: DeviceCopy) -> None:
@@ -301,7 +312,8 @@ class DeviceTier:
         idle = [image for image in self._images if image.storage.is_allocated and not image.leases]
         return sorted(idle, key=lambda image: (image.stays, -order.get(id(image), len(ahead))))
 
-    def _evict(self, image: DeviceCopy) -> None:
+    def evict(self, image: DeviceCopy) -> None:
+        """Free an image that is not in use; it is copied for each use from now on."""
         if image.stays:
             image.stays = False
             image.before_eviction()
@@ -325,7 +337,7 @@ class DeviceTier:
                 break
             if victim.stays:
                 spare_bytes += victim.storage.nbytes
-                self._evict(victim)
+                self.evict(victim)
         self._limit_bytes = min(self._target_bytes, self._used_bytes + max(spare_bytes, 0))
 
     def grow(self, nbytes: int) -> int:
@@ -348,7 +360,7 @@ class DeviceTier:
         for victim in self._victims():
             if self._used_bytes <= self._limit_bytes:
                 break
-            self._evict(victim)
+            self.evict(victim)
         return before_bytes - self._used_bytes
 
     def finish(self) -> None:

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from swapper.device.device import Device
+from swapper.device.model_device import DeviceBudget
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.infer.kv import kv_file
 from swapper.integrations.transformers_layers import LayerPages, PagedLayer, PagedSlidingLayer
@@ -35,16 +37,19 @@ EDGE_ELEMENTS = 16
 
 
 class KVCache(DynamicCache):
-    """Keys and values of attention, in host memory as far as a budget goes, and in a file for the rest.
+    """Keys and values of attention, on the model's device and in host memory as far as budgets go, and in a file for the rest.
 
-    Any model of transformers on the CPU takes it as `past_key_values=`, in `generate` and in a forward under `torch.no_grad()`.
+    Any model of transformers takes it as `past_key_values=`, in `generate` and in a forward under `torch.no_grad()`.
     The next layer's pages are read while one computes, and those of a prefill are written while the next layer computes.
     Close it, or drop it: its memory and its file end with it.
 
     Args:
         model: with a `config`, or the config.
-        host_memory: bytes, or "4GiB", of keys and values in memory. One layer must fit, and two to read ahead. "auto": half
-            of the free memory, at most what `max_tokens` take.
+        host_memory: bytes, or "4GiB", of keys and values in memory. On a CPU one layer must fit, and two to read ahead.
+            "auto": half of the free memory, at most what `max_tokens` take.
+        device: that the model computes on. None: that of its parameters; of a config, the CPU.
+        device_memory: bytes of keys and values on an accelerator. Layers that do not fit are copied there for their turn: one
+            must fit, and two beside those that stay to copy ahead. "auto": half of what is free there now.
         directory: of the scratch file, on a drive. None: the directory for temporary files.
         max_tokens: of the longest sequence, prompt and output. It may be exceeded, by copying. None: the model's
             `max_position_embeddings`, at most 65,536.
@@ -55,6 +60,7 @@ class KVCache(DynamicCache):
 
     Raises:
         ConfigError: an option makes no sense, or the directory is in memory.
+        DeviceError: there is no such device.
         UnsupportedError: the model has layers whose cache is not just keys and values.
     """
 
@@ -63,6 +69,8 @@ class KVCache(DynamicCache):
         model: Any,
         *,
         host_memory: int | str = "auto",
+        device: str | torch.device | Device | None = None,
+        device_memory: int | str = "auto",
         directory: str | os.PathLike[str] | None = None,
         max_tokens: int | None = None,
         backend: str = "auto",
@@ -78,8 +86,9 @@ class KVCache(DynamicCache):
         known = getattr(decoder, "max_position_embeddings", None)
         reserved = max_tokens or min(known or MIN_RESERVED_TOKENS, MAX_RESERVED_TOKENS)
         host_bytes = parse_host_memory(host_memory)
+        budget = DeviceBudget.parse(_device_of(model) if device is None else device, device_memory)
         self._pages = LayerPages(
-            host_bytes, host_memory == "auto", _scratch_directory(directory), reserved, backend, self.counters
+            host_bytes, host_memory == "auto", _scratch_directory(directory), reserved, backend, self.counters, budget
         )
         self.layers = [_paged(layer, self._pages, index) for index, layer in enumerate(self.layers)]
         self._pages.layers = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
@@ -153,7 +162,7 @@ class KVCache(DynamicCache):
         Raises:
             CheckpointError: the file is damaged, or of another model, other tokens or another dtype.
             IoError: it cannot be read.
-            ConfigError, UnsupportedError: as KVCache.
+            ConfigError, DeviceError, UnsupportedError: as KVCache.
         """
         saved = kv_file.read(path)
         cache = cls(model, **options)
@@ -199,6 +208,12 @@ def _paged(layer: Any, pages: LayerPages, index: int) -> Any:
     raise UnsupportedError(
         f"layer {index} keeps more than keys and values ({type(layer).__name__}): take transformers' DynamicCache for this model"
     )
+
+
+def _device_of(model: Any) -> str | torch.device:
+    """Return the accelerator that parameters of a model are on; the CPU if none is."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((one.device for one in parameters if one.device.type not in ("cpu", "meta")), "cpu")
 
 
 def _scratch_directory(directory: str | os.PathLike[str] | None) -> Path:

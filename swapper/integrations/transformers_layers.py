@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from swapper.device.model_device import DeviceBudget
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.infer.kv.kv_file import SavedContext
 from swapper.infer.kv.kv_pages import MAX_PAGE_BYTES, KeyValuePages
@@ -19,6 +20,9 @@ from swapper.infer.kv.kv_rows import Rows, RowShape, SavedRows
 from swapper.runtime.counters import Counters
 
 log = logging.getLogger("swapper")
+
+PASSING_LAYERS = 3
+"""Layers that a device has room for in addition to those that stay there, by default: one more than it has at once."""
 
 
 class PagedLayer(DynamicLayer):
@@ -79,7 +83,7 @@ class PagedLayer(DynamicLayer):
         self._note_open(shape)
 
     def _note_open(self, shape: RowShape) -> None:
-        self.device, self.dtype = torch.device("cpu"), shape.dtype
+        self.device, self.dtype = self._pages.device, shape.dtype
         self.is_initialized = True
 
     def open_saved(self, saved: SavedRows, capacity: int, position: int) -> None:
@@ -119,13 +123,13 @@ class PagedLayer(DynamicLayer):
             args, kwargs: are ignored.
 
         Raises:
-            UnsupportedError: they are on an accelerator, or autograd records them.
+            UnsupportedError: they are on another device than the cache's, or autograd records them.
             ConfigError: they have another shape or dtype than those before.
             BudgetError, IoError, StateError: as `KeyValuePages.append`. The cache is as it was before this step.
         """
         pages = self._pages
         pages.check(key_states)
-        with torch.no_grad(), pages.undone_if_it_fails(self, key_states.shape[2]):
+        with torch.inference_mode(False), torch.no_grad(), pages.undone_if_it_fails(self, key_states.shape[2]):
             rows = self._rows_for(key_states, value_states)
             return pages.owner.append(rows, key_states, value_states)
 
@@ -133,7 +137,7 @@ class PagedLayer(DynamicLayer):
         """Take a step back that has added `added` tokens to `before`."""
         rows = self._rows
         if rows is not None:
-            rows.end -= added
+            rows.cut(rows.end - added)
             rows.begin = rows.end - before
 
     def _rows_for(self, keys: torch.Tensor, values: torch.Tensor) -> Rows:
@@ -294,7 +298,7 @@ class LayerPages:
     """Opens the pages of one cache when they are first used, and has all of its layers in common.
 
     Args:
-        host_bytes, directory, backend, counters: see `KeyValuePages`.
+        host_bytes, directory, backend, counters, budget: see `KeyValuePages`.
         takes_less: of `host_bytes` only what all layers have room for is taken.
         max_tokens: that a layer gets room for at once.
 
@@ -303,8 +307,16 @@ class LayerPages:
     """
 
     def __init__(
-        self, host_bytes: int, takes_less: bool, directory: Path, max_tokens: int, backend: str, counters: Counters
+        self,
+        host_bytes: int,
+        takes_less: bool,
+        directory: Path,
+        max_tokens: int,
+        backend: str,
+        counters: Counters,
+        budget: DeviceBudget | None,
     ) -> None:
+        self.device = torch.device("cpu") if budget is None else budget.device.device
         self.layers: list[PagedLayer] = []
         self.saved: SavedContext | None = None
         self._host_bytes = host_bytes
@@ -312,6 +324,7 @@ class LayerPages:
         self._directory = directory
         self._backend = backend
         self._counters = counters
+        self._budget = budget
         self._max_tokens = max_tokens
         self._owner: KeyValuePages | None = None
         self._is_closed = False
@@ -332,7 +345,13 @@ class LayerPages:
         if self._owner is None:
             saved = None if self.saved is None else (self.saved.path, self.saved.stamp)
             self._owner = KeyValuePages(
-                self._host_bytes, self._directory, saved, len(self.layers), self._backend, self._counters
+                self._host_bytes,
+                self._directory,
+                saved,
+                len(self.layers),
+                self._backend,
+                self._counters,
+                self._budget,
             )
         return self._owner
 
@@ -358,20 +377,24 @@ class LayerPages:
                 layer.open(shape, capacity)
 
     def _note_needed(self, nbytes: int) -> None:
-        """Take no more memory than these bytes of all layers need, with a page more for each."""
+        """Take no more memory than these bytes of all layers need, with a page more for each, and without those that stay on
+        the device.
+        """
         if self._takes_less:
-            self._host_bytes = min(self._host_bytes, nbytes + (len(self.layers) + 1) * MAX_PAGE_BYTES)
+            passing = (PASSING_LAYERS * nbytes) // len(self.layers)
+            there = 0 if self._budget is None else max(min(self._budget.nbytes, nbytes) - passing, 0)
+            self._host_bytes = min(self._host_bytes, nbytes - there + (len(self.layers) + 1) * MAX_PAGE_BYTES)
 
     def capacity(self, added: int) -> int:
         """Return for how many tokens a layer gets room that begins with `added`."""
         return max(added, self._max_tokens)
 
     def check(self, keys: torch.Tensor) -> None:
-        """Refuse keys that cannot be kept in pages of host memory."""
-        if keys.device.type != "cpu":
+        """Refuse keys that cannot be kept in pages."""
+        if keys.device != self.device:
             raise UnsupportedError(
-                f"a KVCache is for models on the CPU, and these keys are on {keys.device}: take transformers' own "
-                "cache_implementation='offloaded' there"
+                f"these keys are on {keys.device}, and the KVCache is for {self.device}: say device={str(keys.device)!r}, or give "
+                "it the model when that is on its device. A model on several devices takes transformers' DynamicCache"
             )
         if torch.is_grad_enabled() and keys.requires_grad:
             raise UnsupportedError("a KVCache is for inference: call the model under torch.no_grad()")

@@ -109,7 +109,7 @@ class Resources(Generic[StoreT]):
         self.pager = Pager(self._pages, self.pool, self.store, schedule, self.counters, **pager_options)
 
     def add_pages(self, sections: Sequence[Section]) -> None:
-        """Give paged sections their windows, and their pages to the pager, after `open`. On a CPU."""
+        """Give paged sections their windows, and their pages to the pager, after `open`."""
         self.memory.attach_windows(sections)
         self._sections += sections
         pages = [page for section in sections for page in section.pages]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from infer.host_device import HostDevice
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import swapper
@@ -34,8 +36,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["cpu", "late"])
 def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
-    small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+    where: str, small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "swapper.integrations.transformers_cache.is_in_memory", lambda path: False
@@ -52,7 +55,8 @@ def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
     expected = generate(ids, None, 200)
     others = drive / "others"
     others.write_bytes(bytes(10 << 20))
-    with KVCache(model, host_memory="4MiB", directory=drive) as cache:
+    there: dict[str, Any] = {} if where == "cpu" else {"device": HostDevice(where), "device_memory": "1.5MiB"}
+    with KVCache(model, host_memory="4MiB", directory=drive, **there) as cache:
         with pytest.raises(swapper.IoError) as caught:
             generate(ids, cache, 200)
         assert caught.value.errno == errno.ENOSPC

@@ -167,6 +167,12 @@ ENTRIES: dict[str, Entry] = {
         f"{name}.host_memory": lambda size, at: swapper.KVCache(LlamaConfig(), host_memory=size, directory=at)
         for name in ("KVCache", "transformers_cache.KVCache")
     },
+    **{
+        f"{name}.device_memory": lambda size, at: swapper.KVCache(
+            LlamaConfig(), **THERE, device_memory=size, directory=at
+        )
+        for name in ("KVCache", "transformers_cache.KVCache")
+    },
     "transformers.streamed.host_memory": lambda size, _: streamed(host_memory=size),
     "transformers.streamed.device_memory": lambda size, _: streamed(**THERE, device_memory=size),
 }

@@ -1,4 +1,7 @@
-"""Random use of keys and values in pages gives what plain tensors give, whatever the pool; its invariants hold throughout."""
+"""Random use of keys and values in pages gives what plain tensors give, whatever the pool; its invariants hold throughout.
+
+So it is on a device whose copies come late, whatever stays there.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from random import Random
 
 import pytest
 import torch
+from infer.host_device import ORDERS, HostDevice
 from sampling import examples
 
+from swapper.device.model_device import DeviceBudget
+from swapper.infer.kv import kv_device
 from swapper.infer.kv.kv_pages import KeyValuePages
 from swapper.infer.kv.kv_rows import RowShape
 from swapper.runtime.counters import Counters
@@ -72,19 +78,32 @@ class Twin:
         left = self.keys.shape[2] - min(count, self.keys.shape[2])
         self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
 
+    def check_saved(self) -> None:
+        """Compare the bytes of a saved context."""
+        if self.rows.count:
+            memory = torch.cat([piece.clone() for piece in self.pages.pieces(self.rows)])
+            keys, values = self.rows.shape.views(memory, 0, self.rows.count)
+            assert torch.equal(keys, self.keys)
+            assert torch.equal(values, self.values)
+
     def check(self) -> None:
         keys, values = self.pages.read(self.rows)
         assert torch.equal(keys, self.keys)
         assert torch.equal(values, self.values)
 
 
+@pytest.mark.parametrize("where", ["cpu", *ORDERS])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_random_use(seed: int, tmp_path: Path) -> None:
+def test_random_use(seed: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(seed)
     torch.manual_seed(seed)
     dtype = random.choice([torch.float32, torch.bfloat16])
     layer_count = random.randint(1, 6)
-    pages = KeyValuePages(random.choice([2, 4]) << 20, tmp_path, None, layer_count, "auto", counters())
+    host_bytes = random.choice([2, 4]) << 20
+    device_bytes = int(random.choice([1.2, 3, 6, 12]) * (1 << 20))
+    monkeypatch.setattr(kv_device, "PACKED_BYTES", random.choice([0, 1 << 13, 1 << 20]))
+    budget = None if where == "cpu" else DeviceBudget(HostDevice(where), device_bytes)
+    pages = KeyValuePages(host_bytes, tmp_path, None, layer_count, "auto", counters(), budget)
     shapes = [
         RowShape(random.randint(1, 2), (2, random.choice([16, 40, 64])), (random.randint(1, 3), 64), dtype)
         for _ in range(layer_count)
@@ -95,7 +114,7 @@ def test_random_use(seed: int, tmp_path: Path) -> None:
     twins = [Twin(pages, n, *pair) for n, pair in enumerate(zip(shapes, kept, strict=True))]
     try:
         for _ in range(40):
-            what = random.choice(["step"] * 6 + ["long step", "crop", "pick", "check", "close"])
+            what = random.choice(["step"] * 6 + ["long step", "crop", "pick", "check", "save", "close"])
             if what in ("step", "long step"):
                 count = 1 if what == "step" else random.randint(2, 90)
                 for twin in twins:
@@ -111,6 +130,9 @@ def test_random_use(seed: int, tmp_path: Path) -> None:
             elif what == "check":
                 for twin in twins:
                     twin.check()
+            elif what == "save":
+                for twin in twins:
+                    twin.check_saved()
             elif what == "close" and random.random() < 0.3:
                 twin = random.choice(twins)
                 pages.close_rows(twin.rows)

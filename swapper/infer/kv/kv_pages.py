@@ -1,30 +1,28 @@
 """Keeps the rows of keys and values in pages: in host memory as far as a budget goes, the rest in a scratch file (kv_rows.py).
 
-[Note: order of layers] A step leases the layers one after the other, each until the next one's keys come: its attention is over
-then. What a step will use is known when it begins, and what the next will: the pager expects that. Pages that a step makes are
-in its accesses as fresh, in those of the next one as read.
+Where kernels use them is their home: those pages (kv_home.py), or memory of a device (kv_device.py).
 """
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
 
-from swapper import _C
-from swapper.errors import BudgetError, ChecksumError, IoError, StateError
+from swapper.device.model_device import DeviceBudget
+from swapper.errors import StateError
 from swapper.formats.sources import FileStamp
+from swapper.infer.kv.kv_device import DeviceRows
+from swapper.infer.kv.kv_home import HostRows
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, RowShape, SavedRows
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.resources import Resources
 from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, ExternalBytes, PoolSize, SectionPlan
-from swapper.paging.schedule import Access, Schedule
+from swapper.paging.schedule import Schedule
 from swapper.paging.section import EXTERNAL, Section
 from swapper.runtime.counters import Counters
-from swapper.runtime.sizes import format_bytes
 
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64 << 10, 4 << 20
 LAST_PAGES_SHARE = 1 / 16
@@ -45,6 +43,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         layer_count: of the model.
         backend: of the engine.
         counters: to update.
+        budget: of the device that has the keys; None: they are on the CPU.
 
     Raises:
         IoError: the directory refuses.
@@ -58,18 +57,18 @@ class KeyValuePages(Resources[KeyValueFile]):
         layer_count: int,
         backend: str,
         counters: Counters,
+        budget: DeviceBudget | None = None,
     ) -> None:
-        super().__init__(counters)
+        device = None if budget is None else budget.device
+        super().__init__(counters, near=device)
         page_bytes = _page_bytes(host_bytes, layer_count)
         self._size = PoolSize(page_bytes, host_bytes // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES // page_bytes)
         self._layers: dict[int, Rows] = {}
         self._file_bytes = 0
         self._page_count = 0
         self._unused: dict[int, list[Section]] = {}  # by size, sections of rows that were given up
-        self._held: tuple[Rows, Access] | None = None
         self._last_layer = -1
         self._thread: int | None = None
-        self._cycle: list[Access] = []
         self._broken_by = ""  # what struck while rows were rewritten in place
         counters.pool_bytes, counters.frame_bytes = self._size.pool_bytes, page_bytes
         try:
@@ -80,10 +79,16 @@ class KeyValuePages(Resources[KeyValueFile]):
                 backend,
                 lambda engine: KeyValueFile(engine, directory, saved),
                 Schedule([]),
+                device,
                 head_bytes=HEAD_BYTES,
                 window_pages=max(int(self._size.frame_count * READ_AHEAD_SHARE), MIN_READ_AHEAD_PAGES),
-                one_at_a_time=True,
+                one_at_a_time=device is None,
             )
+            own = self.pager, self.store, self._size, self._layers
+            if budget is None or self.host_side is None:
+                self._home = HostRows(*own)
+            else:
+                self._home = DeviceRows(budget, self.host_side, counters, *own)
         except BaseException:
             self.close()
             raise
@@ -104,67 +109,29 @@ class KeyValuePages(Resources[KeyValueFile]):
         """
         added = keys.shape[2]
         self._begin_turn(rows, added)
-        access = rows.next_access(added)
-        self._check_room(access)
-        self._acquire(rows, access)
+        memory = self._home.lease(rows, added)
         begin, end = rows.begin, rows.end + added
         rows.over = begin  # an error in this step takes its tokens back, and no others
-        for whole, new in zip(rows.views(rows.end, end), (keys, values), strict=True):
+        for whole, new in zip(rows.shape.views(memory, rows.end, end), (keys, values), strict=True):
             whole.copy_(new)
-        self._hold_last_page(rows, end)
+        self._home.keep(rows, end)
         rows.end = end
         if rows.kept is not None:
             rows.begin = max(begin, end - rows.kept)
-        return rows.views(begin, end)
+        return rows.shape.views(memory, begin, end)
 
     def read(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer, as `append` does."""
-        if self._held is None or self._held[0] is not rows:
+        if self._home.leased is not rows:
             self._begin_turn(rows, 0)
-            access = rows.next_access(0)
-            self._check_room(access)
-            self._acquire(rows, access)
-        return rows.views(rows.begin, rows.end)
-
-    def _acquire(self, rows: Rows, access: Access) -> None:
-        self._lease(access)
-        self._held = (rows, access)
-        if rows.unchecked is not None:
-            self._check_saved(rows, rows.unchecked)
-
-    def _lease(self, access: Access) -> None:
-        try:
-            self.pager.acquire(access)
-        except IoError:
-            self.pager.end_failures()  # of other writes: one error is enough
-            raise
-
-    def _check_saved(self, rows: Rows, saved: SavedRows) -> None:
-        """Raise ChecksumError if the layer's bytes of the saved context were all read, and are not those that were saved."""
-        crc32, first_reads = 0, self.store.first_reads
-        pages = rows.section.pages_of(0, saved.place.nbytes)
-        if not all(page in first_reads for page in pages):
-            return  # it was cropped
-        for page in pages:
-            crc32 = _C.crc32_combine(crc32, first_reads[page].crc32, page.stored_bytes)
-        if saved.crc32 and crc32 != saved.crc32:
-            raise ChecksumError(
-                "read",
-                str(saved.place.path),
-                saved.place.offset,
-                saved.place.nbytes,
-                errno.EBADMSG,
-                f"the keys and values of layer {rows.index} are not those that were saved: take another copy of the file",
-            )
-        rows.unchecked = None
+            self._home.lease(rows, 0)
+        return rows.shape.views(self._home.memory(rows), rows.begin, rows.end)
 
     def end_turn(self) -> None:
         """End the lease of the layer that had its turn."""
-        if self._held is not None:
-            (rows, access), self._held = self._held, None
-            self.pager.release(access, access.writes)
-            if rows.kept is not None:
-                self.pager.forget(rows.section.indices_of(0, rows.over * rows.shape.nbytes)[:-1])
+        rows = self._home.release()
+        if rows is not None and rows.kept is not None:
+            self.pager.forget(rows.section.indices_of(0, rows.over * rows.shape.nbytes)[:-1])
 
     def _begin_turn(self, rows: Rows, added: int) -> None:
         self.end_turn()
@@ -181,55 +148,13 @@ class KeyValuePages(Resources[KeyValueFile]):
         if is_first:
             self.store.check_unchanged()
             self._thread = me
-            self._expect(added)
+            self._home.expect(added)
         self._last_layer = rows.index
 
     @property
     def _is_between_steps(self) -> bool:
         """Whether the last layer has had its turn, or none."""
         return self._thread is None or self._last_layer >= max(self._layers)
-
-    def _expect(self, added: int) -> None:
-        """Expect a step that adds `added` tokens, and then steps of one. [Note: order of layers]"""
-        layers = [self._layers[index] for index in sorted(self._layers)]
-        cycle = [rows.next_access(added) for rows in layers]
-        if any(access.fresh for access in cycle):
-            cycle += [rows.next_access(min(added, 1), before=added) for rows in layers]
-        if cycle != self._cycle:
-            self._cycle = cycle
-            self.pager.expect(cycle)
-
-    def _hold_last_page(self, rows: Rows, end: int) -> None:
-        """Lease the page of the last row before `end`, in place of the one that was leased before."""
-        row = rows.shape.nbytes
-        last = tuple(rows.section.indices_of(end * row - 1, end * row))
-        before = rows.last
-        if before is not None and before.pages == last:
-            return
-        access = Access(None, last, writes=frozenset(last))
-        self._lease(access)
-        rows.last = access
-        if before is not None:
-            self.pager.release(before, before.writes)
-
-    def _release_last_page(self, rows: Rows) -> None:
-        if rows.last is not None:
-            access, rows.last = rows.last, None
-            self.pager.release(access, access.writes)
-
-    def _check_room(self, access: Access) -> None:
-        """Raise BudgetError unless the pool has frames for these pages, in addition to the last ones of all layers."""
-        stay = {page for rows in self._layers.values() if rows.last is not None for page in rows.last.pages}
-        needed = len(stay.union(access.pages)) + 1
-        if needed > self._size.frame_count:
-            smallest = round_up(needed * self._size.page_bytes, ARENA_ALIGNMENT_BYTES)
-            raise BudgetError(
-                f"host_memory={format_bytes(self._size.pool_bytes)} of a KVCache is too small: the keys and values of one layer "
-                f"take {format_bytes(len(access.pages) * self._size.page_bytes)} and must be there together, with the last page "
-                f"of each other layer: at least {format_bytes(smallest)} ({smallest} bytes) are needed now, and twice as much to "
-                "read the next layer meanwhile",
-                smallest_bytes=smallest,
-            )
 
     # --- layers -------------------------------------------------------------------------------------------------------
 
@@ -244,6 +169,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         """
         rows = Rows(index, shape, self._take_section(index, capacity * shape.nbytes), kept)
         self._layers[index] = rows
+        self._home.add(rows)
         return rows
 
     def open_saved(self, index: int, saved: SavedRows, capacity: int, kept: int | None) -> Rows:
@@ -254,16 +180,18 @@ class KeyValuePages(Resources[KeyValueFile]):
         for page in section.pages_of(0, saved.place.nbytes):
             page.location = EXTERNAL
         self._layers[index] = rows
+        self._home.add(rows)
         return rows
 
     def read_ahead(self) -> None:
         """Begin to read what the first step will use."""
-        self._expect(1)
+        self._home.expect(1)
 
     def close_rows(self, rows: Rows) -> None:
         """Forget the tokens of a layer; its part of the file is used again."""
         self.end_turn()
-        self._release_last_page(rows)
+        self._home.settle(rows)
+        self._home.remove(rows)
         self.pager.discard_pages(page.index for page in rows.section.pages)
         self.pager.forget(page.index for page in rows.section.pages)
         self._unused.setdefault(rows.section.plan.nbytes, []).append(rows.section)
@@ -293,7 +221,7 @@ class KeyValuePages(Resources[KeyValueFile]):
     def crop(self, rows: Rows, count: int) -> None:
         """Forget the last `count` tokens of a layer."""
         self.end_turn()
-        rows.end = max(rows.end - count, rows.begin)
+        rows.cut(max(rows.end - count, rows.begin))
 
     def rewrite(self, rows: Rows, target: Rows, pick: torch.Tensor | None = None) -> None:
         """Write the tokens of one layer's rows to the beginning of `target`, which may be the same rows.
@@ -304,8 +232,8 @@ class KeyValuePages(Resources[KeyValueFile]):
             pick: of the batch, which entry each entry of the target is; int64, of shape (target's batch,). None: the same.
         """
         self.end_turn()
-        self._release_last_page(rows)
-        self._release_last_page(target)
+        self._home.settle(rows)
+        self._home.settle(target)
         begin, end = rows.begin, rows.end
         try:
             for first, last in self._chunks(begin, end, max(rows.shape.nbytes, target.shape.nbytes)):
@@ -315,16 +243,17 @@ class KeyValuePages(Resources[KeyValueFile]):
                 self._broken_by = type(error).__name__
             raise
         target.begin, target.end = 0, end - begin
+        self._home.renew(target)
 
     def _rewrite(self, rows: Rows, first: int, last: int, target: Rows, to: int, pick: torch.Tensor | None) -> None:
         """Write tokens [first, last) of `rows` to `target`, from token `to` on."""
-        with self.pager.leased(rows.access(first, last, 0)):
-            parts = [part.clone() for part in rows.views(first, last)]
+        with self._home.using(rows, first, last) as memory:
+            parts = [part.clone() for part in rows.shape.views(memory, first, last)]
         if pick is not None:
-            parts = [part.index_select(0, pick) for part in parts]
+            parts = [part.index_select(0, pick.to(part.device)) for part in parts]
         count = last - first
-        with self.pager.leased(target.access(to, to, count)):
-            for whole, part in zip(target.views(to, to + count), parts, strict=True):
+        with self._home.using(target, to, to, count) as memory:
+            for whole, part in zip(target.shape.views(memory, to, to + count), parts, strict=True):
                 whole.copy_(part)
 
     def pieces(self, rows: Rows) -> Iterator[torch.Tensor]:
@@ -332,8 +261,8 @@ class KeyValuePages(Resources[KeyValueFile]):
         self.end_turn()
         row = rows.shape.nbytes
         for first, last in self._chunks(rows.begin, rows.end, row):
-            with self.pager.leased(rows.access(first, last, 0)):
-                yield rows.section.memory[first * row : last * row]
+            with self._home.using(rows, first, last) as memory:
+                yield memory[first * row : last * row].cpu()
 
     def _chunks(self, begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         step = max(self._size.page_bytes // row_bytes, 1)
@@ -352,13 +281,15 @@ class KeyValuePages(Resources[KeyValueFile]):
         section = Section(plan, self._file_bytes, self._size.page_bytes, self._page_count)
         self._file_bytes += nbytes
         self._page_count += section.page_count
+        section.in_frames = self.host_side is not None
         self.store.add_pages(section.pages)
         self.add_pages([section])
         return section
 
     def close(self, stay: Collection[int] = ()) -> None:
         """Close memory, file and engine. Views of keys and values may not be used any more."""
-        self._held = None
+        if "_home" in vars(self):
+            self._home.close()
         self._layers.clear()
         self._unused.clear()
         super().close(stay)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from swapper import _C
+from swapper.device.tier import DeviceCopy
 from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp
 from swapper.io.drives import Drives
@@ -88,6 +89,8 @@ class Rows:
         over: tokens before this one are forgotten.
         last: the lease of the last page, which stays. [Note: rows]
         unchecked: of a saved context, until the checksum of all of it was compared.
+        image: of these rows on a device, if there is one (kv_device.py).
+        saved_end: tokens before this one are in pages; those behind are in the image alone.
     """
 
     def __init__(self, index: int, shape: RowShape, section: Section, kept: int | None) -> None:
@@ -96,7 +99,8 @@ class Rows:
         self.section = section
         self.kept = kept
         self.begin = self.end = 0
-        self.over = 0
+        self.over = self.saved_end = 0
+        self.image: DeviceCopy | None = None
         self.last: Access | None = None
         self.unchecked: SavedRows | None = None
 
@@ -105,18 +109,24 @@ class Rows:
         return self.end - self.begin
 
     @property
+    def first(self) -> int:
+        """The first token that is not forgotten: an error in this step takes back what it has added."""
+        return min(self.over, self.begin)
+
+    @property
     def capacity(self) -> int:
         return self.section.plan.nbytes // self.shape.nbytes
 
-    def views(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.shape.views(self.section.memory, begin, end)
+    def cut(self, end: int) -> None:
+        """Forget the tokens from `end` on."""
+        self.end, self.saved_end = end, min(self.saved_end, end)
 
     def access(self, begin: int, end: int, added: int, key: object = None) -> Access:
         """Return the access to tokens [begin, end), and to `added` more that are written behind them."""
         row = self.shape.nbytes
         pages = self.section.pages_of(begin * row, (end + added) * row)
         written = self.section.indices_of(end * row, (end + added) * row)
-        fresh = frozenset(page.index for page in pages if page.index in written and not _has_content(page))
+        fresh = frozenset(page.index for page in pages if page.index in written and not has_content(page))
         return Access(key, tuple(page.index for page in pages), fresh, frozenset(written))
 
     def next_access(self, added: int, before: int = 0) -> Access:
@@ -129,7 +139,7 @@ class Rows:
         return replace(found, fresh=found.fresh - made)
 
 
-def _has_content(page: Page) -> bool:
+def has_content(page: Page) -> bool:
     """Return whether `page` was written since it was made, or forgotten."""
     return page.location is not None or (page.residency in (CLEAN, DIRTY, WRITING) and not page.fresh)
 

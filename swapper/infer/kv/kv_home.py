@@ -1,0 +1,170 @@
+"""Has a layer's keys and values where kernels use them while it has its turn: in the windows of its pages, on a CPU.
+
+[Note: order of layers] A step leases the layers one after the other, each until the next one's keys come: its attention is over
+then. What a step will use is known when it begins, and what the next will: the pager expects that. Pages that a step makes are
+in its accesses as fresh, in those of the next one as read.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from swapper import _C
+from swapper.errors import BudgetError, ChecksumError, IoError
+from swapper.infer.kv.kv_rows import KeyValueFile, Rows, SavedRows
+from swapper.io.tensor_bytes import round_up
+from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, PoolSize
+from swapper.paging.pager import Pager
+from swapper.paging.schedule import Access
+from swapper.runtime.sizes import format_bytes
+
+
+class HostRows:
+    """Leases the pages of the layer that has its turn, and the last page of each layer for good ([Note: rows], kv_rows.py).
+
+    Args:
+        pager, store, size: of the pages.
+        layers: the rows of each, by number; they change.
+
+    Attributes:
+        leased: the rows that have their turn.
+    """
+
+    def __init__(self, pager: Pager, store: KeyValueFile, size: PoolSize, layers: Mapping[int, Rows]) -> None:
+        self.leased: Rows | None = None
+        self._pager = pager
+        self._store = store
+        self._size = size
+        self._layers = layers
+        self._access = Access(None, ())
+        self._cycle: list[Access] = []
+
+    # --- a turn -------------------------------------------------------------------------------------------------------
+
+    def expect(self, added: int) -> None:
+        """Expect a step that adds `added` tokens, and then steps of one. [Note: order of layers]"""
+        layers = [self._layers[index] for index in sorted(self._layers)]
+        cycle = [rows.next_access(added) for rows in layers]
+        if any(access.fresh for access in cycle):
+            cycle += [rows.next_access(min(added, 1), before=added) for rows in layers]
+        if cycle != self._cycle:
+            self._cycle = cycle
+            self._pager.expect(cycle)
+
+    def lease(self, rows: Rows, added: int) -> torch.Tensor:
+        """Begin a layer's turn. Return the memory of its rows, uint8, with room for `added` more.
+
+        Raises:
+            IoError: a page could not be read, or an earlier one not written.
+            BudgetError: a budget is too small for the layer.
+            ChecksumError: a saved context was damaged.
+        """
+        access = rows.next_access(added)
+        self._check_room(access)
+        self._acquire(access)
+        self.leased, self._access = rows, access
+        self._check_saved(rows)
+        return rows.section.memory
+
+    def memory(self, rows: Rows) -> torch.Tensor:
+        """Return the memory of the layer that has its turn."""
+        return rows.section.memory
+
+    def keep(self, rows: Rows, end: int) -> None:
+        """Keep tokens [rows.end, end) of the layer that has its turn, which were written to its memory. Raises as `lease`."""
+        row = rows.shape.nbytes
+        last = tuple(rows.section.indices_of(end * row - 1, end * row))
+        before = rows.last
+        if before is not None and before.pages == last:
+            return
+        access = Access(None, last, writes=frozenset(last))
+        self._acquire(access)
+        rows.last = access
+        if before is not None:
+            self._pager.release(before, before.writes)
+
+    def release(self) -> Rows | None:
+        """End the turn. Return whose it was."""
+        rows, self.leased = self.leased, None
+        if rows is not None:
+            self._pager.release(self._access, self._access.writes)
+        return rows
+
+    # --- between turns ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, rows: Rows, begin: int, end: int, added: int = 0) -> Iterator[torch.Tensor]:
+        """Return the memory that has tokens [begin, end), and takes `added` more behind them, within the context."""
+        with self._pager.leased(rows.access(begin, end, added)):
+            yield rows.section.memory
+
+    def settle(self, rows: Rows) -> None:
+        """Have nothing under way that uses the pages of a layer without a turn. Its last page is not leased any more."""
+        if rows.last is not None:
+            access, rows.last = rows.last, None
+            self._pager.release(access, access.writes)
+
+    def add(self, rows: Rows) -> None:
+        """Know a layer's rows, which have no tokens, or those of a saved context in pages."""
+
+    def renew(self, rows: Rows) -> None:
+        """Note that the tokens of a layer without a turn are others now."""
+
+    def remove(self, rows: Rows) -> None:
+        """Forget a layer's rows."""
+
+    def close(self) -> None:
+        """End all use."""
+        self.leased = None
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _acquire(self, access: Access) -> None:
+        try:
+            self._pager.acquire(access)
+        except IoError:
+            self._pager.end_failures()  # of other writes: one error is enough
+            raise
+
+    def _check_saved(self, rows: Rows) -> None:
+        """Raise ChecksumError if the layer's bytes of the saved context were all read, and are not those that were saved."""
+        saved = rows.unchecked
+        pages = [] if saved is None else rows.section.pages_of(0, saved.place.nbytes)
+        first_reads = self._store.first_reads
+        if saved is None or not all(page in first_reads for page in pages):
+            return  # it was cropped
+        crc32 = 0
+        for page in pages:
+            crc32 = _C.crc32_combine(crc32, first_reads[page].crc32, page.stored_bytes)
+        if saved.crc32 and crc32 != saved.crc32:
+            raise _checksum_error(rows.index, saved)
+        rows.unchecked = None
+
+    def _check_room(self, access: Access) -> None:
+        """Raise BudgetError unless the pool has frames for these pages, in addition to the last ones of all layers."""
+        stay = {page for rows in self._layers.values() if rows.last is not None for page in rows.last.pages}
+        needed = len(stay.union(access.pages)) + 1
+        if needed > self._size.frame_count:
+            smallest = round_up(needed * self._size.page_bytes, ARENA_ALIGNMENT_BYTES)
+            raise BudgetError(
+                f"host_memory={format_bytes(self._size.pool_bytes)} of a KVCache is too small: the keys and values of one layer "
+                f"take {format_bytes(len(access.pages) * self._size.page_bytes)} and must be there together, with the last page "
+                f"of each other layer: at least {format_bytes(smallest)} ({smallest} bytes) are needed now, and twice as much to "
+                "read the next layer meanwhile",
+                smallest_bytes=smallest,
+            )
+
+
+def _checksum_error(layer: int, saved: SavedRows) -> ChecksumError:
+    return ChecksumError(
+        "read",
+        str(saved.place.path),
+        saved.place.offset,
+        saved.place.nbytes,
+        errno.EBADMSG,
+        f"the keys and values of layer {layer} are not those that were saved: take another copy of the file",
+    )
