@@ -1,4 +1,4 @@
-"""Writes the small models that the guides take as given ("path/to/model"), for hidden blocks of their pages."""
+"""Writes the small models that guides take as given ("path/to/model"), for hidden blocks of their pages (test_docs_blocks.py)."""
 
 from __future__ import annotations
 
