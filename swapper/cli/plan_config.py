@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ import torch
 import typer
 from rich.table import Table
 
-from swapper.cli.command import check_output, make_console, reported
+from swapper.cli.command import make_console, reported
 from swapper.errors import ConfigError
 from swapper.forecast.accelerator import DeviceRates
 from swapper.forecast.machine import (
@@ -34,14 +34,12 @@ from swapper.forecast.machine import (
     Setting,
 )
 from swapper.forecast.model_source import KINDS, make_model
-from swapper.forecast.picture import check_picture, draw
 from swapper.forecast.search import (
     SettingCosts,
     Upgrade,
     as_dicts,
     find_table,
     find_upgrades,
-    largest_model,
     smallest_budget,
 )
 from swapper.forecast.virtual_drive import DriveRates
@@ -53,14 +51,6 @@ from swapper.train.layout.state_codecs import PRESETS
 DAY_S = 86400
 PLACES = ("auto", "host", "nvme")
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What is asked about a forecast: seconds of the largest model's step, bytes of a drive's rated endurance; None: nothing."""
-
-    at_most_s: float | None = None
-    endurance_bytes: int | None = None
 
 
 def plan(
@@ -107,13 +97,7 @@ def plan(
         str | None, typer.Option(help="Bytes a second of a rank to others: 50GB/s. Default: it takes no time.")
     ] = None,
     endurance: Annotated[str | None, typer.Option(help="What a drive is rated to be written in all: 600TB.")] = None,
-    at_most: Annotated[
-        str | None, typer.Option(help="Also find the largest model, of more or fewer layers, for such a step: 60s.")
-    ] = None,
     table: Annotated[bool, typer.Option(help="Compare codecs, times of updates, placements and passes.")] = True,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the step and the tiers: FILE.svg, .png or .html (needs matplotlib).")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures only.")] = False,
 ) -> None:
     """Predict placement, bytes and seconds of a training step for a machine, and what would make it faster."""
@@ -150,21 +134,13 @@ def plan(
             optimizer, codec, update, gradients=gradients, passes=accumulate, update_on=update_on, recompute=recompute
         )  # fmt: skip
         _check(machine, setting, dtype, tokens)
-        wishes = Wishes(
-            None if at_most is None else parse_seconds(at_most, "--at-most"),
-            None if endurance is None else parse_bytes(endurance, "--endurance"),
-        )
-        if picture is not None:
-            check_picture(picture)
-            check_output("--picture", picture)
+        endurance_bytes = None if endurance is None else parse_bytes(endurance, "--endurance")
         with console.status("planning"), _without_collections():
             forecaster = Forecaster(make_model(config, getattr(torch, dtype)), tokens)
             found = forecaster.forecast(machine, setting)
-            figures = figures_of(forecaster, machine, setting, found, wishes)
+            figures = figures_of(forecaster, machine, setting, found, endurance_bytes)
             upgrades = find_upgrades(forecaster, machine, setting)
             rows = find_table(forecaster, machine, setting) if table else []
-            if picture is not None:
-                draw(picture, machine, setting, found)
         figures |= {"upgrades": as_dicts(upgrades), "table": as_dicts(rows), "planned_in_s": time.monotonic() - began_s}
     if as_json:
         print(json.dumps(figures, indent=2))
@@ -212,14 +188,14 @@ def _check(machine: Machine, setting: Setting, dtype: str, tokens: int) -> None:
 
 
 def figures_of(
-    forecaster: Forecaster, machine: Machine, setting: Setting, found: Forecast, wishes: Wishes
+    forecaster: Forecaster, machine: Machine, setting: Setting, found: Forecast, endurance_bytes: int | None
 ) -> dict[str, object]:
     """Return the figures of a forecast. Bytes are of a node, or of each drive where they are named so.
 
     Args:
         forecaster, machine, setting: as of `Forecaster.plan`.
         found: the forecast.
-        wishes: what else was asked for.
+        endurance_bytes: that a drive is rated to be written in all.
     """
     step, here = found.step, machine.of_node
     written_bytes = found.written_bytes * here
@@ -240,10 +216,8 @@ def figures_of(
         "smallest_host_bytes": smallest_budget(forecaster, machine, setting),
         "assumed": assumptions(machine),
     }
-    if wishes.endurance_bytes is not None:
-        figures["days_to_endurance"] = wishes.endurance_bytes / daily_bytes if daily_bytes else None
-    if wishes.at_most_s is not None:
-        figures["largest"] = largest_model(forecaster, machine, setting, wishes.at_most_s)
+    if endurance_bytes is not None:
+        figures["days_to_endurance"] = endurance_bytes / daily_bytes if daily_bytes else None
     return figures
 
 
@@ -287,7 +261,6 @@ def describe(found: Forecast, machine: Machine, figures: dict[str, Any]) -> str:
         ("a step reads", f"{format_bytes(figures['read_bytes'])}{node}{exact}"),
         ("a step writes", f"{format_bytes(figures['written_bytes'])}{node}{exact}"),
         ("wear", f"{figures['written_bytes_a_day_a_drive'] / 1e12:.2f} TB a day written to each drive{_days(figures)}"),
-        *([("largest model", _largest(figures["largest"]))] if "largest" in figures else []),
         ("assumed", "; ".join(figures["assumed"])),
         ("planned in", f"{figures['planned_in_s']:.1f} s"),
     ]
@@ -310,10 +283,6 @@ def _days(figures: dict[str, object]) -> str:
         return ""
     days = figures["days_to_endurance"]
     return "; it never wears out" if days is None else f"; its endurance lasts {days:,.0f} days"
-
-
-def _largest(found: dict[str, object]) -> str:
-    return f"{found['parameters']:,} parameters in {found['layers']} layers, {found['step_s']:.2f} s a step"
 
 
 def _print_tables(upgrades: list[Upgrade], rows: list[SettingCosts]) -> None:
@@ -348,18 +317,6 @@ def _device_rates(link: str | None, known: KnownDevice | None) -> DeviceRates:
     rate = math.inf if known is None else known.link * REACHED_LINK
     rate = rate if link is None else parse_bytes_a_second(link, "--link")
     return DeviceRates(rate, rate, math.inf if known is None else known.memory * REACHED_MEMORY)
-
-
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*")
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
-
-
-def parse_seconds(value: str, option: str) -> float:
-    """Return seconds: "60s", "5min". Raises ConfigError if it is no time."""
-    found = _DURATION.fullmatch(value)
-    if found is None or float(found[1]) == 0:
-        raise ConfigError(f"{option} {value} is not a time: give a number and s, min or h, as 60s")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 def parse_drives(drives: Sequence[str]) -> list[DriveRates]:

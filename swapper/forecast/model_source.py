@@ -238,20 +238,6 @@ def layers_of(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
     return owner, name, layers
 
 
-def with_layers(model: nn.Module, count: int) -> nn.Module:
-    """Return a copy of a model that has `count` layers: its own, the middle one repeated or others left out."""
-    owner, name, layers = layers_of(model)
-    middle = layers[len(layers) // 2]
-    ends = [*layers][: (count + 1) // 2], [*layers][len(layers) - count // 2 :] if count > 1 else []
-    if count <= len(layers):
-        chosen = [*ends[0], *ends[1]]
-    else:
-        half = (len(layers) + 1) // 2
-        chosen = [*layers[:half], *(copy.deepcopy(middle) for _ in range(count - len(layers))), *layers[half:]]
-    memo = {id(owner): _with_child(owner, name, nn.ModuleList(chosen))}
-    return _rebuilt(model, memo)
-
-
 def _with_child(owner: nn.Module, name: str, child: nn.Module) -> nn.Module:
     clone = copy.copy(owner)
     clone._modules = {**owner._modules, name: child}

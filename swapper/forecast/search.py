@@ -1,4 +1,4 @@
-"""Searches over forecasts: the smallest memory, the next upgrade, settings that none dominates, the largest model for a time."""
+"""Searches over forecasts: the smallest memory, the next upgrade, and settings that none dominates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.forecast.compute import ComputeTimes
 from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting, memory_of
-from swapper.forecast.model_source import layers_of, with_layers
 from swapper.forecast.virtual_drive import DriveRates
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.train_placement import PREFERENCES, is_resident
@@ -23,8 +22,6 @@ GIB = 1 << 30
 FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
 TABLE_PAGES = 200
 """Rough: a table has many rows."""
-MAX_LAYERS = 1 << 14
-"""No model is tried with more."""
 CODECS, UPDATES, PASSES = ("exact", "8bit"), ("step", "deferred"), (1, 4)
 EXACT_CODECS = ("exact", "split")
 MEMORY_SHARES = (1, 2)
@@ -190,46 +187,6 @@ def undominated(rows: Sequence[SettingCosts]) -> list[SettingCosts]:
     """Return the rows that no other beats. Of those with equal costs the first stays."""
     first = {row.costs: row for row in reversed(rows)}
     return [row for row in rows if row is first[row.costs] and not any(other.beats(row) for other in rows)]
-
-
-def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at_most_s: float) -> dict[str, object]:
-    """Return the number of layers, the parameters and the seconds of the largest model with layers of this one that takes so long.
-
-    Args:
-        forecaster, machine, setting: as of `Forecaster.plan`.
-        at_most_s: of a step, in seconds.
-
-    Raises:
-        ConfigError: the model has no equal layers, or already one with a single layer takes longer or does not fit.
-    """
-    _, _, layers = layers_of(forecaster.model)
-    tried: dict[int, dict[str, object] | None] = {}
-
-    def fits(count: int) -> bool:
-        if count not in tried:
-            model = with_layers(forecaster.model, count)
-            try:
-                step_s = Forecaster(model, forecaster.tokens).forecast(machine, setting, TABLE_PAGES).step.wall_s
-                numel = sum({id(p): p.numel() for p in model.parameters()}.values())
-                is_fast = step_s <= at_most_s
-                tried[count] = {"layers": count, "parameters": numel, "step_s": step_s} if is_fast else None
-            except BudgetError:
-                tried[count] = None
-        return tried[count] is not None
-
-    low, high = 0, len(layers)
-    while high < MAX_LAYERS and fits(high):
-        low, high = high, 2 * high
-    while high - low > max(low // 64, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    found = tried.get(low)
-    if found is None:
-        raise ConfigError(
-            f"no model with layers of this one takes at most {at_most_s:g} s on this machine, not even of one layer: give more "
-            "seconds, memory, or drives"
-        )
-    return found
 
 
 def as_dicts(rows: Sequence[Any]) -> list[dict[str, object]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import itertools
 import json
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from e2e.browser import labels_wrong, needs_browser, shown
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -23,7 +21,7 @@ from swapper.bench.plain import GptConfig, make_gpt
 from swapper.cli import app
 from swapper.errors import BudgetError
 from swapper.forecast.machine import KNOWN, REACHED_FLOPS, REACHED_LINK, ROUGH_PAGES, Forecaster, Machine, Setting
-from swapper.forecast.model_source import layers_of, make_model, with_layers
+from swapper.forecast.model_source import layers_of, make_model
 from swapper.forecast.search import (
     CODECS,
     MEMORY_SHARES,
@@ -232,25 +230,6 @@ def test_a_known_accelerator_has_the_rates_of_its_data_sheet_and_says_so() -> No
     assert slower["step_s"] > 10 * known["step_s"]
 
 
-@pytest.mark.slow
-def test_the_largest_model_for_a_time_is_as_fast_as_it_says() -> None:
-    found = figures(SOURCE, *GIVEN, "--host", "64MB", "--at-most", "5s", "--no-table")
-    layers = found["largest"]["layers"]
-    assert layers > SMALL.layers and found["largest"]["step_s"] <= 5
-    with torch.device("meta"):
-        assert found["largest"]["parameters"] == sum(p.numel() for p in gpt_of(layers).parameters())
-    exact = Forecaster(with_layers(meta_gpt(), layers), 64).forecast(machine(64 * 10**6), Setting())
-    assert exact.step.wall_s == pytest.approx(found["largest"]["step_s"], rel=0.15)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 9])
-def test_a_model_has_as_many_layers_as_asked_for(layers: int) -> None:
-    with torch.device("meta"):
-        made, model = gpt_of(layers), with_layers(gpt_of(4), layers)
-    assert {name: p.shape for name, p in model.named_parameters()} == {n: p.shape for n, p in made.named_parameters()}
-
-
 def test_a_checkpoints_header_alone_is_planned_as_its_model(tmp_path: Path) -> None:
     model = make_gpt(SMALL, torch.bfloat16)
     save_file(dict(model.state_dict()), tmp_path / "whole.safetensors")
@@ -304,54 +283,6 @@ def test_the_table_has_each_placement_that_none_beats_and_what_is_not_simulated_
     assert places == {"-"} if host_bytes == 160 << 20 else len(places) >= 2
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
-def test_a_picture_has_the_step_and_the_tiers(tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"step{suffix}"
-    figures(SOURCE, *GIVEN, "--no-table", "--picture", str(path))
-    begins = {".svg": b"<?xml", ".png": b"\x89PNG", ".html": b"<!doctype html>"}
-    assert path.read_bytes().startswith(begins[suffix])
-    again = run("plan", SOURCE, *GIVEN, "--no-table", "--picture", str(path))
-    assert again.exit_code == 2 and "exists" in again.output
-
-
-@needs_browser
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_each_label_of_a_picture_can_be_read(tmp_path: Path, dark: bool) -> None:
-    pytest.importorskip("matplotlib")
-    for more in ([], ["--update", "deferred", "--gradients", "nvme", "--accumulate", "3"]):
-        page = tmp_path / f"step{len(more)}.html"
-        figures(SOURCE, *GIVEN, *more, "--no-table", "--picture", str(page))
-        assert labels_wrong(page, dark) == []
-
-
-@needs_browser
-def test_a_browser_shows_pictures_of_their_size(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for suffix in (".svg", ".png"):
-        figures(SOURCE, *GIVEN, "--no-table", "--picture", str(tmp_path / f"step{suffix}"))
-    page = tmp_path / "page.html"
-    page.write_text(
-        "<!doctype html><body><img src='step.svg'><img src='step.png'><script>onload = () => document.body.dataset.sizes = "
-        "[...document.images].map(one => [one.naturalWidth, one.naturalHeight])</script>"
-    )
-    assert 'data-sizes="1056,528,1100,550"' in shown(page)
-
-
-def test_without_matplotlib_a_picture_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = builtins.__import__
-
-    def importing(name: str, *rest: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return imports(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", importing)
-    done = run("plan", SOURCE, *GIVEN, "--picture", str(tmp_path / "step.svg"))
-    assert done.exit_code == 2 and "swapper[chart]" in done.output
-
-
 def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_net.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(64, 64)\n")
     monkeypatch.chdir(tmp_path)
@@ -385,8 +316,6 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
         ([SOURCE, "--nvme", "7GB/s"], "--nvme 7GB/s is one rate: give two, read and write, as 7GB/s,7GB/s"),
         ([SOURCE, "--nvme", "1GB/s,2GB/s,3GB/s"], "give two rates, read and write"),
         ([SOURCE, "--nvme", "/no/drive"], "--nvme /no/drive: there is no such directory"),
-        ([SOURCE, "--at-most", "60"], "--at-most 60 is not a time: give a number and s, min or h"),
-        ([SOURCE, "--at-most", "0.001s", "--no-table"], "not even of one layer"),
         ([SOURCE, "--ranks", "3", "--nodes", "2"], "give a multiple of --nodes 2"),
         ([SOURCE, "--tokens", "3", "--accumulate", "4"], "need at least 4"),
         ([SOURCE, "--link", "25GB/s"], "give --device"),
@@ -397,7 +326,6 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
         ),
         ([SOURCE, "--device", "24GiB", "--update-on", "gpu"], "--update-on gpu is not known"),
         ([SOURCE, "--network", "25GB/s"], "give --ranks"),
-        ([SOURCE, "--picture", "step.jpg"], "end its name with one of .svg, .png, .html"),
     ],
     ids=str,
 )
