@@ -42,9 +42,9 @@ from swapper.forecast.search import (
     find_upgrades,
     smallest_budget,
 )
-from swapper.forecast.virtual_drive import DriveRates
 from swapper.io.drives import Tuning, find_tuning, tuning_path
 from swapper.options import UPDATES
+from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import format_bytes, parse_bytes, parse_bytes_a_second
 from swapper.train.layout.state_codecs import PRESETS
 

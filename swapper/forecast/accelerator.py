@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from swapper.device.device import Device
 from swapper.device.model_device import RING
 from swapper.forecast.compute import ComputeTimes
-from swapper.forecast.virtual_drive import DriveRates
 from swapper.paging.dry_run import Task
+from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.stats import PHASES, PhaseStats, StepStats
 from swapper.train.layout.train_placement import state_bytes
 from swapper.train.planning.planned_step import PlannedStep, Traffic

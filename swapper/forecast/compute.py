@@ -16,12 +16,12 @@ from swapper.forecast.measured_pass import measure_pass
 from swapper.forecast.paging_trial import measure_paging
 from swapper.forecast.sharded_pass import compute_dtypes, gathering_seconds
 from swapper.forecast.update_trial import measure_updates
-from swapper.forecast.virtual_drive import PagingCosts
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
 from swapper.paging.dry_run import Task
 from swapper.paging.layout import SectionPlan
+from swapper.paging.virtual_drive import PagingCosts
 from swapper.train.layout.inventory import Inventory
 from swapper.train.planning.planned_step import PlannedStep
 from swapper.train.planning.update_place import min_seconds

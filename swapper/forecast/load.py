@@ -18,7 +18,6 @@ from swapper.errors import ConfigError
 from swapper.forecast.compute import measure_products, warn_of_products
 from swapper.forecast.measured_pass import measure_pass
 from swapper.forecast.paging_trial import measure_paging
-from swapper.forecast.virtual_drive import DriveRates, PagingCosts, open_drive
 from swapper.infer.experts import are_experts
 from swapper.infer.matching import Weight
 from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction, PlannedLoad
@@ -26,9 +25,10 @@ from swapper.infer.streaming import paged_sections
 from swapper.infer.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
 from swapper.infer.weights import MadeMemory
 from swapper.modules.groups import by_module
-from swapper.paging.dry_run import DryRun, InstantDrive, Task
+from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.schedule import Access
 from swapper.paging.section import Section
+from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
 from swapper.runtime.stats import StepStats
 
 TRIAL_ELEMENTS = 1 << 22
@@ -190,7 +190,7 @@ class _PassForecast:
         flat: list[Section] = [section for of_group in sections for section in of_group]
         stay = {task.group for task in tasks if not task.accesses and sections[task.group]} & plan.used_groups
         dry = DryRun(
-            flat, placement.frame_count - kept, tasks, None, True, 0, {}, open_drive(self._drive, self._paging),
+            flat, placement.frame_count - kept, tasks, None, True, 0, {}, self._drive.open(self._paging),
             lambda task: computing[task.group] + self._paging.use_s * (task.group in stay), parts_ahead=PARTS_IN_MEMORY,
         )  # fmt: skip
         if streamed is None:
@@ -201,7 +201,7 @@ class _PassForecast:
         leased = {index for task in tasks for access in task.accesses for index in access.pages}
         nbytes = sum(page.nbytes for section in flat for page in section.pages if page.index in leased)
         nbytes += int(sum(map(sum, parts.values())) + demanded_bytes)
-        return _with_reads(step, nbytes, demanded_bytes / self._drive.allowed_read)
+        return _with_reads(step, nbytes, demanded_bytes / self._drive.read)
 
 
 def _with_reads(step: StepStats, nbytes: int, wait_s: float) -> StepStats:
@@ -233,7 +233,7 @@ def _parts_seconds(linear: RowPartitionedLinear) -> float:
     """Return what it takes to multiply a vector by parts of a matrix that are in memory, over the product with all of it."""
     outputs, inputs, dtype = linear.row_count, linear.columns, linear.weight.recipe.dtype
     memory = torch.zeros(PARTS_IN_MEMORY * linear.slot_bytes, dtype=torch.uint8, device="cpu")
-    there = InstantDrive()  # its reads are over at once
+    there = VirtualDrive()  # its reads are over at once
     made = MadeMemory(linear.made_bytes)
     parts = RowPrefetcher(memory, lambda stored, offset, into: there.read(into.nbytes, None), empty=made.empty)
     x = torch.zeros(1, inputs, dtype=dtype, device="cpu")

@@ -25,9 +25,9 @@ from swapper.forecast.compute import ComputeTimes, count_products
 from swapper.forecast.model_source import shard_of, with_larger_layers
 from swapper.forecast.step import simulate
 from swapper.forecast.update_trial import measure_updates
-from swapper.forecast.virtual_drive import DriveRates
 from swapper.io.drives import Drives
 from swapper.options import Accelerator
+from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.stats import StepStats
 from swapper.train.layout.inventory import Inventory
 from swapper.train.layout.train_placement import frames_needed, is_resident

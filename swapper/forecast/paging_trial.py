@@ -20,9 +20,9 @@ from torch import nn
 
 from swapper import _C
 from swapper.errors import BudgetError, ConfigError
-from swapper.forecast.virtual_drive import PagingCosts
 from swapper.infer.load_model import load
 from swapper.infer.loaded_model import loaded
+from swapper.paging.virtual_drive import PagingCosts
 
 LAYERS, PASSES = 8, 6
 """Of a trial. The first pass counts for nothing."""

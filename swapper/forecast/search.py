@@ -13,7 +13,7 @@ from torch import nn
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.forecast.compute import ComputeTimes
 from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting, memory_of
-from swapper.forecast.virtual_drive import DriveRates
+from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.train_placement import PREFERENCES, is_resident
 from swapper.train.planning.plan import Plan

@@ -15,8 +15,8 @@ from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.forecast import accelerator
 from swapper.forecast.accelerator import DeviceRates
 from swapper.forecast.compute import ComputeTimes, measure_step
-from swapper.forecast.virtual_drive import DriveRates, VirtualDrive, open_drive
 from swapper.io.drives import Tuning
+from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import parse_bytes_a_second
 from swapper.runtime.stats import StepStats
 from swapper.train.planning.planned_step import PlannedStep
@@ -58,7 +58,7 @@ def predict_on(plan: PlannedStep, drive: DriveRates, compute: ComputeTimes) -> t
 
 def simulate(
     plan: PlannedStep,
-    drive: DriveRates | VirtualDrive,
+    drive: DriveRates,
     compute: ComputeTimes,
     passes: int = 1,
     device: DeviceRates | None = None,
@@ -67,7 +67,7 @@ def simulate(
     """Return how a step of a plan goes.
 
     Args:
-        drive: its rates, or a virtual drive of the caller's.
+        drive: its rates.
         compute: the seconds of one forward and backward, and of updates.
         passes: forwards and backwards in a step, whose gradients accumulate.
         device: rates of the plan's accelerator. Default: measured.
@@ -77,12 +77,10 @@ def simulate(
         BudgetError: the pool has too few frames for the step.
     """
     if plan.request.device is not None:
-        rates = drive.rates if isinstance(drive, VirtualDrive) else drive
         device = device or DeviceRates.measured(plan.request.device.device)
-        return accelerator.simulate(plan, device, compute, rates, passes, clipped)
+        return accelerator.simulate(plan, device, compute, drive, passes, clipped)
     compute = compute.with_copied(plan.placed_grad_plans)
-    virtual = drive if isinstance(drive, VirtualDrive) else open_drive(drive, compute.paging)
-    return plan.dry_run(virtual, compute.of, passes).time()
+    return plan.dry_run(drive.open(compute.paging), compute.of, passes).time()
 
 
 def device_of(plan: PlannedStep) -> DeviceRates | None:

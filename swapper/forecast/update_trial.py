@@ -16,11 +16,12 @@ from torch import nn
 
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.modules.groups import Group
-from swapper.paging.dry_run import CountingStore, InstantDrive
+from swapper.paging.dry_run import CountingStore
 from swapper.paging.host_memory import Pool
 from swapper.paging.layout import TensorSpec, plan_group
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Schedule
+from swapper.paging.virtual_drive import VirtualDrive
 from swapper.runtime.counters import Counters
 from swapper.train.layout.inventory import (
     Inventory,
@@ -128,7 +129,7 @@ def _measure(
     for section in sections:
         section.attach(torch.zeros(section.plan.nbytes, dtype=torch.uint8, device="cpu"), None)
     trainable = find_trainables(trial, find_places(sections))[0]
-    pager = Pager([], Pool(0, 0, SECTOR_BYTES, 0), CountingStore(InstantDrive()), Schedule([]), Counters())
+    pager = Pager([], Pool(0, 0, SECTOR_BYTES, 0), CountingStore(VirtualDrive()), Schedule([]), Counters())
     sweep = Sweep(
         [trainable], OptimizerProxies(OptimizerSet([copy_for_trial(member) for member in optimizers.members])),
         StateEntries(trial.forms), pager, page_bytes, _Gradients(),

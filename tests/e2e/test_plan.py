@@ -17,7 +17,7 @@ from e2e.models import Net, layers, layers_step, train_step
 from e2e.twins import Twins, adamw
 from swapper.forecast.compute import ComputeTimes
 from swapper.forecast.step import simulate
-from swapper.forecast.virtual_drive import DriveRates
+from swapper.paging.virtual_drive import DriveRates
 from swapper.train.layout.train_placement import without_gradients
 
 MakeTwins = Callable[..., Twins]

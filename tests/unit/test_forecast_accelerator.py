@@ -27,8 +27,8 @@ from swapper.forecast.machine import (
     Setting,
 )
 from swapper.forecast.machine import Machine as ForecastMachine
-from swapper.forecast.virtual_drive import DriveRates
 from swapper.io.drives import Drives
+from swapper.paging.virtual_drive import DriveRates
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
 

@@ -34,9 +34,9 @@ from swapper.forecast.search import (
     smallest_budget,
     undominated,
 )
-from swapper.forecast.virtual_drive import DriveRates
 from swapper.io.drives import Tuning, keep_tuning
 from swapper.manager import SwapManager
+from swapper.paging.virtual_drive import DriveRates
 from swapper.train.layout.train_placement import PREFERENCES
 
 SMALL = GptConfig(vocabulary=512, context=32, layers=4, width=256)
