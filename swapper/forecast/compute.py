@@ -13,9 +13,8 @@ from torch import nn
 from swapper.device.device import open_device
 from swapper.errors import StateError
 from swapper.forecast.measured_pass import measure_pass
-from swapper.forecast.paging_trial import measure_paging
 from swapper.forecast.sharded_pass import compute_dtypes, gathering_seconds
-from swapper.forecast.update_trial import measure_updates
+from swapper.forecast.trials import measure_paging, measure_updates
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
@@ -43,7 +42,6 @@ class ComputeTimes:
         forward_s, backward_s: by group of parameters.
         update_s: of the optimizer, for one element.
         group_update_s: the same by group, where it is known.
-        piece_s: of a piece of a parameter in a slice of the optimizer's, in addition.
         copied_byte_s: of a byte of a gradient that swapper copies to its slot.
         paging: what windows and checksums add.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
@@ -53,7 +51,6 @@ class ComputeTimes:
     backward_s: Mapping[int, float]
     update_s: float
     group_update_s: Mapping[int, float] = field(default_factory=dict)
-    piece_s: float = 0.0
     copied_byte_s: float = 0.0
     paging: PagingCosts = field(default_factory=PagingCosts)
     activation_bytes: int | None = None
@@ -61,7 +58,7 @@ class ComputeTimes:
     def of(self, task: Task) -> float:
         """Return the seconds of one task of a step."""
         if task.updated:
-            return task.updated * self.group_update_s.get(task.group, self.update_s) + task.pieces * self.piece_s
+            return task.updated * self.group_update_s.get(task.group, self.update_s)
         return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
 
     def faster(self, times: float) -> ComputeTimes:
@@ -72,7 +69,7 @@ class ComputeTimes:
         )
         return replace(
             self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
-            piece_s=self.piece_s / times, copied_byte_s=self.copied_byte_s / times, paging=self.paging.faster(times),
+            copied_byte_s=self.copied_byte_s / times, paging=self.paging.faster(times),
         )  # fmt: skip
 
     def regrouped(self, groups: Sequence[Group], larger: Sequence[Group]) -> ComputeTimes:
@@ -135,11 +132,11 @@ def measure_step(
         )  # the sum over ranks takes as long
     if request.updates_there:
         return found
-    group_update_s, piece_s = measure_updates(inventory, request.optimizers, plan.budget.page_bytes)
+    group_update_s = measure_updates(inventory, request.optimizers, plan.slice_bytes)
     paging = measure_paging(request.manager.check_reads)
     found = _longer(found, dict.fromkeys(found.forward_s, paging.use_s), dict.fromkeys(found.forward_s, paging.use_s))
     return replace(
-        found, group_update_s=group_update_s, piece_s=piece_s, copied_byte_s=_copying_seconds(),
+        found, group_update_s=group_update_s, copied_byte_s=_copying_seconds(),
         paging=replace(paging, access_s=paging.access_s - paging.use_s),  # an update has no hooks
     )  # fmt: skip
 

@@ -5,10 +5,8 @@ A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive,
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import nn
 from swapper.errors import ConfigError
 from swapper.forecast.compute import measure_products, warn_of_products
 from swapper.forecast.measured_pass import measure_pass
-from swapper.forecast.paging_trial import measure_paging
+from swapper.forecast.trials import cold_seconds, measure_paging
 from swapper.infer.experts import are_experts
 from swapper.infer.matching import Weight
 from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction, PlannedLoad
@@ -33,7 +31,6 @@ from swapper.runtime.stats import StepStats
 
 TRIAL_ELEMENTS = 1 << 22
 """Of a quantized weight that is computed in a trial; of a larger one some rows are."""
-TRIALS = 5
 
 
 def predict_load(
@@ -226,7 +223,7 @@ def _made_seconds(weight: Weight) -> float:
     made = MadeMemory(weight.made_bytes)
     with torch.no_grad():
         numel = max(rows.from_parts(parts, made.empty).numel(), 1)
-        return _seconds(lambda: rows.from_parts(parts, made.empty)) / numel * weight.parameter.numel()
+        return cold_seconds(lambda: rows.from_parts(parts, made.empty)) / numel * weight.parameter.numel()
 
 
 def _parts_seconds(linear: RowPartitionedLinear) -> float:
@@ -241,17 +238,6 @@ def _parts_seconds(linear: RowPartitionedLinear) -> float:
         parts.multiply(linear, x)
         whole = torch.zeros(outputs, inputs, dtype=dtype, device="cpu")
         parts_s, whole_s = (
-            _seconds(act) for act in (lambda: parts.multiply(linear, x), lambda: nn.functional.linear(x, whole))
+            cold_seconds(act) for act in (lambda: parts.multiply(linear, x), lambda: nn.functional.linear(x, whole))
         )
     return max(parts_s - whole_s, 0.0)
-
-
-def _seconds(act: Callable[[], object]) -> float:
-    """Return the median of the seconds of several calls, between which a cache is filled with other things."""
-    other, found = torch.zeros(TRIAL_ELEMENTS * 4, device="cpu"), []
-    for _ in range(TRIALS):
-        other.add_(1)
-        began_s = time.perf_counter()
-        act()
-        found.append(time.perf_counter() - began_s)
-    return median(found)

@@ -24,7 +24,7 @@ from swapper.forecast.accelerator import DeviceRates
 from swapper.forecast.compute import ComputeTimes, count_products
 from swapper.forecast.model_source import shard_of, with_larger_layers
 from swapper.forecast.step import simulate
-from swapper.forecast.update_trial import measure_updates
+from swapper.forecast.trials import measure_updates
 from swapper.io.drives import Drives
 from swapper.options import Accelerator
 from swapper.paging.virtual_drive import DriveRates
@@ -284,9 +284,10 @@ class Forecaster:
             if machine.device_bytes is not None and setting.update_on == "device":
                 pass  # its kernels are limited by its memory: see `DeviceRates`
             elif machine.updates is None:
-                by_group, piece_s = measure_updates(exact.inventory, exact.request.optimizers, exact.budget.page_bytes)
-                mean_s = sum(by_group.values()) / max(len(by_group), 1)
-                found = replace(found, update_s=mean_s * of_node, piece_s=piece_s * of_node)
+                by_group = measure_updates(exact.inventory, exact.request.optimizers, exact.slice_bytes)
+                numel = {group: of for group, of in _numel(exact).items() if group in by_group}
+                all_s = sum(by_group[group] * of for group, of in numel.items())
+                found = replace(found, update_s=all_s / max(sum(numel.values()), 1) * of_node)
             else:
                 found = replace(found, update_s=of_node / machine.updates)
             if setting.optimizer == "muon":
@@ -297,7 +298,7 @@ class Forecaster:
             found = replace(
                 found, backward_s={group: of + found.forward_s[group] for group, of in found.backward_s.items()}
             )
-        numel = {group.index: sum(p.numel() for _, p in group.parameters) for group in plan.inventory.groups}
+        numel = _numel(plan)
         element_s = (machine.ranks - 1) * GATHERED_BYTES / machine.network  # of the shard
         return replace(
             found,
@@ -306,6 +307,10 @@ class Forecaster:
                 group: max(seconds, 2 * numel[group] * element_s) for group, seconds in found.backward_s.items()
             },
         )
+
+
+def _numel(plan: Plan) -> dict[int, int]:
+    return {group.index: sum(p.numel() for _, p in group.parameters) for group in plan.inventory.groups}
 
 
 def memory_of(plan: Plan) -> int:

@@ -40,7 +40,6 @@ class Task:
         group: of parameters.
         accesses: see above; of a task without pages there are none.
         updated: how many elements the optimizer updates in it.
-        pieces: of how many parameters these are, whole or in part.
         parts: bytes of parts of a matrix that are read while those before them are multiplied, into slots of their own.
     """
 
@@ -48,7 +47,6 @@ class Task:
     group: int
     accesses: Sequence[Access]
     updated: int = 0
-    pieces: int = 0
     parts: Sequence[int] = ()
 
 

@@ -78,7 +78,7 @@ class DriveRates:
 
 @dataclass(frozen=True, slots=True)
 class PagingCosts:
-    """Seconds that paging takes of the processors. Of a machine: forecast/paging_trial.py measures them.
+    """Seconds that paging takes of the processors. Of a machine: forecast/trials.py measures them.
 
     Attributes:
         access_s: of an access, whatever its pages.
