@@ -16,7 +16,6 @@ from swapper.forecast.measured_pass import measure_pass
 from swapper.forecast.sharded_pass import compute_dtypes, gathering_seconds
 from swapper.forecast.trials import measure_paging, measure_updates
 from swapper.modules.cold import is_cold
-from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
 from swapper.paging.dry_run import Task
 from swapper.paging.layout import SectionPlan
@@ -71,18 +70,6 @@ class ComputeTimes:
             self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
             copied_byte_s=self.copied_byte_s / times, paging=self.paging.faster(times),
         )  # fmt: skip
-
-    def regrouped(self, groups: Sequence[Group], larger: Sequence[Group]) -> ComputeTimes:
-        """Return the seconds by `larger` groups, of which each has the parameters of one or more of `groups`."""
-        if groups is larger:
-            return self
-        of = {id(parameter): group.index for group in larger for _, parameter in group.parameters}
-        forward, backward = (dict.fromkeys((group.index for group in larger), 0.0) for _ in range(2))
-        for group in groups:
-            index = of[id(group.parameters[0][1])]
-            forward[index] += self.forward_s[group.index]
-            backward[index] += self.backward_s[group.index]
-        return replace(self, forward_s=forward, backward_s=backward)
 
     def with_copied(self, gradients: Sequence[SectionPlan]) -> ComputeTimes:
         """Return the seconds with those in which backward copies these gradients to sections."""

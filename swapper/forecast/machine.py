@@ -8,7 +8,6 @@ while others compute; without `network` that takes no time. Activations are outs
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from swapper.device.device import Device
 from swapper.errors import BudgetError, ConfigError
 from swapper.forecast.accelerator import DeviceRates
 from swapper.forecast.compute import ComputeTimes, count_products
-from swapper.forecast.model_source import shard_of, with_larger_layers
+from swapper.forecast.model_source import shard_of
 from swapper.forecast.step import simulate
 from swapper.forecast.trials import measure_updates
 from swapper.io.drives import Drives
@@ -41,8 +40,6 @@ ROUGH_PAGES = 400
 """Pages of a simulation that is only compared with others."""
 COARSE_PAGES = 2000
 """Pages that it gets then."""
-ROUGH_LAYERS = 16
-"""Layers of a simulation that is only compared with others: several of the model's are one. A choice."""
 COARSER = 1.25
 """Coarser pages may have a pool larger by this: one of few large frames needs more. A choice."""
 GATHERED_BYTES = 2  # of an element: bf16 or fp16
@@ -148,7 +145,6 @@ class Forecast:
 
     plan: Plan
     step: StepStats
-    compute: ComputeTimes
     read_bytes: int
     written_bytes: int
     memory_bytes: int
@@ -166,34 +162,31 @@ class Forecaster:
 
     model: nn.Module
     tokens: int
-    _models: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
+    _models: dict[int, nn.Module] = field(default_factory=dict)
     _optimizers: dict[object, object] = field(default_factory=dict)
     _inventories: dict[object, Inventory] = field(default_factory=dict)
     _plans: dict[object, Plan] = field(default_factory=dict)
     _measured: dict[object, ComputeTimes] = field(default_factory=dict)
     _checked: set[object] = field(default_factory=set)
 
-    def of_rank(self, ranks: int, is_rough: bool = False) -> nn.Module:
-        """Return the model whose parameters one of the ranks pages. `is_rough`: with ROUGH_LAYERS layers at most."""
-        key = ranks, is_rough
-        if key not in self._models:
-            whole = self.model if ranks == 1 else shard_of(self.model, ranks) if not is_rough else self.of_rank(ranks)
-            self._models[key] = with_larger_layers(whole, ROUGH_LAYERS) if is_rough else whole
-        return self._models[key]
+    def of_rank(self, ranks: int) -> nn.Module:
+        """Return the model whose parameters one of the ranks pages."""
+        if ranks not in self._models:
+            self._models[ranks] = self.model if ranks == 1 else shard_of(self.model, ranks)
+        return self._models[ranks]
 
-    def plan(self, machine: Machine, setting: Setting, is_rough: bool = False) -> Plan:
+    def plan(self, machine: Machine, setting: Setting) -> Plan:
         """Return the plan of one rank.
 
         Args:
             machine: with its ranks and drives.
             setting: placements, codec and time of updates.
-            is_rough: plan ROUGH_LAYERS layers at most. Default: False.
 
         Raises:
             BudgetError: the model does not fit the memory; names the smallest that works.
             ConfigError, UnsupportedError: options do not go together.
         """
-        model = self.of_rank(machine.ranks, is_rough)
+        model = self.of_rank(machine.ranks)
         if (model, setting.optimizer) not in self._optimizers:
             self._optimizers[model, setting.optimizer] = OPTIMIZERS[setting.optimizer](model)
         options: dict[str, Any] = {}
@@ -239,42 +232,24 @@ class Forecaster:
         Args:
             pages: simulate a plan of more pages than this with coarser ones, about this number.
         """
-        exact, plan, compute = self.prepare(machine, setting, pages)
+        of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
+        if (of, 0) not in self._plans:  # the same for other drives
+            self._plans[of, 0] = self.plan(machine, setting)
+        exact = self._plans[of, 0]
+        plan = self._plans[of, pages] = self._plans.get((of, pages)) or coarser(exact, pages)
+        compute = self.compute(exact, machine, setting)
         step = simulate(plan, machine.rank_drive, compute, setting.passes, machine.device)
         read_bytes, written_bytes = step.read_bytes, step.written_bytes
         if plan is exact and pages == EXACT_PAGES:
             traffic = exact.traffic_of(setting.passes)
             read_bytes, written_bytes = traffic.total_read_bytes, traffic.total_written_bytes
-        return Forecast(plan, step, compute, read_bytes, written_bytes, memory_of(exact), plan is exact)
+        return Forecast(plan, step, read_bytes, written_bytes, memory_of(exact), plan is exact)
 
-    def prepare(self, machine: Machine, setting: Setting, pages: int = EXACT_PAGES) -> tuple[Plan, Plan, ComputeTimes]:
-        """Return the plan of one rank, the one that is simulated, and what that computes. Args: see `forecast`."""
-        of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
-        if (of, 0) not in self._plans:  # the same for other drives
-            self._plans[of, 0] = self.plan(machine, setting)
-        exact = self._plans[of, 0]
-        if (of, pages) not in self._plans:
-            self._plans[of, pages] = coarser(
-                exact if pages == EXACT_PAGES else self._rough(exact, machine, setting), pages
-            )
-        plan = self._plans[of, pages]
-        return exact, plan, self.compute(exact, plan, machine, setting)
-
-    def _rough(self, exact: Plan, machine: Machine, setting: Setting) -> Plan:
-        """Return a plan of the model with ROUGH_LAYERS layers, which has the same places; the exact one if that does not fit."""
-        if self.of_rank(machine.ranks, True) is self.of_rank(machine.ranks):
-            return exact
-        param, state, grad = (exact.places[family] for family in ("param", "state", "grad"))
-        with contextlib.suppress(BudgetError):
-            return self.plan(machine, replace(setting, params=param, optimizer_state=state, gradients=grad), True)
-        return exact
-
-    def compute(self, exact: Plan, plan: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
+    def compute(self, exact: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
         """Return what one pass, and the update, compute; and the link and the network while they are slower than that.
 
         Args:
             exact: the plan of the model.
-            plan: the one that is simulated, whose groups may consist of several.
         """
         tokens = max(self.tokens // setting.passes, 1)  # the shards have 1/ranks of the work for all tokens
         key = (machine.ranks, machine.flops, machine.updates, setting.optimizer, setting.update_on, tokens)
@@ -293,12 +268,12 @@ class Forecaster:
             if setting.optimizer == "muon":
                 found = replace(found, update_s=found.update_s + _orthogonalizing_s(model, machine))
             self._measured[key] = found
-        found = self._measured[key].regrouped(exact.inventory.groups, plan.inventory.groups)
+        found = self._measured[key]
         if setting.recompute:
             found = replace(
                 found, backward_s={group: of + found.forward_s[group] for group, of in found.backward_s.items()}
             )
-        numel = _numel(plan)
+        numel = _numel(exact)
         element_s = (machine.ranks - 1) * GATHERED_BYTES / machine.network  # of the shard
         return replace(
             found,

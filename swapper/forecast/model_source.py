@@ -1,4 +1,4 @@
-"""Makes a model on the meta device, from a configuration, a function, or a checkpoint's header; and other sizes of it."""
+"""Makes a model on the meta device, from a configuration, a function, or a checkpoint's header; and a rank's part of it."""
 
 from __future__ import annotations
 
@@ -218,42 +218,7 @@ def _module_of(root: nn.Module, names: list[str]) -> nn.Module:
     return at
 
 
-# --- other sizes ------------------------------------------------------------------------------------------------------
-
-
-def layers_of(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
-    """Return the list of the model's equal layers, its owner, and its name there: the one with the most parameters.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found: list[tuple[int, nn.Module, str, nn.ModuleList]] = []
-    for owner in model.modules():
-        for name, child in owner._modules.items():
-            if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(layer) for layer in child}) == 1:
-                found.append((sum(p.numel() for p in child.parameters()), owner, name, child))
-    if not found:
-        raise ConfigError("the model has no list of equal layers, whose number could be changed")
-    _, owner, name, layers = max(found, key=lambda one: one[0])
-    return owner, name, layers
-
-
-def _with_child(owner: nn.Module, name: str, child: nn.Module) -> nn.Module:
-    clone = copy.copy(owner)
-    clone._modules = {**owner._modules, name: child}
-    return clone
-
-
-def _rebuilt(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
-    """Return the module with the modules of `memo` in place of those with these ids; what is not changed is shared."""
-    if id(module) in memo:
-        return memo[id(module)]
-    children = {name: None if child is None else _rebuilt(child, memo) for name, child in module._modules.items()}
-    if any(children[name] is not child for name, child in module._modules.items()):
-        clone = copy.copy(module)
-        clone._modules = children
-        return clone
-    return module
+# --- a rank's ---------------------------------------------------------------------------------------------------------
 
 
 def shard_of(model: nn.Module, ranks: int) -> nn.Module:
@@ -265,18 +230,3 @@ def shard_of(model: nn.Module, ranks: int) -> nn.Module:
         return nn.Parameter(torch.empty(rows, dtype=SHARDED_DTYPE, device="meta"), parameter.requires_grad)
 
     return copy.deepcopy(model, {id(parameter): shard(parameter) for parameter in model.parameters()})
-
-
-def with_larger_layers(model: nn.Module, count: int) -> nn.Module:
-    """Return a model whose list of layers has `count` entries at most, of several layers each; the model itself if it has none."""
-    try:
-        owner, name, layers = layers_of(model)
-    except ConfigError:
-        return model
-    times = -(-len(layers) // count)
-    if times == 1:
-        return model
-    parts = [_PlannedModule() for _ in range(0, len(layers), times)]
-    for number, layer in enumerate(layers):
-        parts[number // times].add_module(str(number), layer)
-    return _rebuilt(model, {id(owner): _with_child(owner, name, nn.ModuleList(parts))})

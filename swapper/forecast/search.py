@@ -11,12 +11,10 @@ from typing import Any
 from torch import nn
 
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
-from swapper.forecast.compute import ComputeTimes
-from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting, memory_of
+from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting
 from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import format_bytes
-from swapper.train.layout.train_placement import PREFERENCES, is_resident
-from swapper.train.planning.plan import Plan
+from swapper.train.layout.train_placement import PREFERENCES
 
 GIB = 1 << 30
 FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
@@ -114,7 +112,7 @@ class SettingCosts:
     @property
     def costs(self) -> tuple[float, int, int, bool]:
         """What is compared; the last one: results differ from those without a codec."""
-        return self.step_s, self.memory_bytes, self.written_bytes, self.codec not in EXACT_CODECS
+        return float(f"{self.step_s:.6g}"), self.memory_bytes, self.written_bytes, self.codec not in EXACT_CODECS
 
     def beats(self, other: SettingCosts) -> bool:
         """Whether no cost is higher, and one is lower."""
@@ -125,8 +123,7 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
     """Return the settings that no other one beats in seconds, memory, bytes written and exactness at once, fastest first.
 
     Tried are codecs and times of updates, the given ones too, each placement of parameters and state, all and half of the memory,
-    and more passes of fewer tokens; and gradients on NVMe where they do not fit. A setting is not simulated if the least that it
-    can cost is beaten already.
+    and more passes of fewer tokens; and gradients on NVMe where they do not fit.
 
     Args: as of `Forecaster.plan`.
     """
@@ -138,43 +135,23 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
         for gradients in dict.fromkeys((setting.gradients, "nvme")):
             of = replace(setting, codec=codec, update=update, params=params, optimizer_state=state, gradients=gradients)
             try:
-                for more in passes:
-                    rows += _row(forecaster, on, replace(of, passes=setting.passes * more), rows)
+                rows += [_row(forecaster, on, replace(of, passes=setting.passes * more)) for more in passes]
                 break
             except (BudgetError, ConfigError, UnsupportedError):  # these options do not fit, or go together
                 continue
     return sorted(undominated(rows), key=lambda row: row.costs)
 
 
-def _row(
-    forecaster: Forecaster, machine: Machine, setting: Setting, rows: Sequence[SettingCosts]
-) -> list[SettingCosts]:
-    """Return the row of a setting; none if one of `rows` beats the least that it can cost."""
-    exact, plan, compute = forecaster.prepare(machine, setting, TABLE_PAGES)
-    memory = memory_of(exact) * machine.of_node
+def _row(forecaster: Forecaster, machine: Machine, setting: Setting) -> SettingCosts:
+    found = forecaster.forecast(machine, setting, TABLE_PAGES)
+    memory = found.memory_bytes * machine.of_node
     if machine.device_bytes is None:
         memory += saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
-    placement = ", ".join(family for family in FAMILIES if plan.places[family] == "nvme") or "-"
-    min_s, min_bytes = _least(plan, compute, machine, setting)
-    row = SettingCosts(setting.codec, setting.update, placement, setting.passes, min_s, memory, min_bytes)
-    if any(other.beats(row) for other in rows):
-        return []
-    found = forecaster.forecast(machine, setting, TABLE_PAGES)
-    return [replace(row, step_s=found.step.wall_s, written_bytes=found.written_bytes * machine.of_node)]
-
-
-def _least(plan: Plan, compute: ComputeTimes, machine: Machine, setting: Setting) -> tuple[float, int]:
-    """Return the seconds that a step takes at least, and the bytes that a node writes: what changes and has no frame to stay in."""
-    inventory, unchanging = plan.inventory, plan.inventory.unchanging
-    changing = [of for number, of in enumerate(inventory.plans) if number not in unchanging]
-    paged = sum(of.nbytes for of in changing if not is_resident(of, plan.places))
-    moved = max(paged - plan.budget.pool_bytes, 0)
-    updated = sum(parameter.numel() for group in inventory.groups for _, parameter in group.parameters)
-    computing_s = setting.passes * sum((*compute.forward_s.values(), *compute.backward_s.values()))
-    drive = machine.rank_drive
-    return max(
-        computing_s + updated * compute.update_s, moved / drive.read, moved / drive.write
-    ), moved * machine.of_node
+    placement = ", ".join(family for family in FAMILIES if found.plan.places[family] == "nvme") or "-"
+    written_bytes = found.written_bytes * machine.of_node
+    return SettingCosts(
+        setting.codec, setting.update, placement, setting.passes, found.step.wall_s, memory, written_bytes
+    )
 
 
 def saved_for_backward(model: nn.Module) -> int:

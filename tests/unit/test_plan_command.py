@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from swapper.bench.plain import GptConfig, make_gpt
 from swapper.cli import app
 from swapper.errors import BudgetError
-from swapper.forecast.machine import KNOWN, REACHED_FLOPS, REACHED_LINK, ROUGH_PAGES, Forecaster, Machine, Setting
-from swapper.forecast.model_source import layers_of, make_model
+from swapper.forecast.machine import KNOWN, REACHED_FLOPS, REACHED_LINK, Forecaster, Machine, Setting
+from swapper.forecast.model_source import make_model
 from swapper.forecast.search import (
     CODECS,
     MEMORY_SHARES,
@@ -152,22 +152,6 @@ def test_a_forecast_has_the_plan_that_offload_carries_out(codec: str, tmp_path: 
             )  # fmt: skip
             assert (found.places, found.budget, found.traffic) == (plan.places, plan.budget, plan.traffic)
             assert (found.space_bytes, found.commit_bytes) == (plan.space_bytes, plan.commit_bytes)
-
-
-@pytest.mark.parametrize("update", ["step", "deferred"])
-def test_a_step_of_several_layers_as_one_takes_nearly_as_long(update: str) -> None:
-    deep = GptConfig(vocabulary=512, context=32, layers=40, width=256)
-    forecaster = Forecaster(make_model_of(deep), 64)
-    assert len(layers_of(forecaster.of_rank(1, is_rough=True))[2]) == 14  # of three layers each
-    on, setting = machine(160 << 20), Setting(update=update)
-    exact = forecaster.forecast(on, setting)
-    rough = forecaster.forecast(on, setting, ROUGH_PAGES)
-    assert exact.exact and not rough.exact and len(rough.plan.inventory.groups) < len(exact.plan.inventory.groups)
-    assert rough.plan.places == exact.plan.places and rough.memory_bytes == exact.memory_bytes
-    assert rough.step.wall_s == pytest.approx(exact.step.wall_s, rel=0.05)
-    assert rough.written_bytes == pytest.approx(exact.written_bytes, rel=0.05)
-    computed = [sum(of.compute.forward_s.values()) for of in (exact, rough)]
-    assert computed[1] == pytest.approx(computed[0]) and computed[0] > 0
 
 
 @pytest.mark.slow
