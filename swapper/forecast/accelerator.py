@@ -25,7 +25,7 @@ from swapper.train.planning.planned_step import PlannedStep, Traffic
 from swapper.train.planning.update_place import copy_seconds, min_seconds
 
 STEPS, SETTLED = 4, 1e-4
-"""The last one counts: what is copied in one may be for the next. Fewer, if one takes as long as the one before, but for this part."""
+"""The last step counts: what is copied in one may be for the next. Fewer, if one takes as long as the one before it."""
 UPDATE_TOUCHES = 2
 """Times that a kernel of an update touches a byte of state: it is read and written."""
 KEPT_STATE_BYTES = 12
