@@ -335,6 +335,11 @@ class KnownDevice:
     memory: float
     link: float
 
+    @property
+    def rates(self) -> DeviceRates:
+        """Return what one model reached of them."""
+        return DeviceRates(self.link * REACHED_LINK, self.link * REACHED_LINK, self.memory * REACHED_MEMORY)
+
 
 PCIE_4, PCIE_5, C2C = 32e9, 64e9, 450e9
 """Of x16, and of NVLink between the chips of one board: bytes a second of one direction."""

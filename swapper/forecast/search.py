@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -164,8 +163,3 @@ def undominated(rows: Sequence[SettingCosts]) -> list[SettingCosts]:
     """Return the rows that no other beats. Of those with equal costs the first stays."""
     first = {row.costs: row for row in reversed(rows)}
     return [row for row in rows if row is first[row.costs] and not any(other.beats(row) for other in rows)]
-
-
-def as_dicts(rows: Sequence[Any]) -> list[dict[str, object]]:
-    """Return the fields of dataclasses."""
-    return [asdict(row) for row in rows]

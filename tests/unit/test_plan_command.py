@@ -294,8 +294,11 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
         ([SOURCE, "--host", "64"], "--host='64' has no unit: say 64GiB"),
         ([SOURCE, "--endurance", "600"], "--endurance='600' has no unit"),
         ([SOURCE, "--nvme", "7,5"], "--nvme='7' has no unit"),
-        ([SOURCE, "--nvme", "7GB/s"], "--nvme 7GB/s is one rate: give two, read and write, as 7GB/s,7GB/s"),
-        ([SOURCE, "--nvme", "1GB/s,2GB/s,3GB/s"], "give two rates, read and write"),
+        (
+            [SOURCE, "--nvme", "7GB/s"],
+            "--nvme 7GB/s: there is no such directory. Give a directory on the drive, or its rates",
+        ),
+        ([SOURCE, "--nvme", "1GB/s,2GB/s,3GB/s"], "or its rates, read and write, as 7GB/s,5GB/s"),
         ([SOURCE, "--nvme", "/no/drive"], "--nvme /no/drive: there is no such directory"),
         ([SOURCE, "--ranks", "3", "--nodes", "2"], "give a multiple of --nodes 2"),
         ([SOURCE, "--tokens", "3", "--accumulate", "4"], "need at least 4"),
