@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,12 +28,12 @@ from swapper.io.drives import Drives
 from swapper.options import Accelerator
 from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.stats import StepStats
-from swapper.train.layout.inventory import Inventory
 from swapper.train.layout.train_placement import frames_needed, is_resident
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.state.conditions import check_update
 
+T = TypeVar("T")
 EXACT_PAGES = 8192
 """A plan with more pages than this is simulated with coarser ones: some seconds."""
 ROUGH_PAGES = 400
@@ -162,69 +162,52 @@ class Forecaster:
 
     model: nn.Module
     tokens: int
-    _models: dict[int, nn.Module] = field(default_factory=dict)
-    _optimizers: dict[object, object] = field(default_factory=dict)
-    _inventories: dict[object, Inventory] = field(default_factory=dict)
-    _plans: dict[object, Plan] = field(default_factory=dict)
-    _measured: dict[object, ComputeTimes] = field(default_factory=dict)
-    _checked: set[object] = field(default_factory=set)
+    _known: dict[object, Any] = field(default_factory=dict)
+
+    def _once(self, key: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned for this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
 
     def of_rank(self, ranks: int) -> nn.Module:
         """Return the model whose parameters one of the ranks pages."""
-        if ranks not in self._models:
-            self._models[ranks] = self.model if ranks == 1 else shard_of(self.model, ranks)
-        return self._models[ranks]
+        return self._once(ranks, lambda: self.model if ranks == 1 else shard_of(self.model, ranks))
 
     def plan(self, machine: Machine, setting: Setting) -> Plan:
         """Return the plan of one rank.
-
-        Args:
-            machine: with its ranks and drives.
-            setting: placements, codec and time of updates.
 
         Raises:
             BudgetError: the model does not fit the memory; names the smallest that works.
             ConfigError, UnsupportedError: options do not go together.
         """
-        model = self.of_rank(machine.ranks)
-        if (model, setting.optimizer) not in self._optimizers:
-            self._optimizers[model, setting.optimizer] = OPTIMIZERS[setting.optimizer](model)
-        options: dict[str, Any] = {}
+        model, count = self.of_rank(machine.ranks), machine.of_node
+        optimizer = self._once((machine.ranks, setting.optimizer), lambda: OPTIMIZERS[setting.optimizer](model))
+        there: dict[str, Any] = {}
         if machine.device_bytes is not None:
-            device = PlannedDevice()
-            options = {
-                "device": device,
-                "device_memory": machine.device_bytes,
-                "accelerator": Accelerator(update_on=setting.update_on),
-            }
+            accelerator = Accelerator(update_on=setting.update_on)
+            there = {"device": PlannedDevice(), "device_memory": machine.device_bytes, "accelerator": accelerator}
         chosen = OffloadOptions(
             params=setting.params, optimizer_state=setting.optimizer_state, gradients=setting.gradients,
             master_weights=None if next(model.parameters()).dtype == torch.float32 else torch.float32,
-            update=setting.update, state_codec=setting.codec, **options,
+            update=setting.update, state_codec=setting.codec, **there,
         )  # fmt: skip
         manager = ManagerOptions(
-            host_bytes=machine.host_bytes // machine.of_node, commit_every="free", fsync=False, drives=Drives((Path(),)),
+            host_bytes=machine.host_bytes // count, commit_every="free", fsync=False, drives=Drives((Path(),)),
             backend="auto", check_reads=True, operates=True, stall_s=None,
         )  # fmt: skip
-        request = Request.of(model, self._optimizers[model, setting.optimizer], chosen, manager)
-        key = model, setting.optimizer, setting.codec, machine.device_bytes is None, setting.update_on
-        if key not in self._inventories:
-            self._inventories[key] = request.inventory(may_be_meta=True)
-        inventory = self._inventories[key]
-        if (key, setting.update) not in self._checked:
-            check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
-            self._checked.add((key, setting.update))
+        request = Request.of(model, optimizer, chosen, manager)
+        key = machine.ranks, setting.optimizer, setting.codec, machine.device_bytes is None, setting.update_on
+        inventory = self._once(key, lambda: request.inventory(may_be_meta=True))
+        check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
         try:
             return plan_run(request, inventory)
         except BudgetError as error:
-            if machine.of_node == 1:
+            if count == 1:
                 raise
-            count = machine.of_node
-            raise BudgetError(
-                f"{error}. This is of each of a node's {count} ranks, which share its memory",
-                option=error.option,
-                smallest_bytes=error.smallest_bytes,
-            ) from error
+            text = f"{error}. This is of each of a node's {count} ranks, which share its memory"
+            raise BudgetError(text, option=error.option, smallest_bytes=error.smallest_bytes) from error
 
     def forecast(self, machine: Machine, setting: Setting, pages: int = EXACT_PAGES) -> Forecast:
         """Return the plan and the predicted step of one rank.
@@ -233,64 +216,44 @@ class Forecaster:
             pages: simulate a plan of more pages than this with coarser ones, about this number.
         """
         of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
-        if (of, 0) not in self._plans:  # the same for other drives
-            self._plans[of, 0] = self.plan(machine, setting)
-        exact = self._plans[of, 0]
-        plan = self._plans[of, pages] = self._plans.get((of, pages)) or coarser(exact, pages)
-        compute = self.compute(exact, machine, setting)
-        step = simulate(plan, machine.rank_drive, compute, setting.passes, machine.device)
+        exact = self._once(of, lambda: self.plan(machine, setting))  # the same for other drives
+        plan = self._once((of, pages), lambda: coarser(exact, pages))
+        step = simulate(plan, machine.rank_drive, self.compute(exact, machine, setting), setting.passes, machine.device)
         read_bytes, written_bytes = step.read_bytes, step.written_bytes
         if plan is exact and pages == EXACT_PAGES:
             traffic = exact.traffic_of(setting.passes)
             read_bytes, written_bytes = traffic.total_read_bytes, traffic.total_written_bytes
-        return Forecast(plan, step, read_bytes, written_bytes, memory_of(exact), plan is exact)
+        memory_bytes = exact.budget.resident_bytes + exact.budget.pool_bytes
+        return Forecast(plan, step, read_bytes, written_bytes, memory_bytes, plan is exact)
 
-    def compute(self, exact: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
-        """Return what one pass, and the update, compute; and the link and the network while they are slower than that.
-
-        Args:
-            exact: the plan of the model.
-        """
+    def compute(self, plan: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
+        """Return what one pass, and the update, compute; and the network while it is slower than that."""
         tokens = max(self.tokens // setting.passes, 1)  # the shards have 1/ranks of the work for all tokens
-        key = (machine.ranks, machine.flops, machine.updates, setting.optimizer, setting.update_on, tokens)
-        if key not in self._measured:
-            model, of_node = self.of_rank(machine.ranks), machine.of_node
-            found = count_products(model, exact.inventory, tokens, machine.flops)
-            if machine.device_bytes is not None and setting.update_on == "device":
-                pass  # its kernels are limited by its memory: see `DeviceRates`
-            elif machine.updates is None:
-                by_group = measure_updates(exact.inventory, exact.request.optimizers, exact.slice_bytes)
-                numel = {group: of for group, of in _numel(exact).items() if group in by_group}
-                all_s = sum(by_group[group] * of for group, of in numel.items())
-                found = replace(found, update_s=all_s / max(sum(numel.values()), 1) * of_node)
-            else:
-                found = replace(found, update_s=of_node / machine.updates)
-            if setting.optimizer == "muon":
-                found = replace(found, update_s=found.update_s + _orthogonalizing_s(model, machine))
-            self._measured[key] = found
-        found = self._measured[key]
-        if setting.recompute:
-            found = replace(
-                found, backward_s={group: of + found.forward_s[group] for group, of in found.backward_s.items()}
-            )
-        numel = _numel(exact)
+        key = machine.ranks, machine.flops, machine.updates, setting.optimizer, setting.update_on, tokens
+        found = self._once(key, lambda: self._computing(plan, machine, setting, tokens))
         element_s = (machine.ranks - 1) * GATHERED_BYTES / machine.network  # of the shard
-        return replace(
-            found,
-            forward_s={group: max(seconds, numel[group] * element_s) for group, seconds in found.forward_s.items()},
-            backward_s={
-                group: max(seconds, 2 * numel[group] * element_s) for group, seconds in found.backward_s.items()
-            },
-        )
+        forward_s, backward_s = {}, {}
+        for group, numel in _numel(plan).items():
+            again_s = found.forward_s[group] if setting.recompute else 0.0
+            forward_s[group] = max(found.forward_s[group], numel * element_s)
+            backward_s[group] = max(found.backward_s[group] + again_s, 2 * numel * element_s)
+        return replace(found, forward_s=forward_s, backward_s=backward_s)
+
+    def _computing(self, plan: Plan, machine: Machine, setting: Setting, tokens: int) -> ComputeTimes:
+        model, of_node = self.of_rank(machine.ranks), machine.of_node
+        update_s = _orthogonalizing_s(model, machine) if setting.optimizer == "muon" else 0.0
+        if machine.updates is not None:
+            update_s += of_node / machine.updates
+        elif machine.device_bytes is None or setting.update_on == "cpu":  # a device's kernels: see `DeviceRates`
+            by_group = measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes)
+            numel = {group: of for group, of in _numel(plan).items() if group in by_group}
+            all_s = sum(by_group[group] * of for group, of in numel.items())
+            update_s += of_node * all_s / max(sum(numel.values()), 1)
+        return replace(count_products(model, plan.inventory, tokens, machine.flops), update_s=update_s)
 
 
 def _numel(plan: Plan) -> dict[int, int]:
     return {group.index: sum(p.numel() for _, p in group.parameters) for group in plan.inventory.groups}
-
-
-def memory_of(plan: Plan) -> int:
-    """Return the host memory that a plan takes."""
-    return plan.budget.resident_bytes + plan.budget.pool_bytes
 
 
 def coarser(plan: Plan, pages: int) -> Plan:
