@@ -7,6 +7,7 @@ hooks, leases, pages that are mapped and first touched, and the engine's thread 
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import tempfile
@@ -162,8 +163,9 @@ def _shape(parameter: nn.Parameter, most: int) -> torch.Size:
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def measure_paging(has_checksums: bool) -> PagingCosts:
-    """Return what pages take, in a second or so.
+    """Return what pages take, in a second or so; once a process: they are the machine's.
 
     Args:
         has_checksums: the engine takes checksums of what moves.
