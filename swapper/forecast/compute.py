@@ -119,13 +119,18 @@ def measure_step(
         )  # the sum over ranks takes as long
     if request.updates_there:
         return found
-    group_update_s = measure_updates(inventory, request.optimizers, plan.slice_bytes)
     paging = measure_paging(request.manager.check_reads)
-    found = _longer(found, dict.fromkeys(found.forward_s, paging.use_s), dict.fromkeys(found.forward_s, paging.use_s))
-    return replace(
-        found, group_update_s=group_update_s, copied_byte_s=_copying_seconds(),
-        paging=replace(paging, access_s=paging.access_s - paging.use_s),  # an update has no hooks
-    )  # fmt: skip
+    used_s = dict.fromkeys(found.forward_s, paging.use_s)
+    paging = replace(paging, access_s=paging.access_s - paging.use_s)  # an update has no hooks
+    return with_updates(replace(_longer(found, used_s, used_s), copied_byte_s=_copying_seconds(), paging=paging), plan)
+
+
+def with_updates(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:
+    """Return the seconds of the same passes, with the update of a plan, measured."""
+    if plan.request.updates_there:
+        return compute
+    updates = measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes)
+    return replace(compute, group_update_s=updates)
 
 
 def _longer(compute: ComputeTimes, forward: Mapping[int, float], backward: Mapping[int, float]) -> ComputeTimes:

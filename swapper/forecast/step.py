@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.forecast import accelerator
 from swapper.forecast.accelerator import DeviceRates
-from swapper.forecast.compute import ComputeTimes, measure_step
+from swapper.forecast.compute import ComputeTimes, measure_step, with_updates
 from swapper.io.drives import Tuning
 from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import parse_bytes_a_second
@@ -150,10 +150,11 @@ def choose_fastest(
         except (BudgetError, UnsupportedError) as error:
             refusals.append(error)
             continue
-        codec, drive = repr(options["state_codec"]), drive_of(plan, tokens, rates)
-        if codec not in computing:
-            computing[codec] = measure_step(plan, tokens, example)
-        compute, device = computing[codec], device or device_of(plan)
+        codec, drive, device = repr(options["state_codec"]), drive_of(plan, tokens, rates), device or device_of(plan)
+        if codec not in computing:  # the forward and the backward are the same for each
+            known = next(iter(computing.values()), None)
+            computing[codec] = measure_step(plan, tokens, example) if known is None else with_updates(known, plan)
+        compute = computing[codec]
         found.append((simulate(plan, drive, compute, device=device).wall_s, _describe(plan), plan, drive, compute))
     if not found:
         raise refusals[-1]

@@ -111,7 +111,7 @@ def test_a_trial_of_paging_finds_what_threads_take_and_leaves_nothing_behind() -
         return {id(one) for one in guarded_parameters()}, threads, len(list(Path("/proc/self/fd").iterdir()))
 
     before = everything()
-    costs = measure_paging(has_checksums=True)
+    costs = measure_paging.__wrapped__(has_checksums=True)  # not what an earlier test has found
     gc.collect()
     assert costs.access_s >= costs.use_s > 0 and costs.page_s + costs.mapped_byte_s > 0
     assert costs.transfer_s > 0 and costs.checked_byte_s > 0
