@@ -39,8 +39,7 @@ class ComputeTimes:
 
     Attributes:
         forward_s, backward_s: by group of parameters.
-        update_s: of the optimizer, for one element.
-        group_update_s: the same by group, where it is known.
+        update_s: of the optimizer, for one element, by group.
         copied_byte_s: of a byte of a gradient that swapper copies to its slot.
         paging: what windows and checksums add.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
@@ -48,8 +47,7 @@ class ComputeTimes:
 
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
-    update_s: float
-    group_update_s: Mapping[int, float] = field(default_factory=dict)
+    update_s: Mapping[int, float] = field(default_factory=dict)
     copied_byte_s: float = 0.0
     paging: PagingCosts = field(default_factory=PagingCosts)
     activation_bytes: int | None = None
@@ -57,19 +55,17 @@ class ComputeTimes:
     def of(self, task: Task) -> float:
         """Return the seconds of one task of a step."""
         if task.updated:
-            return task.updated * self.group_update_s.get(task.group, self.update_s)
+            return task.updated * self.update_s.get(task.group, 0.0)
         return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
 
     def faster(self, times: float) -> ComputeTimes:
         """Return the seconds on a processor that is `times` as fast."""
         forward, backward, update = (
             {group: seconds / times for group, seconds in of.items()}
-            for of in (self.forward_s, self.backward_s, self.group_update_s)
+            for of in (self.forward_s, self.backward_s, self.update_s)
         )
-        return replace(
-            self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
-            copied_byte_s=self.copied_byte_s / times, paging=self.paging.faster(times),
-        )  # fmt: skip
+        copied_byte_s, paging = self.copied_byte_s / times, self.paging.faster(times)
+        return ComputeTimes(forward, backward, update, copied_byte_s, paging)
 
     def with_copied(self, gradients: Sequence[SectionPlan]) -> ComputeTimes:
         """Return the seconds with those in which backward copies these gradients to sections."""
@@ -111,7 +107,7 @@ def measure_step(
             {group.index: measured.seconds.get((phase, group.index), 0.0) for group in inventory.groups}
             for phase in ("forward", "backward")
         )
-        found = ComputeTimes(forward, backward, 0.0, activation_bytes=measured.peak_bytes)
+        found = ComputeTimes(forward, backward, activation_bytes=measured.peak_bytes)
     if isinstance(request.model, ShardedModel):
         gathers = gathering_seconds(request.model.shards, inventory.groups)
         found = _longer(
@@ -129,8 +125,7 @@ def with_updates(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:
     """Return the seconds of the same passes, with the update of a plan, measured."""
     if plan.request.updates_there:
         return compute
-    updates = measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes)
-    return replace(compute, group_update_s=updates)
+    return replace(compute, update_s=measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes))
 
 
 def _longer(compute: ComputeTimes, forward: Mapping[int, float], backward: Mapping[int, float]) -> ComputeTimes:
@@ -187,7 +182,7 @@ def count_products(
                 group = group_of[id(paged(parameter))]
                 forward[group] += seconds
                 backward[group] += (2 if parameter.requires_grad else 1) * seconds
-    return ComputeTimes(forward, backward, 0.0)
+    return ComputeTimes(forward, backward)
 
 
 def measure_products(rows: int, dtype: torch.dtype, size: int = 2048) -> float:

@@ -241,14 +241,11 @@ class Forecaster:
 
     def _computing(self, plan: Plan, machine: Machine, setting: Setting, tokens: int) -> ComputeTimes:
         model, of_node = self.of_rank(machine.ranks), machine.of_node
-        update_s = _orthogonalizing_s(model, machine) if setting.optimizer == "muon" else 0.0
-        if machine.updates is not None:
-            update_s += of_node / machine.updates
-        elif machine.device_bytes is None or setting.update_on == "cpu":  # a device's kernels: see `DeviceRates`
-            by_group = measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes)
-            numel = {group: of for group, of in _numel(plan).items() if group in by_group}
-            all_s = sum(by_group[group] * of for group, of in numel.items())
-            update_s += of_node * all_s / max(sum(numel.values()), 1)
+        updates = dict.fromkeys(_numel(plan), 0.0 if machine.updates is None else 1 / machine.updates)
+        if machine.updates is None and (machine.device_bytes is None or setting.update_on == "cpu"):
+            updates |= measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes)
+        more_s = _orthogonalizing_s(model, machine) if setting.optimizer == "muon" else 0.0
+        update_s = {group: of * of_node + more_s for group, of in updates.items()}
         return replace(count_products(model, plan.inventory, tokens, machine.flops), update_s=update_s)
 
 

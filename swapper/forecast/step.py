@@ -62,7 +62,6 @@ def simulate(
     compute: ComputeTimes,
     passes: int = 1,
     device: DeviceRates | None = None,
-    clipped: bool = False,
 ) -> StepStats:
     """Return how a step of a plan goes.
 
@@ -70,15 +69,13 @@ def simulate(
         drive: its rates.
         compute: the seconds of one forward and backward, and of updates.
         passes: forwards and backwards in a step, whose gradients accumulate.
-        device: rates of the plan's accelerator. Default: measured.
-        clipped: gradients are clipped by the norm of all. It counts on an accelerator.
+        device: rates of the plan's accelerator, if it has one.
 
     Raises:
         BudgetError: the pool has too few frames for the step.
     """
     if plan.request.device is not None:
-        device = device or DeviceRates.measured(plan.request.device.device)
-        return accelerator.simulate(plan, device, compute, drive, passes, clipped)
+        return accelerator.simulate(plan, device or DeviceRates(), compute, drive, passes)
     compute = compute.with_copied(plan.placed_grad_plans)
     return plan.dry_run(drive.open(compute.paging), compute.of, passes).time()
 

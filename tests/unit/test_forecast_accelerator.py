@@ -101,7 +101,7 @@ def compute_of(plan: Plan) -> ComputeTimes:
         numel = sum(parameter.numel() for _, parameter in group.parameters)
         whole = [share * numel / layer for share in SIZES.layer_s] if "layers" in group.name else SIZES.head_s
         forward[group.index], backward[group.index] = whole
-    return ComputeTimes(forward, backward, 0.0)
+    return ComputeTimes(forward, backward)
 
 
 @pytest.mark.parametrize(
