@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,7 +121,8 @@ def plan(
         auto_bytes = None if known is None else int(known.nbytes) // AUTO_SHARE
         there = DeviceRates() if known is None else known.rates
         if link is not None:
-            there = there.with_link(parse_bytes_a_second(link, "--link"))
+            rate = parse_bytes_a_second(link, "--link")
+            there = replace(there, link=rate, link_both=rate)
         machine = Machine(
             host_bytes=parse_bytes(host, "--host"), drive=joined([_drive(text) for text in nvme]), drives=len(nvme),
             flops=flops if flops is not None or known is None else known.flops * REACHED_FLOPS, updates=updates,

@@ -51,10 +51,6 @@ class DeviceRates:
         """Return the rates with a link that is `times` as fast."""
         return replace(self, link=self.link * times, link_both=self.link_both * times)
 
-    def with_link(self, rate: float) -> DeviceRates:
-        """Return the rates with a link of this rate, each way."""
-        return replace(self, link=rate, link_both=rate)
-
     @classmethod
     def measured(cls, device: Device) -> DeviceRates:
         """Measure the link both ways at once, and a copy within the device's memory."""

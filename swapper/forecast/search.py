@@ -11,7 +11,6 @@ from torch import nn
 
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting
-from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import format_bytes
 from swapper.train.layout.train_placement import PREFERENCES
 
@@ -72,9 +71,8 @@ def find_upgrades(forecaster: Forecaster, machine: Machine, setting: Setting) ->
 
 def _better(machine: Machine) -> Iterator[tuple[str, Machine]]:
     drive, count = machine.drive, machine.drives
-    faster, more = _times(drive, 2), _times(drive, (count + 1) / count)
-    yield "drives twice as fast" if count > 1 else "a drive twice as fast", replace(machine, drive=faster)
-    yield "one more drive", replace(machine, drive=more, drives=count + 1)
+    yield "drives twice as fast" if count > 1 else "a drive twice as fast", replace(machine, drive=drive.faster(2))
+    yield "one more drive", replace(machine, drive=drive.faster((count + 1) / count), drives=count + 1)
     if machine.device_bytes is not None:
         yield "a link twice as fast", replace(machine, device=machine.device.with_faster_link(2))
         yield "twice the device memory", replace(machine, device_bytes=2 * machine.device_bytes)
@@ -84,10 +82,6 @@ def _better(machine: Machine) -> Iterator[tuple[str, Machine]]:
         yield "twice the operations a second", replace(machine, flops=2 * machine.flops)
     if machine.updates is not None:
         yield "twice the updates a second", replace(machine, updates=2 * machine.updates)
-
-
-def _times(drive: DriveRates, factor: float) -> DriveRates:
-    return replace(drive, read=drive.read * factor, write=drive.write * factor, both=drive.both * factor)
 
 
 @dataclass(frozen=True)
