@@ -13,9 +13,9 @@ from torch import nn
 from swapper.device.device import open_device
 from swapper.errors import StateError
 from swapper.forecast.measured_pass import measure_pass
-from swapper.forecast.sharded_pass import compute_dtypes, gathering_seconds
 from swapper.forecast.trials import measure_paging, measure_updates
 from swapper.modules.cold import is_cold
+from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
 from swapper.paging.dry_run import Task
 from swapper.paging.layout import SectionPlan
@@ -24,11 +24,14 @@ from swapper.train.layout.inventory import Inventory
 from swapper.train.planning.planned_step import PlannedStep
 from swapper.train.planning.update_place import min_seconds
 from swapper.train.sharded.sharded_model import ShardedModel
+from swapper.train.sharded.shards import Shards, shard_count
 
 log = logging.getLogger("swapper")
 
 COPIED_BYTES = 32 << 20
 """Of a trial copy: more than most caches."""
+GATHERED_BYTES = 16 << 20
+"""Of a trial's collective, in all ranks together."""
 PRODUCT_ROWS = 4096
 """Rows of the products of matrices whose rate is measured, at most."""
 
@@ -96,7 +99,7 @@ def measure_step(
     given: Any = (torch.zeros(1, tokens, dtype=torch.long, device="meta"),) if example is None else example
     args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
     device = open_device(request.model.device or "cpu") if request.device is None else request.device.device
-    dtypes = compute_dtypes(request.model.shards) if isinstance(request.model, ShardedModel) else None
+    dtypes = _compute_dtypes(request.model.shards) if isinstance(request.model, ShardedModel) else None
     try:
         measured = measure_pass(model, inventory.units, args, kwargs, bool(inventory.forms), dtypes, device)
     except Exception as error:  # of the user's model: what it needs is not known
@@ -109,7 +112,7 @@ def measure_step(
         )
         found = ComputeTimes(forward, backward, activation_bytes=measured.peak_bytes)
     if isinstance(request.model, ShardedModel):
-        gathers = gathering_seconds(request.model.shards, inventory.groups)
+        gathers = _gathering_seconds(request.model.shards, inventory.groups)
         found = _longer(
             found, gathers, {group: 2 * of for group, of in gathers.items()}
         )  # the sum over ranks takes as long
@@ -135,6 +138,33 @@ def _longer(compute: ComputeTimes, forward: Mapping[int, float], backward: Mappi
         forward_s={group: seconds + forward[group] for group, seconds in compute.forward_s.items()},
         backward_s={group: seconds + backward[group] for group, seconds in compute.backward_s.items()},
     )
+
+
+def _compute_dtypes(shards: Shards) -> dict[int, torch.dtype]:
+    """Return the dtype that each parameter has while it is gathered, by the id of the user's."""
+    found = {}
+    for shard in shards.all:
+        found[id(shard.parameter)] = shard.fsdp_param.param_dtype or shard.fsdp_param.orig_dtype
+    return found
+
+
+def _gathering_seconds(shards: Shards, groups: list[Group]) -> Mapping[int, float]:
+    """Return, by group, the seconds of a gather of its parameters from all ranks. All ranks call this at the same time."""
+    param_group = shards.by_group[0][0]
+    ranks = shard_count(param_group)
+    if ranks == 1:
+        return {group.index: 0.0 for group in groups}
+    device, process_group = shards.all[0].fsdp_param.device, param_group.mesh_info.shard_process_group
+    parts = [torch.zeros(GATHERED_BYTES // ranks, dtype=torch.uint8, device=device) for _ in range(ranks)]
+
+    def gather() -> None:
+        torch.distributed.all_gather(parts, parts[0].clone(), group=process_group)
+        parts[0][0].item()  # on an accelerator it is over then
+
+    byte_s = min_seconds(gather, times=3) / GATHERED_BYTES
+    dtypes = _compute_dtypes(shards)
+    of = {id(shard.local): shard.parameter.numel() * dtypes[id(shard.parameter)].itemsize for shard in shards.all}
+    return {group.index: byte_s * sum(of[id(parameter)] for _, parameter in group.parameters) for group in groups}
 
 
 def warn_of_products(error: Exception) -> None:
