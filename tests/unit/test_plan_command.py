@@ -239,7 +239,7 @@ def test_of_settings_only_those_stay_that_no_other_beats() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host_bytes", [24 << 20, 64 << 20, 160 << 20])
-def test_the_table_has_each_placement_that_none_beats_and_what_is_not_simulated_is_beaten(host_bytes: int) -> None:
+def test_the_table_has_each_placement_that_none_beats(host_bytes: int) -> None:
     forecaster, on = Forecaster(meta_gpt(), 64), machine(host_bytes)
     rows = find_table(forecaster, on, Setting())
     everything = []
