@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from swapper.device.device import Device
 from swapper.device.model_device import RING
 from swapper.forecast.compute import ComputeTimes
-from swapper.forecast.virtual_drive import DriveRates
 from swapper.paging.dry_run import Task
+from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.stats import PHASES, PhaseStats, StepStats
 from swapper.train.layout.train_placement import state_bytes
 from swapper.train.planning.planned_step import PlannedStep, Traffic
 from swapper.train.planning.update_place import copy_seconds, min_seconds
 
-STEPS = 4
-"""The last one counts: what is copied in one may be for the next."""
+STEPS, SETTLED = 4, 1e-4
+"""The last step counts: what is copied in one may be for the next. Fewer, if one takes as long as the one before it."""
 UPDATE_TOUCHES = 2
 """Times that a kernel of an update touches a byte of state: it is read and written."""
 KEPT_STATE_BYTES = 12
@@ -84,18 +84,20 @@ class _ReusedMemory:
     """Memory that is used again: what comes waits until what came before has left enough of it."""
 
     def __init__(self, nbytes: float) -> None:
-        self._nbytes = nbytes
+        self._free_bytes = nbytes
         self._used: deque[tuple[float, float]] = deque()  # until when, and bytes
 
     def when_free(self, nbytes: float) -> float:
         """Return when there is room for these bytes."""
         free_s = 0.0
-        while self._used and sum(used for _, used in self._used) + nbytes > self._nbytes:
-            free_s, _ = self._used.popleft()
+        while self._used and nbytes > self._free_bytes:
+            free_s, left = self._used.popleft()
+            self._free_bytes += left
         return free_s
 
     def use(self, nbytes: float, until_s: float) -> None:
         self._used.append((until_s, nbytes))
+        self._free_bytes -= nbytes
 
 
 @dataclass
@@ -326,7 +328,11 @@ def simulate(
     tasks, clocks = plan.tasks_of(passes), _Step(plan, rates, compute, drive, passes, clipped)
     uses = [number for number, task in enumerate(tasks) if task.phase == "backward" and not task.updated]
     first_of_last = uses[-(len(uses) // passes)]
+    wall_s, last_s = 0.0, -1.0
     for _ in range(STEPS):
+        if math.isclose(wall_s, last_s, rel_tol=SETTLED):
+            break
+        last_s = wall_s
         phases, clocks.read_wait_s = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
         before_s, update_s = [queue.busy_s for queue in clocks.others], clocks.update_s
         for number, task in enumerate(tasks):
@@ -339,8 +345,9 @@ def simulate(
                 clocks.use(task)
             phases[task.phase] += clocks.kernels.free_s - since_s
         clocks.end_updates()
+        wall_s = sum(phases.values())
     busy_s = [queue.busy_s - before for queue, before in zip(clocks.others, before_s, strict=True)]
-    waited_s = max(max(*busy_s, clocks.drive_s) - sum(phases.values()), 0.0)
+    waited_s = max(max(*busy_s, clocks.drive_s) - wall_s, 0.0)
     phases["step"] += waited_s
     waits_s = clocks.read_wait_s
     stats = {name: PhaseStats(wall_s=of, read_wait_s=min(waits_s[name], of)) for name, of in phases.items()}

@@ -13,24 +13,25 @@ from torch import nn
 from swapper.device.device import open_device
 from swapper.errors import StateError
 from swapper.forecast.measured_pass import measure_pass
-from swapper.forecast.paging_trial import measure_paging
-from swapper.forecast.sharded_pass import compute_dtypes, gathering_seconds
-from swapper.forecast.update_trial import measure_updates
-from swapper.forecast.virtual_drive import PagingCosts
+from swapper.forecast.trials import measure_paging, measure_updates
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
 from swapper.paging.dry_run import Task
 from swapper.paging.layout import SectionPlan
+from swapper.paging.virtual_drive import PagingCosts
 from swapper.train.layout.inventory import Inventory
 from swapper.train.planning.planned_step import PlannedStep
 from swapper.train.planning.update_place import min_seconds
 from swapper.train.sharded.sharded_model import ShardedModel
+from swapper.train.sharded.shards import Shards, shard_count
 
 log = logging.getLogger("swapper")
 
 COPIED_BYTES = 32 << 20
 """Of a trial copy: more than most caches."""
+GATHERED_BYTES = 16 << 20
+"""Of a trial's collective, in all ranks together."""
 PRODUCT_ROWS = 4096
 """Rows of the products of matrices whose rate is measured, at most."""
 
@@ -41,9 +42,7 @@ class ComputeTimes:
 
     Attributes:
         forward_s, backward_s: by group of parameters.
-        update_s: of the optimizer, for one element.
-        group_update_s: the same by group, where it is known.
-        piece_s: of a piece of a parameter in a slice of the optimizer's, in addition.
+        update_s: of the optimizer, for one element, by group.
         copied_byte_s: of a byte of a gradient that swapper copies to its slot.
         paging: what windows and checksums add.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
@@ -51,9 +50,7 @@ class ComputeTimes:
 
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
-    update_s: float
-    group_update_s: Mapping[int, float] = field(default_factory=dict)
-    piece_s: float = 0.0
+    update_s: Mapping[int, float] = field(default_factory=dict)
     copied_byte_s: float = 0.0
     paging: PagingCosts = field(default_factory=PagingCosts)
     activation_bytes: int | None = None
@@ -61,31 +58,17 @@ class ComputeTimes:
     def of(self, task: Task) -> float:
         """Return the seconds of one task of a step."""
         if task.updated:
-            return task.updated * self.group_update_s.get(task.group, self.update_s) + task.pieces * self.piece_s
+            return task.updated * self.update_s.get(task.group, 0.0)
         return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
 
     def faster(self, times: float) -> ComputeTimes:
         """Return the seconds on a processor that is `times` as fast."""
         forward, backward, update = (
             {group: seconds / times for group, seconds in of.items()}
-            for of in (self.forward_s, self.backward_s, self.group_update_s)
+            for of in (self.forward_s, self.backward_s, self.update_s)
         )
-        return replace(
-            self, forward_s=forward, backward_s=backward, update_s=self.update_s / times, group_update_s=update,
-            piece_s=self.piece_s / times, copied_byte_s=self.copied_byte_s / times, paging=self.paging.faster(times),
-        )  # fmt: skip
-
-    def regrouped(self, groups: Sequence[Group], larger: Sequence[Group]) -> ComputeTimes:
-        """Return the seconds by `larger` groups, of which each has the parameters of one or more of `groups`."""
-        if groups is larger:
-            return self
-        of = {id(parameter): group.index for group in larger for _, parameter in group.parameters}
-        forward, backward = (dict.fromkeys((group.index for group in larger), 0.0) for _ in range(2))
-        for group in groups:
-            index = of[id(group.parameters[0][1])]
-            forward[index] += self.forward_s[group.index]
-            backward[index] += self.backward_s[group.index]
-        return replace(self, forward_s=forward, backward_s=backward)
+        copied_byte_s, paging = self.copied_byte_s / times, self.paging.faster(times)
+        return ComputeTimes(forward, backward, update, copied_byte_s, paging)
 
     def with_copied(self, gradients: Sequence[SectionPlan]) -> ComputeTimes:
         """Return the seconds with those in which backward copies these gradients to sections."""
@@ -116,7 +99,7 @@ def measure_step(
     given: Any = (torch.zeros(1, tokens, dtype=torch.long, device="meta"),) if example is None else example
     args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
     device = open_device(request.model.device or "cpu") if request.device is None else request.device.device
-    dtypes = compute_dtypes(request.model.shards) if isinstance(request.model, ShardedModel) else None
+    dtypes = _compute_dtypes(request.model.shards) if isinstance(request.model, ShardedModel) else None
     try:
         measured = measure_pass(model, inventory.units, args, kwargs, bool(inventory.forms), dtypes, device)
     except Exception as error:  # of the user's model: what it needs is not known
@@ -127,21 +110,25 @@ def measure_step(
             {group.index: measured.seconds.get((phase, group.index), 0.0) for group in inventory.groups}
             for phase in ("forward", "backward")
         )
-        found = ComputeTimes(forward, backward, 0.0, activation_bytes=measured.peak_bytes)
+        found = ComputeTimes(forward, backward, activation_bytes=measured.peak_bytes)
     if isinstance(request.model, ShardedModel):
-        gathers = gathering_seconds(request.model.shards, inventory.groups)
+        gathers = _gathering_seconds(request.model.shards, inventory.groups)
         found = _longer(
             found, gathers, {group: 2 * of for group, of in gathers.items()}
         )  # the sum over ranks takes as long
     if request.updates_there:
         return found
-    group_update_s, piece_s = measure_updates(inventory, request.optimizers, plan.budget.page_bytes)
     paging = measure_paging(request.manager.check_reads)
-    found = _longer(found, dict.fromkeys(found.forward_s, paging.use_s), dict.fromkeys(found.forward_s, paging.use_s))
-    return replace(
-        found, group_update_s=group_update_s, piece_s=piece_s, copied_byte_s=_copying_seconds(),
-        paging=replace(paging, access_s=paging.access_s - paging.use_s),  # an update has no hooks
-    )  # fmt: skip
+    used_s = dict.fromkeys(found.forward_s, paging.use_s)
+    paging = replace(paging, access_s=paging.access_s - paging.use_s)  # an update has no hooks
+    return with_updates(replace(_longer(found, used_s, used_s), copied_byte_s=_copying_seconds(), paging=paging), plan)
+
+
+def with_updates(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:
+    """Return the seconds of the same passes, with the update of a plan, measured."""
+    if plan.request.updates_there:
+        return compute
+    return replace(compute, update_s=measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes))
 
 
 def _longer(compute: ComputeTimes, forward: Mapping[int, float], backward: Mapping[int, float]) -> ComputeTimes:
@@ -151,6 +138,33 @@ def _longer(compute: ComputeTimes, forward: Mapping[int, float], backward: Mappi
         forward_s={group: seconds + forward[group] for group, seconds in compute.forward_s.items()},
         backward_s={group: seconds + backward[group] for group, seconds in compute.backward_s.items()},
     )
+
+
+def _compute_dtypes(shards: Shards) -> dict[int, torch.dtype]:
+    """Return the dtype that each parameter has while it is gathered, by the id of the user's."""
+    found = {}
+    for shard in shards.all:
+        found[id(shard.parameter)] = shard.fsdp_param.param_dtype or shard.fsdp_param.orig_dtype
+    return found
+
+
+def _gathering_seconds(shards: Shards, groups: list[Group]) -> Mapping[int, float]:
+    """Return, by group, the seconds of a gather of its parameters from all ranks. All ranks call this at the same time."""
+    param_group = shards.by_group[0][0]
+    ranks = shard_count(param_group)
+    if ranks == 1:
+        return {group.index: 0.0 for group in groups}
+    device, process_group = shards.all[0].fsdp_param.device, param_group.mesh_info.shard_process_group
+    parts = [torch.zeros(GATHERED_BYTES // ranks, dtype=torch.uint8, device=device) for _ in range(ranks)]
+
+    def gather() -> None:
+        torch.distributed.all_gather(parts, parts[0].clone(), group=process_group)
+        parts[0][0].item()  # on an accelerator it is over then
+
+    byte_s = min_seconds(gather, times=3) / GATHERED_BYTES
+    dtypes = _compute_dtypes(shards)
+    of = {id(shard.local): shard.parameter.numel() * dtypes[id(shard.parameter)].itemsize for shard in shards.all}
+    return {group.index: byte_s * sum(of[id(parameter)] for _, parameter in group.parameters) for group in groups}
 
 
 def warn_of_products(error: Exception) -> None:
@@ -198,7 +212,7 @@ def count_products(
                 group = group_of[id(paged(parameter))]
                 forward[group] += seconds
                 backward[group] += (2 if parameter.requires_grad else 1) * seconds
-    return ComputeTimes(forward, backward, 0.0)
+    return ComputeTimes(forward, backward)
 
 
 def measure_products(rows: int, dtype: torch.dtype, size: int = 2048) -> float:

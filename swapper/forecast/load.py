@@ -5,10 +5,8 @@ A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive,
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,23 +15,21 @@ from torch import nn
 from swapper.errors import ConfigError
 from swapper.forecast.compute import measure_products, warn_of_products
 from swapper.forecast.measured_pass import measure_pass
-from swapper.forecast.paging_trial import measure_paging
-from swapper.forecast.virtual_drive import DriveRates, PagingCosts, open_drive
+from swapper.forecast.trials import cold_seconds, measure_paging
 from swapper.infer.experts import are_experts
 from swapper.infer.matching import Weight
 from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction, PlannedLoad
 from swapper.infer.streaming import paged_sections
-from swapper.infer.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, RowPrefetcher
+from swapper.infer.weight_rows import PARTS_IN_MEMORY
 from swapper.infer.weights import MadeMemory
 from swapper.modules.groups import by_module
-from swapper.paging.dry_run import DryRun, InstantDrive, Task
+from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.schedule import Access
-from swapper.paging.section import Section
+from swapper.paging.virtual_drive import DriveRates, PagingCosts
 from swapper.runtime.stats import StepStats
 
 TRIAL_ELEMENTS = 1 << 22
 """Of a quantized weight that is computed in a trial; of a larger one some rows are."""
-TRIALS = 5
 
 
 def predict_load(
@@ -69,9 +65,9 @@ def predict_load(
     (first_s, activation_bytes), (token_s, _) = (
         _computing(plan, args, making, experts) for args in (prompt, (_tokens(batch, 1),))
     )
-    passes = _PassForecast(plan, drive, measure_paging(has_checksums=False))
-    first = passes.of(first_s, None, _on_demand(plan, experts, batch * tokens))
-    token = passes.of(token_s, plan.fitting.placement.streamed, _on_demand(plan, experts, batch))
+    paging = measure_paging(has_checksums=False)
+    first = _simulate(plan, drive, paging, first_s, None, _on_demand(plan, experts, batch * tokens))
+    token = _simulate(plan, drive, paging, token_s, plan.fitting.placement.streamed, _on_demand(plan, experts, batch))
     return LoadPrediction(first, token, activation_bytes)
 
 
@@ -117,20 +113,16 @@ def _products(plan: PlannedLoad, rows: int, experts: ExpertUse | None) -> Iterat
 
 
 def _making_seconds(plan: PlannedLoad) -> dict[int, float]:
-    """Return what weights that are stored otherwise, or multiplied by parts, take in addition to their products, by group."""
-    cuts = {id(linear.weight.parameter): linear for linear in plan.fitting.plan.cuts}
-    known: dict[Any, float] = {}
+    """Return what weights that are stored otherwise take in addition to their products, by group."""
+    known: dict[object, float] = {}
     found: dict[int, float] = {}
     for group in plan.fitting.plan.groups:
         for weight in group.weights:
-            linear = cuts.get(id(weight.parameter))
-            if linear is None and weight.recipe.make is None:
-                continue
-            parts = tuple((part.dtype, tuple(part.shape)) for part in weight.recipe.parts)
-            kind = parts, weight.recipe.dtype, linear is None
-            if kind not in known:
-                known[kind] = _made_seconds(weight) if linear is None else _parts_seconds(linear)
-            found[group.index] = found.get(group.index, 0.0) + known[kind]
+            if weight.recipe.make is not None:
+                parts = tuple((part.dtype, tuple(part.shape)) for part in weight.recipe.parts)
+                kind = parts, weight.recipe.dtype
+                known[kind] = known.get(kind) or _made_seconds(weight)
+                found[group.index] = found.get(group.index, 0.0) + known[kind]
     return found
 
 
@@ -153,62 +145,52 @@ def _on_demand(plan: PlannedLoad, experts: ExpertUse | None, tokens: int) -> flo
     return sum(used) * (1 - experts.hit_rate)
 
 
-class _PassForecast:
-    """Simulates passes of a loaded model.
+def _simulate(
+    load: PlannedLoad,
+    drive: DriveRates,
+    paging: PagingCosts,
+    computing: dict[int, float],
+    streamed: int | None,
+    demanded_bytes: float,
+) -> StepStats:
+    """Predict a pass that reads `streamed` pages of each group at most; None: all, as the first one does.
 
     Args:
         paging: what pages take of the processors.
+        computing: seconds by group.
+        demanded_bytes: of experts that it waits for.
     """
-
-    def __init__(self, plan: PlannedLoad, drive: DriveRates, paging: PagingCosts) -> None:
-        self._plan, self._drive, self._paging = plan, drive, paging
-
-    def of(self, computing: dict[int, float], streamed: int | None, demanded_bytes: float) -> StepStats:
-        """Predict a pass that reads `streamed` pages of each group at most; None: all, as the first one does.
-
-        Args:
-            computing: seconds by group.
-            demanded_bytes: of experts that it waits for.
-        """
-        plan, placement = self._plan.fitting.plan, self._plan.fitting.placement
-        sections = paged_sections(plan, placement.page_bytes)
-        cuts = {id(linear.weight.parameter): linear for linear in plan.cuts}
-        parts = {
-            group.index: [
-                nbytes for weight in group.weights if id(weight.parameter) in cuts
-                for nbytes in cuts[id(weight.parameter)].part_bytes
-            ]
-            for group in plan.groups
-        }  # fmt: skip
-        tasks, kept = [], 0
-        for group, of_group in enumerate(sections):
-            pages = [page.index for section in of_group for page in section.pages] if group in plan.used_groups else []
-            stays = 0 if streamed is None else max(len(pages) - streamed, 0)
-            kept += stays
-            accesses = [Access(("param", group), tuple(pages[stays:]))] if pages[stays:] else []
-            tasks.append(Task("forward", group, accesses, parts=parts[group]))
-        flat: list[Section] = [section for of_group in sections for section in of_group]
-        stay = {task.group for task in tasks if not task.accesses and sections[task.group]} & plan.used_groups
-        dry = DryRun(
-            flat, placement.frame_count - kept, tasks, None, True, 0, {}, open_drive(self._drive, self._paging),
-            lambda task: computing[task.group] + self._paging.use_s * (task.group in stay), parts_ahead=PARTS_IN_MEMORY,
-        )  # fmt: skip
-        if streamed is None:
-            dry.step()
-            step = dry.clock.stats()
-        else:
-            step = dry.time()
-        leased = {index for task in tasks for access in task.accesses for index in access.pages}
-        nbytes = sum(page.nbytes for section in flat for page in section.pages if page.index in leased)
-        nbytes += int(sum(map(sum, parts.values())) + demanded_bytes)
-        return _with_reads(step, nbytes, demanded_bytes / self._drive.allowed_read)
-
-
-def _with_reads(step: StepStats, nbytes: int, wait_s: float) -> StepStats:
-    """Return the pass with the bytes that it needs, not those read for the next one; and with a wait that no page has."""
-    forward = step.phases["forward"]
-    wall_s, read_wait_s = forward.wall_s + wait_s, forward.read_wait_s + wait_s
-    forward = replace(forward, wall_s=wall_s, read_wait_s=read_wait_s, read_bytes={"param": nbytes})
+    plan, placement = load.fitting.plan, load.fitting.placement
+    sections = paged_sections(plan, placement.page_bytes)
+    cuts = {id(linear.weight.parameter): linear for linear in plan.cuts}
+    tasks, moved, stay, kept = [], 0, set(), 0
+    for group, of_group in enumerate(sections):
+        pages = [page for section in of_group for page in section.pages] if group in plan.used_groups else []
+        staying = 0 if streamed is None else max(len(pages) - streamed, 0)
+        kept += staying
+        leased = pages[staying:]
+        if not leased and of_group and group in plan.used_groups:
+            stay.add(group)
+        parts = [
+            nbytes for weight in plan.groups[group].weights if id(weight.parameter) in cuts
+            for nbytes in cuts[id(weight.parameter)].part_bytes
+        ]  # fmt: skip
+        moved += sum(page.nbytes for page in leased) + sum(parts)
+        accesses = [Access(("param", group), tuple(page.index for page in leased))] if leased else []
+        tasks.append(Task("forward", group, accesses, parts=parts))
+    dry = DryRun(
+        [section for of_group in sections for section in of_group], placement.frame_count - kept, tasks, None, True, 0, {},
+        drive.open(paging), lambda task: computing[task.group] + paging.use_s * (task.group in stay),
+        parts_ahead=PARTS_IN_MEMORY,
+    )  # fmt: skip
+    if streamed is None:
+        dry.step()
+    step = dry.clock.stats() if streamed is None else dry.time()
+    forward, wait_s = step.phases["forward"], demanded_bytes / drive.read
+    forward = replace(  # with the bytes that it needs, not those read for the next one; and with a wait that no page has
+        forward, wall_s=forward.wall_s + wait_s, read_wait_s=forward.read_wait_s + wait_s,
+        read_bytes={"param": int(moved + demanded_bytes)},
+    )  # fmt: skip
     return replace(step, phases={**step.phases, "forward": forward})
 
 
@@ -226,32 +208,4 @@ def _made_seconds(weight: Weight) -> float:
     made = MadeMemory(weight.made_bytes)
     with torch.no_grad():
         numel = max(rows.from_parts(parts, made.empty).numel(), 1)
-        return _seconds(lambda: rows.from_parts(parts, made.empty)) / numel * weight.parameter.numel()
-
-
-def _parts_seconds(linear: RowPartitionedLinear) -> float:
-    """Return what it takes to multiply a vector by parts of a matrix that are in memory, over the product with all of it."""
-    outputs, inputs, dtype = linear.row_count, linear.columns, linear.weight.recipe.dtype
-    memory = torch.zeros(PARTS_IN_MEMORY * linear.slot_bytes, dtype=torch.uint8, device="cpu")
-    there = InstantDrive()  # its reads are over at once
-    made = MadeMemory(linear.made_bytes)
-    parts = RowPrefetcher(memory, lambda stored, offset, into: there.read(into.nbytes, None), empty=made.empty)
-    x = torch.zeros(1, inputs, dtype=dtype, device="cpu")
-    with torch.no_grad():
-        parts.multiply(linear, x)
-        whole = torch.zeros(outputs, inputs, dtype=dtype, device="cpu")
-        parts_s, whole_s = (
-            _seconds(act) for act in (lambda: parts.multiply(linear, x), lambda: nn.functional.linear(x, whole))
-        )
-    return max(parts_s - whole_s, 0.0)
-
-
-def _seconds(act: Callable[[], object]) -> float:
-    """Return the median of the seconds of several calls, between which a cache is filled with other things."""
-    other, found = torch.zeros(TRIAL_ELEMENTS * 4, device="cpu"), []
-    for _ in range(TRIALS):
-        other.add_(1)
-        began_s = time.perf_counter()
-        act()
-        found.append(time.perf_counter() - began_s)
-    return median(found)
+        return cold_seconds(lambda: rows.from_parts(parts, made.empty)) / numel * weight.parameter.numel()

@@ -8,12 +8,11 @@ while others compute; without `network` that takes no time. Activations are outs
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,27 +21,25 @@ from swapper.device.device import Device
 from swapper.errors import BudgetError, ConfigError
 from swapper.forecast.accelerator import DeviceRates
 from swapper.forecast.compute import ComputeTimes, count_products
-from swapper.forecast.model_source import shard_of, with_larger_layers
+from swapper.forecast.model_source import shard_of
 from swapper.forecast.step import simulate
-from swapper.forecast.update_trial import measure_updates
-from swapper.forecast.virtual_drive import DriveRates
+from swapper.forecast.trials import measure_updates
 from swapper.io.drives import Drives
 from swapper.options import Accelerator
+from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.stats import StepStats
-from swapper.train.layout.inventory import Inventory
 from swapper.train.layout.train_placement import frames_needed, is_resident
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.state.conditions import check_update
 
+T = TypeVar("T")
 EXACT_PAGES = 8192
 """A plan with more pages than this is simulated with coarser ones: some seconds."""
 ROUGH_PAGES = 400
 """Pages of a simulation that is only compared with others."""
 COARSE_PAGES = 2000
 """Pages that it gets then."""
-ROUGH_LAYERS = 16
-"""Layers of a simulation that is only compared with others: several of the model's are one. A choice."""
 COARSER = 1.25
 """Coarser pages may have a pool larger by this: one of few large frames needs more. A choice."""
 GATHERED_BYTES = 2  # of an element: bf16 or fp16
@@ -148,7 +145,6 @@ class Forecast:
 
     plan: Plan
     step: StepStats
-    compute: ComputeTimes
     read_bytes: int
     written_bytes: int
     memory_bytes: int
@@ -166,72 +162,52 @@ class Forecaster:
 
     model: nn.Module
     tokens: int
-    _models: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
-    _optimizers: dict[object, object] = field(default_factory=dict)
-    _inventories: dict[object, Inventory] = field(default_factory=dict)
-    _plans: dict[object, Plan] = field(default_factory=dict)
-    _measured: dict[object, ComputeTimes] = field(default_factory=dict)
-    _checked: set[object] = field(default_factory=set)
+    _known: dict[object, Any] = field(default_factory=dict)
 
-    def of_rank(self, ranks: int, is_rough: bool = False) -> nn.Module:
-        """Return the model whose parameters one of the ranks pages. `is_rough`: with ROUGH_LAYERS layers at most."""
-        key = ranks, is_rough
-        if key not in self._models:
-            whole = self.model if ranks == 1 else shard_of(self.model, ranks) if not is_rough else self.of_rank(ranks)
-            self._models[key] = with_larger_layers(whole, ROUGH_LAYERS) if is_rough else whole
-        return self._models[key]
+    def _once(self, key: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned for this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
 
-    def plan(self, machine: Machine, setting: Setting, is_rough: bool = False) -> Plan:
+    def of_rank(self, ranks: int) -> nn.Module:
+        """Return the model whose parameters one of the ranks pages."""
+        return self._once(ranks, lambda: self.model if ranks == 1 else shard_of(self.model, ranks))
+
+    def plan(self, machine: Machine, setting: Setting) -> Plan:
         """Return the plan of one rank.
-
-        Args:
-            machine: with its ranks and drives.
-            setting: placements, codec and time of updates.
-            is_rough: plan ROUGH_LAYERS layers at most. Default: False.
 
         Raises:
             BudgetError: the model does not fit the memory; names the smallest that works.
             ConfigError, UnsupportedError: options do not go together.
         """
-        model = self.of_rank(machine.ranks, is_rough)
-        if (model, setting.optimizer) not in self._optimizers:
-            self._optimizers[model, setting.optimizer] = OPTIMIZERS[setting.optimizer](model)
-        options: dict[str, Any] = {}
+        model, count = self.of_rank(machine.ranks), machine.of_node
+        optimizer = self._once((machine.ranks, setting.optimizer), lambda: OPTIMIZERS[setting.optimizer](model))
+        there: dict[str, Any] = {}
         if machine.device_bytes is not None:
-            device = PlannedDevice()
-            options = {
-                "device": device,
-                "device_memory": machine.device_bytes,
-                "accelerator": Accelerator(update_on=setting.update_on),
-            }
+            accelerator = Accelerator(update_on=setting.update_on)
+            there = {"device": PlannedDevice(), "device_memory": machine.device_bytes, "accelerator": accelerator}
         chosen = OffloadOptions(
             params=setting.params, optimizer_state=setting.optimizer_state, gradients=setting.gradients,
             master_weights=None if next(model.parameters()).dtype == torch.float32 else torch.float32,
-            update=setting.update, state_codec=setting.codec, **options,
+            update=setting.update, state_codec=setting.codec, **there,
         )  # fmt: skip
         manager = ManagerOptions(
-            host_bytes=machine.host_bytes // machine.of_node, commit_every="free", fsync=False, drives=Drives((Path(),)),
+            host_bytes=machine.host_bytes // count, commit_every="free", fsync=False, drives=Drives((Path(),)),
             backend="auto", check_reads=True, operates=True, stall_s=None,
         )  # fmt: skip
-        request = Request.of(model, self._optimizers[model, setting.optimizer], chosen, manager)
-        key = model, setting.optimizer, setting.codec, machine.device_bytes is None, setting.update_on
-        if key not in self._inventories:
-            self._inventories[key] = request.inventory(may_be_meta=True)
-        inventory = self._inventories[key]
-        if (key, setting.update) not in self._checked:
-            check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
-            self._checked.add((key, setting.update))
+        request = Request.of(model, optimizer, chosen, manager)
+        key = machine.ranks, setting.optimizer, setting.codec, machine.device_bytes is None, setting.update_on
+        inventory = self._once(key, lambda: request.inventory(may_be_meta=True))
+        check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
         try:
             return plan_run(request, inventory)
         except BudgetError as error:
-            if machine.of_node == 1:
+            if count == 1:
                 raise
-            count = machine.of_node
-            raise BudgetError(
-                f"{error}. This is of each of a node's {count} ranks, which share its memory",
-                option=error.option,
-                smallest_bytes=error.smallest_bytes,
-            ) from error
+            text = f"{error}. This is of each of a node's {count} ranks, which share its memory"
+            raise BudgetError(text, option=error.option, smallest_bytes=error.smallest_bytes) from error
 
     def forecast(self, machine: Machine, setting: Setting, pages: int = EXACT_PAGES) -> Forecast:
         """Return the plan and the predicted step of one rank.
@@ -239,78 +215,42 @@ class Forecaster:
         Args:
             pages: simulate a plan of more pages than this with coarser ones, about this number.
         """
-        exact, plan, compute = self.prepare(machine, setting, pages)
-        step = simulate(plan, machine.rank_drive, compute, setting.passes, machine.device)
+        of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
+        exact = self._once(of, lambda: self.plan(machine, setting))  # the same for other drives
+        plan = self._once((of, pages), lambda: coarser(exact, pages))
+        step = simulate(plan, machine.rank_drive, self.compute(exact, machine, setting), setting.passes, machine.device)
         read_bytes, written_bytes = step.read_bytes, step.written_bytes
         if plan is exact and pages == EXACT_PAGES:
             traffic = exact.traffic_of(setting.passes)
             read_bytes, written_bytes = traffic.total_read_bytes, traffic.total_written_bytes
-        return Forecast(plan, step, compute, read_bytes, written_bytes, memory_of(exact), plan is exact)
+        memory_bytes = exact.budget.resident_bytes + exact.budget.pool_bytes
+        return Forecast(plan, step, read_bytes, written_bytes, memory_bytes, plan is exact)
 
-    def prepare(self, machine: Machine, setting: Setting, pages: int = EXACT_PAGES) -> tuple[Plan, Plan, ComputeTimes]:
-        """Return the plan of one rank, the one that is simulated, and what that computes. Args: see `forecast`."""
-        of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
-        if (of, 0) not in self._plans:  # the same for other drives
-            self._plans[of, 0] = self.plan(machine, setting)
-        exact = self._plans[of, 0]
-        if (of, pages) not in self._plans:
-            self._plans[of, pages] = coarser(
-                exact if pages == EXACT_PAGES else self._rough(exact, machine, setting), pages
-            )
-        plan = self._plans[of, pages]
-        return exact, plan, self.compute(exact, plan, machine, setting)
-
-    def _rough(self, exact: Plan, machine: Machine, setting: Setting) -> Plan:
-        """Return a plan of the model with ROUGH_LAYERS layers, which has the same places; the exact one if that does not fit."""
-        if self.of_rank(machine.ranks, True) is self.of_rank(machine.ranks):
-            return exact
-        param, state, grad = (exact.places[family] for family in ("param", "state", "grad"))
-        with contextlib.suppress(BudgetError):
-            return self.plan(machine, replace(setting, params=param, optimizer_state=state, gradients=grad), True)
-        return exact
-
-    def compute(self, exact: Plan, plan: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
-        """Return what one pass, and the update, compute; and the link and the network while they are slower than that.
-
-        Args:
-            exact: the plan of the model.
-            plan: the one that is simulated, whose groups may consist of several.
-        """
+    def compute(self, plan: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
+        """Return what one pass, and the update, compute; and the network while it is slower than that."""
         tokens = max(self.tokens // setting.passes, 1)  # the shards have 1/ranks of the work for all tokens
-        key = (machine.ranks, machine.flops, machine.updates, setting.optimizer, setting.update_on, tokens)
-        if key not in self._measured:
-            model, of_node = self.of_rank(machine.ranks), machine.of_node
-            found = count_products(model, exact.inventory, tokens, machine.flops)
-            if machine.device_bytes is not None and setting.update_on == "device":
-                pass  # its kernels are limited by its memory: see `DeviceRates`
-            elif machine.updates is None:
-                by_group, piece_s = measure_updates(exact.inventory, exact.request.optimizers, exact.budget.page_bytes)
-                mean_s = sum(by_group.values()) / max(len(by_group), 1)
-                found = replace(found, update_s=mean_s * of_node, piece_s=piece_s * of_node)
-            else:
-                found = replace(found, update_s=of_node / machine.updates)
-            if setting.optimizer == "muon":
-                found = replace(found, update_s=found.update_s + _orthogonalizing_s(model, machine))
-            self._measured[key] = found
-        found = self._measured[key].regrouped(exact.inventory.groups, plan.inventory.groups)
-        if setting.recompute:
-            found = replace(
-                found, backward_s={group: of + found.forward_s[group] for group, of in found.backward_s.items()}
-            )
-        numel = {group.index: sum(p.numel() for _, p in group.parameters) for group in plan.inventory.groups}
+        key = machine.ranks, machine.flops, machine.updates, setting.optimizer, setting.update_on, tokens
+        found = self._once(key, lambda: self._computing(plan, machine, setting, tokens))
         element_s = (machine.ranks - 1) * GATHERED_BYTES / machine.network  # of the shard
-        return replace(
-            found,
-            forward_s={group: max(seconds, numel[group] * element_s) for group, seconds in found.forward_s.items()},
-            backward_s={
-                group: max(seconds, 2 * numel[group] * element_s) for group, seconds in found.backward_s.items()
-            },
-        )
+        forward_s, backward_s = {}, {}
+        for group, numel in _numel(plan).items():
+            again_s = found.forward_s[group] if setting.recompute else 0.0
+            forward_s[group] = max(found.forward_s[group], numel * element_s)
+            backward_s[group] = max(found.backward_s[group] + again_s, 2 * numel * element_s)
+        return replace(found, forward_s=forward_s, backward_s=backward_s)
+
+    def _computing(self, plan: Plan, machine: Machine, setting: Setting, tokens: int) -> ComputeTimes:
+        model, of_node = self.of_rank(machine.ranks), machine.of_node
+        updates = dict.fromkeys(_numel(plan), 0.0 if machine.updates is None else 1 / machine.updates)
+        if machine.updates is None and (machine.device_bytes is None or setting.update_on == "cpu"):
+            updates |= measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes)
+        more_s = _orthogonalizing_s(model, machine) if setting.optimizer == "muon" else 0.0
+        update_s = {group: of * of_node + more_s for group, of in updates.items()}
+        return replace(count_products(model, plan.inventory, tokens, machine.flops), update_s=update_s)
 
 
-def memory_of(plan: Plan) -> int:
-    """Return the host memory that a plan takes."""
-    return plan.budget.resident_bytes + plan.budget.pool_bytes
+def _numel(plan: Plan) -> dict[int, int]:
+    return {group.index: sum(p.numel() for _, p in group.parameters) for group in plan.inventory.groups}
 
 
 def coarser(plan: Plan, pages: int) -> Plan:
@@ -354,6 +294,11 @@ class KnownDevice:
     flops: float
     memory: float
     link: float
+
+    @property
+    def rates(self) -> DeviceRates:
+        """Return what one model reached of them."""
+        return DeviceRates(self.link * REACHED_LINK, self.link * REACHED_LINK, self.memory * REACHED_MEMORY)
 
 
 PCIE_4, PCIE_5, C2C = 32e9, 64e9, 450e9

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from swapper.device.device import Device
-from swapper.forecast.sharded_pass import copy_unsharded
 from swapper.modules.groups import Unit
 from swapper.runtime.free_memory import Watch, peak_resident_bytes, return_free_memory
 from swapper.tensors.torch_private import pytree
@@ -159,7 +158,33 @@ def _with_scratch(model: nn.Module, dtypes: Mapping[int, torch.dtype], where: to
         begins[dtype] = begin + parameter.numel()
         part = scratch[dtype][begin : begin + parameter.numel()].view(parameter.shape)
         memo[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
-    return copy_unsharded(model, memo) if is_sharded(model) else copy.deepcopy(model, memo)
+    return _copy_unsharded(model, memo) if is_sharded(model) else copy.deepcopy(model, memo)
+
+
+def _copy_unsharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of a model as it was before `fully_shard`: its modules' own classes, without FSDP2's hooks.
+
+    Args:
+        memo: what takes the place of an object, by its id: of each parameter.
+    """
+    sharded = [module for module in model.modules() if is_sharded(module)]
+    states = [module._get_fsdp_state() for module in sharded]  # type: ignore[operator]
+    classes = [type(module) for module in sharded]
+    for state in states:
+        memo[id(state)] = state
+    try:
+        for module, cls in zip(sharded, classes, strict=True):  # FSDP2's class, FSDPModule, the module's own
+            module.__class__ = cls.__mro__[2]
+        clone = copy.deepcopy(model, memo)
+    finally:
+        for module, cls in zip(sharded, classes, strict=True):
+            module.__class__ = cls
+    for module in clone.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in [*hooks.items()]:
+                if any(getattr(hook, "__self__", None) is state for state in states):
+                    del hooks[key]
+    return clone
 
 
 def _time_units(model: nn.Module, group_of: Mapping[str, int], clock: _Clock) -> None:

@@ -1,40 +1,43 @@
-"""Makes a model on the meta device, from a configuration, a function, or a checkpoint's header; and other sizes of it."""
+"""Makes a model on the meta device, from a configuration, a function, or a checkpoint; and a rank's part of it."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import itertools
 import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from swapper.errors import ConfigError
-from swapper.formats.safetensors import DTYPES, MAX_HEADER_BYTES, METADATA_KEY, SIZE_BYTES
-from swapper.io.beneath import read_small
-from swapper.runtime.records import parse_json
+from swapper.errors import ConfigError, SwapperError
+from swapper.formats.sources import open_source
 
 KINDS = "a Hugging Face config.json or its directory, a .safetensors file or its index, or package.module:function"
-INDEX = "model.safetensors.index.json"
+SIZES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+)
 SHARDED_DTYPE = torch.float32
 """Of the shards of `fully_shard` with a mixed-precision policy, which are the masters."""
 
 
 def make_model(source: str, dtype: torch.dtype) -> nn.Module:
-    """Return a model on the meta device. Raises ConfigError: there is none, or it cannot be made."""
+    """Return a model on the meta device. Raises SwapperError: there is none, or it cannot be made."""
     module, colon, function = source.partition(":")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
             model = _call(module, function) if colon else _from_path(Path(source))
-    except ConfigError:
+    except SwapperError:
         raise
     except Exception as error:  # of the user's code, or of transformers
         raise ConfigError(f"no model can be made from {source}: {type(error).__name__}: {error}") from error
@@ -50,95 +53,33 @@ def make_model(source: str, dtype: torch.dtype) -> nn.Module:
 def _call(module: str, function: str) -> object:
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current directory, as with python -m: a command has its own directory there
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{module}:{function} cannot be imported: {error}. Give package.module:function; the module is looked for here "
-            "and among what is installed"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"{module}:{function} is a {type(found).__name__}: give a function that returns the model")
-    needed = _needed_arguments(found)
-    if needed:
-        raise ConfigError(
-            f"{module}:{function} needs {', '.join(needed)}, which a command cannot give: name a function without arguments, as "
-            f"`def model(): return {function}(...)`"
-        )
-    return found()
-
-
-def _needed_arguments(function: Any) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some of C have none
-        return []
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in kinds]
+    return getattr(importlib.import_module(module), function)()
 
 
 def _from_path(path: Path) -> nn.Module:
-    if path.is_dir():
-        names = ("config.json", INDEX, "model.safetensors")
-        path = next((path / name for name in names if (path / name).is_file()), path / "config.json")
-    if not path.is_file():
+    config = path / "config.json" if path.is_dir() else path
+    if config.suffix == ".json" and not config.name.endswith(".index.json") and config.is_file():
+        return _from_config(config)
+    if not path.exists():
         raise ConfigError(f"{path} does not exist: give {KINDS}")
-    if path.suffix == ".safetensors":
-        return _from_tensors(path, _header_of(path))
-    if path.name.endswith(".index.json"):
-        return _from_tensors(path, _headers_of_index(path))
-    return _from_config(path)
-
-
-# --- a Hugging Face configuration -------------------------------------------------------------------------------------
+    return _from_checkpoint(path)
 
 
 def _from_config(path: Path) -> nn.Module:
     try:
-        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError("a Hugging Face configuration needs transformers: pip install transformers") from error
-    content = _read_json(path)
-    kind = content.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        has = (
-            "has no model_type, so its architecture is not known: add it, as 'llama'"
-            if kind is None
-            else f"has the model_type {kind!r}, which this transformers does not know: a newer one may"
-        )
-        raise ConfigError(
-            f"{path} {has}; else give its weights' .safetensors file or index, of which the header is read, or "
-            "package.module:function"
-        )
-    _check_sizes(path, content)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return model
-
-
-def _check_sizes(path: Path, content: Mapping[str, object]) -> None:
-    """Raise ConfigError for sizes that contradict each other, some of which transformers accepts."""
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
-        value = content.get(name, 1)
-        if type(value) is int and value < 1:
+    config = AutoConfig.from_pretrained(path)
+    sizes = {name: value for name in SIZES if type(value := getattr(config, name, None)) is int}
+    for name, value in sizes.items():
+        if value < 1:
             raise ConfigError(f"{path}: {name} is {value}, and must be at least 1")
-    width, heads, key_heads = (content.get(n) for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if type(width) is int and type(heads) is int and content.get("head_dim") is None and width % heads:
-        raise ConfigError(f"{path}: hidden_size {width} is no multiple of num_attention_heads {heads}: give head_dim")
-    if type(heads) is int and type(key_heads) is int and (key_heads < 1 or heads % key_heads):
+    heads, key_heads = (sizes.get(name, 1) for name in SIZES[:2])
+    if heads % key_heads:  # transformers accepts it
         raise ConfigError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {key_heads}")
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        content = parse_json(read_small(path, MAX_HEADER_BYTES, follow=True), finite=False)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}): give {KINDS}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} has a {type(content).__name__} instead of an object: give {KINDS}")
-    return content
-
-
-# --- a checkpoint's header --------------------------------------------------------------------------------------------
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 class _PlannedModule(nn.Module):
@@ -148,63 +89,22 @@ class _PlannedModule(nn.Module):
         raise NotImplementedError("it is planned, and computes nothing")
 
 
-def _header_of(path: Path) -> dict[str, object]:
-    """Return the header of a safetensors file, of which no more than the header needs to be there."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(SIZE_BYTES), "little")
-        if size > MAX_HEADER_BYTES:
-            raise ConfigError(f"{path} is not a safetensors file: it states a header of {size} bytes")
-        text = file.read(size)
-    if len(text) < size or not size:
-        raise ConfigError(f"{path} is cut off in its header of {size} bytes: read at least {SIZE_BYTES + size} bytes")
-    try:
-        header = parse_json(text)
-        return {name: entry for name, entry in header.items() if name != METADATA_KEY}
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a safetensors file: its header is not a JSON object") from error
-
-
-def _headers_of_index(path: Path) -> dict[str, object]:
-    files = _read_json(path).get("weight_map")
-    if not isinstance(files, dict) or not files:
-        raise ConfigError(f"{path} has no weight_map: it is not an index of safetensors files")
-    tensors: dict[str, object] = {}
-    for name in sorted({str(file) for file in files.values()}):
-        file = path.parent / Path(name).name
-        if not file.is_file():
-            raise ConfigError(
-                f"{path} names {name}, which is not beside it: that has the tensors' shapes in its first bytes, an index has "
-                "none. Fetch it, whole or its header alone, or give the config.json"
-            )
-        tensors |= _header_of(file)
-    missing = sorted(files.keys() - tensors.keys())
-    if missing:
-        raise ConfigError(f"{path} names the tensor {missing[0]}, which no file has")
-    return {name: tensors[name] for name in files}
-
-
-def _from_tensors(path: Path, tensors: Mapping[str, Any]) -> nn.Module:
+def _from_checkpoint(path: Path) -> nn.Module:
     root = _PlannedModule()
-    for name, entry in tensors.items():
-        try:
-            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if not all(type(size) is int and size >= 0 for size in shape):
-                raise ValueError(shape)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path}: tensor {name} has no known dtype and shape: {entry!r}") from error
-        if not dtype.is_floating_point or dtype.itemsize < 2:
+    for name, stored in open_source(path).everything.items():
+        if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
             raise ConfigError(
-                f"{path}: tensor {name} is {entry['dtype']}: quantized weights cannot be trained. Give a checkpoint in BF16, F16 "
-                "or F32"
+                f"{path}: tensor {name} is {stored.dtype}: quantized weights cannot be trained. Give a checkpoint in bf16, fp16 or "
+                "fp32"
             )
         *modules, leaf = name.split(".")
-        _module_of(root, modules).register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
+        _module_of(root, modules).register_parameter(leaf, nn.Parameter(torch.empty(stored.shape, device="meta")))
     return root
 
 
 def _module_of(root: nn.Module, names: list[str]) -> nn.Module:
     """Return the module at a path, made where it is missing: numbered modules are children of a list, whose layers are units."""
-    at = root
+    at: Any = root
     for name, below in itertools.zip_longest(names, names[1:]):
         if name not in at._modules:
             is_list = below is not None and below.isdigit()
@@ -214,59 +114,8 @@ def _module_of(root: nn.Module, names: list[str]) -> nn.Module:
                 nn.Module.__init__(child)
                 child.sparse = False
             at._modules[name] = child
-        at = at._modules[name]  # type: ignore[assignment]
-    return at
-
-
-# --- other sizes ------------------------------------------------------------------------------------------------------
-
-
-def layers_of(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
-    """Return the list of the model's equal layers, its owner, and its name there: the one with the most parameters.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found: list[tuple[int, nn.Module, str, nn.ModuleList]] = []
-    for owner in model.modules():
-        for name, child in owner._modules.items():
-            if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(layer) for layer in child}) == 1:
-                found.append((sum(p.numel() for p in child.parameters()), owner, name, child))
-    if not found:
-        raise ConfigError("the model has no list of equal layers, whose number could be changed")
-    _, owner, name, layers = max(found, key=lambda one: one[0])
-    return owner, name, layers
-
-
-def with_layers(model: nn.Module, count: int) -> nn.Module:
-    """Return a copy of a model that has `count` layers: its own, the middle one repeated or others left out."""
-    owner, name, layers = layers_of(model)
-    middle = layers[len(layers) // 2]
-    ends = [*layers][: (count + 1) // 2], [*layers][len(layers) - count // 2 :] if count > 1 else []
-    if count <= len(layers):
-        chosen = [*ends[0], *ends[1]]
-    else:
-        half = (len(layers) + 1) // 2
-        chosen = [*layers[:half], *(copy.deepcopy(middle) for _ in range(count - len(layers))), *layers[half:]]
-    memo = {id(owner): _with_child(owner, name, nn.ModuleList(chosen))}
-    return _rebuilt(model, memo)
-
-
-def _with_child(owner: nn.Module, name: str, child: nn.Module) -> nn.Module:
-    clone = copy.copy(owner)
-    clone._modules = {**owner._modules, name: child}
-    return clone
-
-
-def _rebuilt(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
-    """Return the module with the modules of `memo` in place of those with these ids; what is not changed is shared."""
-    if id(module) in memo:
-        return memo[id(module)]
-    children = {name: None if child is None else _rebuilt(child, memo) for name, child in module._modules.items()}
-    if any(children[name] is not child for name, child in module._modules.items()):
-        clone = copy.copy(module)
-        clone._modules = children
-        return clone
+        at = at._modules[name]
+    module: nn.Module = at
     return module
 
 
@@ -279,18 +128,3 @@ def shard_of(model: nn.Module, ranks: int) -> nn.Module:
         return nn.Parameter(torch.empty(rows, dtype=SHARDED_DTYPE, device="meta"), parameter.requires_grad)
 
     return copy.deepcopy(model, {id(parameter): shard(parameter) for parameter in model.parameters()})
-
-
-def with_larger_layers(model: nn.Module, count: int) -> nn.Module:
-    """Return a model whose list of layers has `count` entries at most, of several layers each; the model itself if it has none."""
-    try:
-        owner, name, layers = layers_of(model)
-    except ConfigError:
-        return model
-    times = -(-len(layers) // count)
-    if times == 1:
-        return model
-    parts = [_PlannedModule() for _ in range(0, len(layers), times)]
-    for number, layer in enumerate(layers):
-        parts[number // times].add_module(str(number), layer)
-    return _rebuilt(model, {id(owner): _with_child(owner, name, nn.ModuleList(parts))})

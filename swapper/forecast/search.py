@@ -1,30 +1,23 @@
-"""Searches over forecasts: the smallest memory, the next upgrade, settings that none dominates, the largest model for a time."""
+"""Searches over forecasts: the smallest memory, the next upgrade, and settings that none dominates."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
-from swapper.forecast.compute import ComputeTimes
-from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting, memory_of
-from swapper.forecast.model_source import layers_of, with_layers
-from swapper.forecast.virtual_drive import DriveRates
+from swapper.forecast.machine import ROUGH_PAGES, Forecaster, Machine, Setting
 from swapper.runtime.sizes import format_bytes
-from swapper.train.layout.train_placement import PREFERENCES, is_resident
-from swapper.train.planning.plan import Plan
+from swapper.train.layout.train_placement import PREFERENCES
 
 GIB = 1 << 30
 FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
 TABLE_PAGES = 200
 """Rough: a table has many rows."""
-MAX_LAYERS = 1 << 14
-"""No model is tried with more."""
 CODECS, UPDATES, PASSES = ("exact", "8bit"), ("step", "deferred"), (1, 4)
 EXACT_CODECS = ("exact", "split")
 MEMORY_SHARES = (1, 2)
@@ -78,9 +71,8 @@ def find_upgrades(forecaster: Forecaster, machine: Machine, setting: Setting) ->
 
 def _better(machine: Machine) -> Iterator[tuple[str, Machine]]:
     drive, count = machine.drive, machine.drives
-    faster, more = _times(drive, 2), _times(drive, (count + 1) / count)
-    yield "drives twice as fast" if count > 1 else "a drive twice as fast", replace(machine, drive=faster)
-    yield "one more drive", replace(machine, drive=more, drives=count + 1)
+    yield "drives twice as fast" if count > 1 else "a drive twice as fast", replace(machine, drive=drive.faster(2))
+    yield "one more drive", replace(machine, drive=drive.faster((count + 1) / count), drives=count + 1)
     if machine.device_bytes is not None:
         yield "a link twice as fast", replace(machine, device=machine.device.with_faster_link(2))
         yield "twice the device memory", replace(machine, device_bytes=2 * machine.device_bytes)
@@ -90,10 +82,6 @@ def _better(machine: Machine) -> Iterator[tuple[str, Machine]]:
         yield "twice the operations a second", replace(machine, flops=2 * machine.flops)
     if machine.updates is not None:
         yield "twice the updates a second", replace(machine, updates=2 * machine.updates)
-
-
-def _times(drive: DriveRates, factor: float) -> DriveRates:
-    return replace(drive, read=drive.read * factor, write=drive.write * factor, both=drive.both * factor)
 
 
 @dataclass(frozen=True)
@@ -117,7 +105,7 @@ class SettingCosts:
     @property
     def costs(self) -> tuple[float, int, int, bool]:
         """What is compared; the last one: results differ from those without a codec."""
-        return self.step_s, self.memory_bytes, self.written_bytes, self.codec not in EXACT_CODECS
+        return float(f"{self.step_s:.6g}"), self.memory_bytes, self.written_bytes, self.codec not in EXACT_CODECS
 
     def beats(self, other: SettingCosts) -> bool:
         """Whether no cost is higher, and one is lower."""
@@ -128,8 +116,7 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
     """Return the settings that no other one beats in seconds, memory, bytes written and exactness at once, fastest first.
 
     Tried are codecs and times of updates, the given ones too, each placement of parameters and state, all and half of the memory,
-    and more passes of fewer tokens; and gradients on NVMe where they do not fit. A setting is not simulated if the least that it
-    can cost is beaten already.
+    and more passes of fewer tokens; and gradients on NVMe where they do not fit.
 
     Args: as of `Forecaster.plan`.
     """
@@ -141,43 +128,23 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
         for gradients in dict.fromkeys((setting.gradients, "nvme")):
             of = replace(setting, codec=codec, update=update, params=params, optimizer_state=state, gradients=gradients)
             try:
-                for more in passes:
-                    rows += _row(forecaster, on, replace(of, passes=setting.passes * more), rows)
+                rows += [_row(forecaster, on, replace(of, passes=setting.passes * more)) for more in passes]
                 break
             except (BudgetError, ConfigError, UnsupportedError):  # these options do not fit, or go together
                 continue
     return sorted(undominated(rows), key=lambda row: row.costs)
 
 
-def _row(
-    forecaster: Forecaster, machine: Machine, setting: Setting, rows: Sequence[SettingCosts]
-) -> list[SettingCosts]:
-    """Return the row of a setting; none if one of `rows` beats the least that it can cost."""
-    exact, plan, compute = forecaster.prepare(machine, setting, TABLE_PAGES)
-    memory = memory_of(exact) * machine.of_node
+def _row(forecaster: Forecaster, machine: Machine, setting: Setting) -> SettingCosts:
+    found = forecaster.forecast(machine, setting, TABLE_PAGES)
+    memory = found.memory_bytes * machine.of_node
     if machine.device_bytes is None:
         memory += saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
-    placement = ", ".join(family for family in FAMILIES if plan.places[family] == "nvme") or "-"
-    min_s, min_bytes = _least(plan, compute, machine, setting)
-    row = SettingCosts(setting.codec, setting.update, placement, setting.passes, min_s, memory, min_bytes)
-    if any(other.beats(row) for other in rows):
-        return []
-    found = forecaster.forecast(machine, setting, TABLE_PAGES)
-    return [replace(row, step_s=found.step.wall_s, written_bytes=found.written_bytes * machine.of_node)]
-
-
-def _least(plan: Plan, compute: ComputeTimes, machine: Machine, setting: Setting) -> tuple[float, int]:
-    """Return the seconds that a step takes at least, and the bytes that a node writes: what changes and has no frame to stay in."""
-    inventory, unchanging = plan.inventory, plan.inventory.unchanging
-    changing = [of for number, of in enumerate(inventory.plans) if number not in unchanging]
-    paged = sum(of.nbytes for of in changing if not is_resident(of, plan.places))
-    moved = max(paged - plan.budget.pool_bytes, 0)
-    updated = sum(parameter.numel() for group in inventory.groups for _, parameter in group.parameters)
-    computing_s = setting.passes * sum((*compute.forward_s.values(), *compute.backward_s.values()))
-    drive = machine.rank_drive
-    return max(
-        computing_s + updated * compute.update_s, moved / drive.read, moved / drive.write
-    ), moved * machine.of_node
+    placement = ", ".join(family for family in FAMILIES if found.plan.places[family] == "nvme") or "-"
+    written_bytes = found.written_bytes * machine.of_node
+    return SettingCosts(
+        setting.codec, setting.update, placement, setting.passes, found.step.wall_s, memory, written_bytes
+    )
 
 
 def saved_for_backward(model: nn.Module) -> int:
@@ -190,48 +157,3 @@ def undominated(rows: Sequence[SettingCosts]) -> list[SettingCosts]:
     """Return the rows that no other beats. Of those with equal costs the first stays."""
     first = {row.costs: row for row in reversed(rows)}
     return [row for row in rows if row is first[row.costs] and not any(other.beats(row) for other in rows)]
-
-
-def largest_model(forecaster: Forecaster, machine: Machine, setting: Setting, at_most_s: float) -> dict[str, object]:
-    """Return the number of layers, the parameters and the seconds of the largest model with layers of this one that takes so long.
-
-    Args:
-        forecaster, machine, setting: as of `Forecaster.plan`.
-        at_most_s: of a step, in seconds.
-
-    Raises:
-        ConfigError: the model has no equal layers, or already one with a single layer takes longer or does not fit.
-    """
-    _, _, layers = layers_of(forecaster.model)
-    tried: dict[int, dict[str, object] | None] = {}
-
-    def fits(count: int) -> bool:
-        if count not in tried:
-            model = with_layers(forecaster.model, count)
-            try:
-                step_s = Forecaster(model, forecaster.tokens).forecast(machine, setting, TABLE_PAGES).step.wall_s
-                numel = sum({id(p): p.numel() for p in model.parameters()}.values())
-                is_fast = step_s <= at_most_s
-                tried[count] = {"layers": count, "parameters": numel, "step_s": step_s} if is_fast else None
-            except BudgetError:
-                tried[count] = None
-        return tried[count] is not None
-
-    low, high = 0, len(layers)
-    while high < MAX_LAYERS and fits(high):
-        low, high = high, 2 * high
-    while high - low > max(low // 64, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    found = tried.get(low)
-    if found is None:
-        raise ConfigError(
-            f"no model with layers of this one takes at most {at_most_s:g} s on this machine, not even of one layer: give more "
-            "seconds, memory, or drives"
-        )
-    return found
-
-
-def as_dicts(rows: Sequence[Any]) -> list[dict[str, object]]:
-    """Return the fields of dataclasses."""
-    return [asdict(row) for row in rows]

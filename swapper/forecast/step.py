@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.forecast import accelerator
 from swapper.forecast.accelerator import DeviceRates
-from swapper.forecast.compute import ComputeTimes, measure_step
-from swapper.forecast.virtual_drive import DriveRates, VirtualDrive, open_drive
+from swapper.forecast.compute import ComputeTimes, measure_step, with_updates
 from swapper.io.drives import Tuning
+from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import parse_bytes_a_second
 from swapper.runtime.stats import StepStats
 from swapper.train.planning.planned_step import PlannedStep
@@ -58,31 +58,26 @@ def predict_on(plan: PlannedStep, drive: DriveRates, compute: ComputeTimes) -> t
 
 def simulate(
     plan: PlannedStep,
-    drive: DriveRates | VirtualDrive,
+    drive: DriveRates,
     compute: ComputeTimes,
     passes: int = 1,
     device: DeviceRates | None = None,
-    clipped: bool = False,
 ) -> StepStats:
     """Return how a step of a plan goes.
 
     Args:
-        drive: its rates, or a virtual drive of the caller's.
+        drive: its rates.
         compute: the seconds of one forward and backward, and of updates.
         passes: forwards and backwards in a step, whose gradients accumulate.
-        device: rates of the plan's accelerator. Default: measured.
-        clipped: gradients are clipped by the norm of all. It counts on an accelerator.
+        device: rates of the plan's accelerator, if it has one.
 
     Raises:
         BudgetError: the pool has too few frames for the step.
     """
     if plan.request.device is not None:
-        rates = drive.rates if isinstance(drive, VirtualDrive) else drive
-        device = device or DeviceRates.measured(plan.request.device.device)
-        return accelerator.simulate(plan, device, compute, rates, passes, clipped)
+        return accelerator.simulate(plan, device or DeviceRates(), compute, drive, passes)
     compute = compute.with_copied(plan.placed_grad_plans)
-    virtual = drive if isinstance(drive, VirtualDrive) else open_drive(drive, compute.paging)
-    return plan.dry_run(virtual, compute.of, passes).time()
+    return plan.dry_run(drive.open(compute.paging), compute.of, passes).time()
 
 
 def device_of(plan: PlannedStep) -> DeviceRates | None:
@@ -152,10 +147,11 @@ def choose_fastest(
         except (BudgetError, UnsupportedError) as error:
             refusals.append(error)
             continue
-        codec, drive = repr(options["state_codec"]), drive_of(plan, tokens, rates)
-        if codec not in computing:
-            computing[codec] = measure_step(plan, tokens, example)
-        compute, device = computing[codec], device or device_of(plan)
+        codec, drive, device = repr(options["state_codec"]), drive_of(plan, tokens, rates), device or device_of(plan)
+        if codec not in computing:  # the forward and the backward are the same for each
+            known = next(iter(computing.values()), None)
+            computing[codec] = measure_step(plan, tokens, example) if known is None else with_updates(known, plan)
+        compute = computing[codec]
         found.append((simulate(plan, drive, compute, device=device).wall_s, _describe(plan), plan, drive, compute))
     if not found:
         raise refusals[-1]

@@ -1,6 +1,6 @@
 """The dry run: the real pager, on a store that moves nothing, predicts what a step moves before anything is written.
 
-With a drive whose transfers take time (forecast/virtual_drive.py) it also predicts how long a step takes.
+With a drive whose transfers take time (virtual_drive.py) it also predicts how long a step takes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access, Schedule
-from swapper.paging.section import NoWindow, Page, Section
-from swapper.runtime.counters import Counters
+from swapper.paging.section import Page, Section
+from swapper.paging.virtual_drive import DryTransfer, VirtualDrive
 from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.stats import StepClock, StepStats
 
@@ -40,7 +40,6 @@ class Task:
         group: of parameters.
         accesses: see above; of a task without pages there are none.
         updated: how many elements the optimizer updates in it.
-        pieces: of how many parameters these are, whole or in part.
         parts: bytes of parts of a matrix that are read while those before them are multiplied, into slots of their own.
     """
 
@@ -48,78 +47,13 @@ class Task:
     group: int
     accesses: Sequence[Access]
     updated: int = 0
-    pieces: int = 0
     parts: Sequence[int] = ()
-
-
-class DryTransfer:
-    """A transfer of a dry run. See `swapper.io.engines.Transfer`."""
-
-    __slots__ = ("_drive", "after", "done", "left", "nbytes")
-    error = None
-    crc32 = 0
-    submitted_s = completed_s = 0.0
-
-    def __init__(self, drive: InstantDrive, nbytes: int, after: Transfer | None = None, done: bool = False) -> None:
-        self._drive = drive
-        self.nbytes = nbytes
-        self.left = float(nbytes)
-        self.done = done or nbytes == 0
-        self.after = after
-
-    def exception(self) -> None: ...
-
-    def wait(self) -> None:
-        self._drive.wait(self)
-
-
-class InstantDrive:
-    """A drive that takes no time. One that takes time is forecast/virtual_drive.py's.
-
-    Attributes:
-        now_s: the time, in seconds.
-        finished: how many transfers have finished.
-    """
-
-    def __init__(self) -> None:
-        self._at_once = DryTransfer(self, 0)
-        self.now_s = 0.0
-        self.finished = 0
-
-    def read(self, nbytes: int, after: Transfer | None) -> DryTransfer:
-        self.finished += 1
-        return self._at_once
-
-    def write(self, nbytes: int) -> DryTransfer:
-        self.finished += 1
-        return self._at_once
-
-    def wait(self, transfer: DryTransfer) -> None:
-        """Let time pass until `transfer` is done."""
-
-    def compute(self, seconds: float) -> None:
-        """Let this time pass while the drive works."""
-
-    def lease(self) -> None:
-        """Note that an access is leased."""
-
-    def window(self) -> NoWindow:
-        """Return a window for a section, which shows nothing."""
-        return NoWindow()
-
-    def counters(self) -> Counters:
-        """Return counters whose waits take the time of this drive."""
-        return Counters()
-
-    def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
-        """Return the least seconds for these bytes."""
-        return 0.0
 
 
 class CountingStore:
     """A store that moves nothing, and counts bytes by family of section. Transfers take the time of `drive`."""
 
-    def __init__(self, drive: InstantDrive) -> None:
+    def __init__(self, drive: VirtualDrive) -> None:
         self.read_bytes: Counter[str] = Counter()
         self.written_bytes: Counter[str] = Counter()
         self._drive = drive
@@ -194,7 +128,7 @@ class DryRunParts:
         ahead: that are read or in use at once.
     """
 
-    def __init__(self, drive: InstantDrive, sizes: Sequence[int], ahead: int) -> None:
+    def __init__(self, drive: VirtualDrive, sizes: Sequence[int], ahead: int) -> None:
         self._drive = drive
         self._sizes = itertools.cycle(sizes)
         self._reading: deque[DryTransfer] = deque()
@@ -237,12 +171,12 @@ class DryRun:
         lazy: bool,
         max_deferred_writes: int,
         slot_groups: Mapping[int, int],
-        drive: InstantDrive | None = None,
+        drive: VirtualDrive | None = None,
         seconds: Callable[[Task], float] = lambda task: 0.0,
         is_committed: bool = False,
         parts_ahead: int = 1,
     ) -> None:
-        self._drive = drive or InstantDrive()
+        self._drive = drive or VirtualDrive()
         self.store = CountingStore(self._drive)
         self._frame_count = frame_count
         self._tasks = tasks
@@ -260,7 +194,7 @@ class DryRun:
         self._counters = self._drive.counters()
         self.clock = StepClock(self._counters, lambda: self._drive.now_s)
         if drive is not None:
-            self.clock.start(drive.seconds_for)
+            self.clock.start(drive.rates.seconds_for)
         self._pager = Pager(
             pages, pool, self.store, Schedule(cycle), self._counters,
             window_pages=window_pages, lazy=lazy, max_deferred_writes=max_deferred_writes,

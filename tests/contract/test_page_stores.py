@@ -15,12 +15,13 @@ from swapper.formats.sources import FileStamp, Source
 from swapper.infer.streaming import WeightFiles
 from swapper.io.drives import Drives
 from swapper.io.engines import open_engine
-from swapper.paging.dry_run import CountingStore, InstantDrive
+from swapper.paging.dry_run import CountingStore
 from swapper.paging.layout import SectionPlan
 from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.page_files import PageStore
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
+from swapper.paging.virtual_drive import VirtualDrive
 
 PAGE = 64 << 10
 PAGES = 5
@@ -197,7 +198,7 @@ def test_a_checkpoint_is_never_written(bench: Bench) -> None:
 
 
 def test_the_store_of_a_dry_run_answers_as_the_others_do_and_counts() -> None:
-    store, page = CountingStore(InstantDrive()), section("state").pages[0]
+    store, page = CountingStore(VirtualDrive()), section("state").pages[0]
     ticket = store.write(page, 0)
     assert ticket.done and ticket.error is None and store.written_to(page) is None
     store.written(page, ticket)

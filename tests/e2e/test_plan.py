@@ -17,7 +17,7 @@ from e2e.models import Net, layers, layers_step, train_step
 from e2e.twins import Twins, adamw
 from swapper.forecast.compute import ComputeTimes
 from swapper.forecast.step import simulate
-from swapper.forecast.virtual_drive import DriveRates
+from swapper.paging.virtual_drive import DriveRates
 from swapper.train.layout.train_placement import without_gradients
 
 MakeTwins = Callable[..., Twins]
@@ -245,14 +245,14 @@ def test_a_predicted_step_moves_what_is_planned_and_takes_the_time_of_what_limit
         plan = manager.plan(model, optimizer, **options)  # type: ignore[arg-type]
     rate = float(1 << 20)
     nothing = dict.fromkeys((group.index for group in plan.inventory.groups), 0.0)
-    moved = simulate(plan, DriveRates(rate, rate, 2 * rate), ComputeTimes(nothing, nothing, 0.0))
+    moved = simulate(plan, DriveRates(rate, rate, 2 * rate), ComputeTimes(nothing, nothing))
     drive_s = max(moved.read_bytes, moved.written_bytes) / rate
     pool_s = plan.budget.pool_bytes / rate  # what a step leaves to the next
     assert abs(moved.read_bytes - plan.traffic.total_read_bytes) <= plan.budget.pool_bytes
     assert drive_s - pool_s <= moved.wall_s <= 1.3 * drive_s + pool_s
     assert moved.total.computing_s == pytest.approx(0.0, abs=1e-9)
     long = dict.fromkeys(nothing, 1000.0)
-    computed = simulate(plan, DriveRates(rate, rate, 2 * rate), ComputeTimes(long, long, 0.0))
+    computed = simulate(plan, DriveRates(rate, rate, 2 * rate), ComputeTimes(long, long))
     assert computed.total.computing_s == pytest.approx(2000.0 * len(long))
     assert computed.wall_s <= computed.total.computing_s + drive_s + pool_s
 

@@ -17,13 +17,12 @@ import swapper
 from e2e.models import LAYER_WIDTH, layers, layers_step
 from e2e.twins import adamw
 from swapper.bench.plain import Gpt, GptConfig, make_optimizers
-from swapper.forecast.compute import ComputeTimes, measure_step
+from swapper.forecast.compute import measure_step
 from swapper.forecast.measured_pass import measure_pass
-from swapper.forecast.paging_trial import measure_paging
 from swapper.forecast.step import drive_rates, simulate
+from swapper.forecast.trials import measure_paging
 from swapper.modules.groups import partition
 from swapper.modules.guarded import guarded_parameters
-from swapper.paging.dry_run import Task
 from swapper.runtime.free_memory import kept_free_bytes
 
 RATES: dict[str, Any] = {"drive_read": "1GB", "drive_write": "1GB"}
@@ -113,17 +112,11 @@ def test_a_trial_of_paging_finds_what_threads_take_and_leaves_nothing_behind() -
         return {id(one) for one in guarded_parameters()}, threads, len(list(Path("/proc/self/fd").iterdir()))
 
     before = everything()
-    costs = measure_paging(has_checksums=True)
+    costs = measure_paging.__wrapped__(has_checksums=True)  # not what an earlier test has found
     gc.collect()
     assert costs.access_s >= costs.use_s > 0 and costs.page_s + costs.mapped_byte_s > 0
     assert costs.transfer_s > 0 and costs.checked_byte_s > 0
     assert everything() == before
-
-
-def test_a_piece_of_a_slice_takes_its_time_in_addition() -> None:
-    compute = ComputeTimes({}, {}, 0.0, {0: 2.0}, piece_s=1.0)
-    assert compute.of(Task("step", 0, [], updated=3, pieces=2)) == 3 * 2.0 + 2 * 1.0
-    assert compute.faster(2).of(Task("step", 0, [], updated=3, pieces=2)) == 4.0
 
 
 @pytest.mark.slow
@@ -139,8 +132,8 @@ def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind
         )
         compute = measure_step(plan, 16, (TOKENS, TOKENS))
         predicted = plan.predict(16, example={"tokens": TOKENS, "targets": TOKENS}, **RATES)
-    assert compute.group_update_s.keys() == {group.index for group in plan.inventory.groups}
-    assert all(seconds >= 0 for seconds in compute.group_update_s.values()) and compute.piece_s >= 0
+    assert compute.update_s.keys() == {group.index for group in plan.inventory.groups}
+    assert all(seconds >= 0 for seconds in compute.update_s.values())
     assert sum(compute.forward_s.values()) > 0 and sum(compute.backward_s.values()) > 0
     assert predicted.total.update_s > 0 and compute.activation_bytes is not None
     assert all(not one.state for one in optimizers)

@@ -11,7 +11,7 @@ from infer.small import BUDGET, TOKENS, make, on_meta, total_bytes
 from infer.test_experts import EXPERTS, Model
 from swapper.checkpoint.exporting import export
 from swapper.forecast import load
-from swapper.forecast.virtual_drive import PagingCosts
+from swapper.paging.virtual_drive import PagingCosts
 
 RATE = 10**6  # bytes a second: slow enough that computing does not count
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swapper.forecast.virtual_drive import DriveRates, VirtualDrive
+from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.paging.dry_run import CountingStore
 from swapper.paging.host_memory import Pool
 from swapper.paging.layout import SectionPlan

@@ -71,7 +71,6 @@ def test_wrong_arguments_exit_2_and_say_what_is_right(arguments, word):
     "arguments",
     [
         ["bench", ".", "--chart", "FILE"],
-        ["plan", "nowhere", "--host", "1GiB", "--nvme", "1GB/s,1GB/s", "--picture", "FILE"],
         ["trace", "--output", "FILE", "nothing.py"],
     ],
     ids=lambda arguments: " ".join(arguments[::2]),

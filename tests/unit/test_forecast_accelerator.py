@@ -27,8 +27,8 @@ from swapper.forecast.machine import (
     Setting,
 )
 from swapper.forecast.machine import Machine as ForecastMachine
-from swapper.forecast.virtual_drive import DriveRates
 from swapper.io.drives import Drives
+from swapper.paging.virtual_drive import DriveRates
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.planning.request import ManagerOptions, OffloadOptions, Request
 
@@ -101,7 +101,7 @@ def compute_of(plan: Plan) -> ComputeTimes:
         numel = sum(parameter.numel() for _, parameter in group.parameters)
         whole = [share * numel / layer for share in SIZES.layer_s] if "layers" in group.name else SIZES.head_s
         forward[group.index], backward[group.index] = whole
-    return ComputeTimes(forward, backward, 0.0)
+    return ComputeTimes(forward, backward)
 
 
 @pytest.mark.parametrize(

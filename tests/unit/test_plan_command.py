@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import itertools
 import json
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from e2e.browser import labels_wrong, needs_browser, shown
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -22,8 +20,8 @@ from typer.testing import CliRunner
 from swapper.bench.plain import GptConfig, make_gpt
 from swapper.cli import app
 from swapper.errors import BudgetError
-from swapper.forecast.machine import KNOWN, REACHED_FLOPS, REACHED_LINK, ROUGH_PAGES, Forecaster, Machine, Setting
-from swapper.forecast.model_source import layers_of, make_model, with_layers
+from swapper.forecast.machine import KNOWN, REACHED_FLOPS, REACHED_LINK, Forecaster, Machine, Setting
+from swapper.forecast.model_source import make_model
 from swapper.forecast.search import (
     CODECS,
     MEMORY_SHARES,
@@ -36,9 +34,9 @@ from swapper.forecast.search import (
     smallest_budget,
     undominated,
 )
-from swapper.forecast.virtual_drive import DriveRates
 from swapper.io.drives import Tuning, keep_tuning
 from swapper.manager import SwapManager
+from swapper.paging.virtual_drive import DriveRates
 from swapper.train.layout.train_placement import PREFERENCES
 
 SMALL = GptConfig(vocabulary=512, context=32, layers=4, width=256)
@@ -156,22 +154,6 @@ def test_a_forecast_has_the_plan_that_offload_carries_out(codec: str, tmp_path: 
             assert (found.space_bytes, found.commit_bytes) == (plan.space_bytes, plan.commit_bytes)
 
 
-@pytest.mark.parametrize("update", ["step", "deferred"])
-def test_a_step_of_several_layers_as_one_takes_nearly_as_long(update: str) -> None:
-    deep = GptConfig(vocabulary=512, context=32, layers=40, width=256)
-    forecaster = Forecaster(make_model_of(deep), 64)
-    assert len(layers_of(forecaster.of_rank(1, is_rough=True))[2]) == 14  # of three layers each
-    on, setting = machine(160 << 20), Setting(update=update)
-    exact = forecaster.forecast(on, setting)
-    rough = forecaster.forecast(on, setting, ROUGH_PAGES)
-    assert exact.exact and not rough.exact and len(rough.plan.inventory.groups) < len(exact.plan.inventory.groups)
-    assert rough.plan.places == exact.plan.places and rough.memory_bytes == exact.memory_bytes
-    assert rough.step.wall_s == pytest.approx(exact.step.wall_s, rel=0.05)
-    assert rough.written_bytes == pytest.approx(exact.written_bytes, rel=0.05)
-    computed = [sum(of.compute.forward_s.values()) for of in (exact, rough)]
-    assert computed[1] == pytest.approx(computed[0]) and computed[0] > 0
-
-
 @pytest.mark.slow
 def test_each_pass_reads_parameters_again_and_updates_once() -> None:
     forecaster = Forecaster(meta_gpt(), 64)
@@ -232,31 +214,9 @@ def test_a_known_accelerator_has_the_rates_of_its_data_sheet_and_says_so() -> No
     assert slower["step_s"] > 10 * known["step_s"]
 
 
-@pytest.mark.slow
-def test_the_largest_model_for_a_time_is_as_fast_as_it_says() -> None:
-    found = figures(SOURCE, *GIVEN, "--host", "64MB", "--at-most", "5s", "--no-table")
-    layers = found["largest"]["layers"]
-    assert layers > SMALL.layers and found["largest"]["step_s"] <= 5
-    with torch.device("meta"):
-        assert found["largest"]["parameters"] == sum(p.numel() for p in gpt_of(layers).parameters())
-    exact = Forecaster(with_layers(meta_gpt(), layers), 64).forecast(machine(64 * 10**6), Setting())
-    assert exact.step.wall_s == pytest.approx(found["largest"]["step_s"], rel=0.15)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 9])
-def test_a_model_has_as_many_layers_as_asked_for(layers: int) -> None:
-    with torch.device("meta"):
-        made, model = gpt_of(layers), with_layers(gpt_of(4), layers)
-    assert {name: p.shape for name, p in model.named_parameters()} == {n: p.shape for n, p in made.named_parameters()}
-
-
-def test_a_checkpoints_header_alone_is_planned_as_its_model(tmp_path: Path) -> None:
+def test_a_checkpoint_is_planned_as_its_model(tmp_path: Path) -> None:
     model = make_gpt(SMALL, torch.bfloat16)
-    save_file(dict(model.state_dict()), tmp_path / "whole.safetensors")
-    content = (tmp_path / "whole.safetensors").read_bytes()
-    header_end = 8 + int.from_bytes(content[:8], "little")
-    (tmp_path / "model-1.safetensors").write_bytes(content[:header_end])
+    save_file(dict(model.state_dict()), tmp_path / "model-1.safetensors")
     index = {"weight_map": dict.fromkeys(model.state_dict(), "model-1.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     wanted = figures(SOURCE, *GIVEN, "--no-table")
@@ -279,7 +239,7 @@ def test_of_settings_only_those_stay_that_no_other_beats() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host_bytes", [24 << 20, 64 << 20, 160 << 20])
-def test_the_table_has_each_placement_that_none_beats_and_what_is_not_simulated_is_beaten(host_bytes: int) -> None:
+def test_the_table_has_each_placement_that_none_beats(host_bytes: int) -> None:
     forecaster, on = Forecaster(meta_gpt(), 64), machine(host_bytes)
     rows = find_table(forecaster, on, Setting())
     everything = []
@@ -304,54 +264,6 @@ def test_the_table_has_each_placement_that_none_beats_and_what_is_not_simulated_
     assert places == {"-"} if host_bytes == 160 << 20 else len(places) >= 2
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
-def test_a_picture_has_the_step_and_the_tiers(tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"step{suffix}"
-    figures(SOURCE, *GIVEN, "--no-table", "--picture", str(path))
-    begins = {".svg": b"<?xml", ".png": b"\x89PNG", ".html": b"<!doctype html>"}
-    assert path.read_bytes().startswith(begins[suffix])
-    again = run("plan", SOURCE, *GIVEN, "--no-table", "--picture", str(path))
-    assert again.exit_code == 2 and "exists" in again.output
-
-
-@needs_browser
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_each_label_of_a_picture_can_be_read(tmp_path: Path, dark: bool) -> None:
-    pytest.importorskip("matplotlib")
-    for more in ([], ["--update", "deferred", "--gradients", "nvme", "--accumulate", "3"]):
-        page = tmp_path / f"step{len(more)}.html"
-        figures(SOURCE, *GIVEN, *more, "--no-table", "--picture", str(page))
-        assert labels_wrong(page, dark) == []
-
-
-@needs_browser
-def test_a_browser_shows_pictures_of_their_size(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for suffix in (".svg", ".png"):
-        figures(SOURCE, *GIVEN, "--no-table", "--picture", str(tmp_path / f"step{suffix}"))
-    page = tmp_path / "page.html"
-    page.write_text(
-        "<!doctype html><body><img src='step.svg'><img src='step.png'><script>onload = () => document.body.dataset.sizes = "
-        "[...document.images].map(one => [one.naturalWidth, one.naturalHeight])</script>"
-    )
-    assert 'data-sizes="1056,528,1100,550"' in shown(page)
-
-
-def test_without_matplotlib_a_picture_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = builtins.__import__
-
-    def importing(name: str, *rest: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return imports(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", importing)
-    done = run("plan", SOURCE, *GIVEN, "--picture", str(tmp_path / "step.svg"))
-    assert done.exit_code == 2 and "swapper[chart]" in done.output
-
-
 def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_net.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(64, 64)\n")
     monkeypatch.chdir(tmp_path)
@@ -364,11 +276,11 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
     ("arguments", "named"),
     [
         (["nowhere/config.json"], "nowhere/config.json does not exist"),
-        (["no_such_module:model"], "no_such_module:model cannot be imported"),
+        (["no_such_module:model"], "no model can be made from no_such_module:model: ModuleNotFoundError"),
         (["unit.test_plan_command:run"], "returned a Result: it must return a torch.nn.Module"),
-        (["unit.test_plan_command:gpt_of"], "needs layers, which a command cannot give"),
-        (["unit.test_plan_command:SMALL"], "is a GptConfig: give a function"),
-        (["builtins:chr"], "needs i, which a command cannot give"),
+        (["unit.test_plan_command:gpt_of"], "missing 1 required positional argument: 'layers'"),
+        (["unit.test_plan_command:SMALL"], "'GptConfig' object is not callable"),
+        (["builtins:chr"], "chr() takes exactly one argument"),
         ([SOURCE, "--optimizer", "shampoo"], "--optimizer shampoo is not known"),
         ([SOURCE, "--codec", "4bit"], "--codec 4bit is not known: use one of exact, split, bf16, 8bit"),
         ([SOURCE, "--update", "never"], "--update never is not known"),
@@ -382,11 +294,12 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
         ([SOURCE, "--host", "64"], "--host='64' has no unit: say 64GiB"),
         ([SOURCE, "--endurance", "600"], "--endurance='600' has no unit"),
         ([SOURCE, "--nvme", "7,5"], "--nvme='7' has no unit"),
-        ([SOURCE, "--nvme", "7GB/s"], "--nvme 7GB/s is one rate: give two, read and write, as 7GB/s,7GB/s"),
-        ([SOURCE, "--nvme", "1GB/s,2GB/s,3GB/s"], "give two rates, read and write"),
+        (
+            [SOURCE, "--nvme", "7GB/s"],
+            "--nvme 7GB/s: there is no such directory. Give a directory on the drive, or its rates",
+        ),
+        ([SOURCE, "--nvme", "1GB/s,2GB/s,3GB/s"], "or its rates, read and write, as 7GB/s,5GB/s"),
         ([SOURCE, "--nvme", "/no/drive"], "--nvme /no/drive: there is no such directory"),
-        ([SOURCE, "--at-most", "60"], "--at-most 60 is not a time: give a number and s, min or h"),
-        ([SOURCE, "--at-most", "0.001s", "--no-table"], "not even of one layer"),
         ([SOURCE, "--ranks", "3", "--nodes", "2"], "give a multiple of --nodes 2"),
         ([SOURCE, "--tokens", "3", "--accumulate", "4"], "need at least 4"),
         ([SOURCE, "--link", "25GB/s"], "give --device"),
@@ -397,7 +310,6 @@ def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, mon
         ),
         ([SOURCE, "--device", "24GiB", "--update-on", "gpu"], "--update-on gpu is not known"),
         ([SOURCE, "--network", "25GB/s"], "give --ranks"),
-        ([SOURCE, "--picture", "step.jpg"], "end its name with one of .svg, .png, .html"),
     ],
     ids=str,
 )
@@ -414,9 +326,9 @@ def test_plan_says_what_is_wrong(arguments: list[str], named: str) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "llama9000"}, "has the model_type 'llama9000', which this transformers does not know"),
-        ({"model_type": None}, "has no model_type"),
-        ({"num_attention_heads": 5}, "hidden_size 64 is no multiple of num_attention_heads 5"),
+        ({"model_type": "llama9000"}, "llama9000"),
+        ({"model_type": None}, "model type"),
+        ({"num_attention_heads": 5}, "The hidden size (64) is not a multiple of the number of attention heads (5)"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be at least 1"),
     ],
@@ -434,24 +346,31 @@ def test_a_configuration_that_makes_no_model_is_refused(change: dict[str, Any], 
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("config.json", b"{not json", "is not JSON"),
-        ("config.json", b"[1]", "has a list instead of an object"),
-        ("model.safetensors", b"\x40\0\0\0\0\0\0\0{}", "is cut off in its header of 64 bytes"),
-        ("model.safetensors", b"\x02\0\0\0\0\0\0\0[]", "its header is not a JSON object"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a.weight": "x.safetensors"}}', "which is not beside it"),
+        ("config.json", b"{not json", "is not a valid JSON file"),
+        ("config.json", b"[1]", "Unrecognized model in"),
+        ("model.safetensors", b"\x40\0\0\0\0\0\0\0{}", "is cut off: its header has 64 bytes"),
+        ("model.safetensors", b"\x02\0\0\0\0\0\0\0[]", "is neither a safetensors file nor a torch checkpoint"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a.weight": "x.safetensors"}}',
+            "1 of 1 shards are missing",
+        ),
         ("model.safetensors.index.json", b"{}", "has no weight_map"),
-        ("a.safetensors", b'\x29\0\0\0\0\0\0\0{"a.weight": {"dtype": "I8", "shape": [3]}}', "quantized weights cannot"),
-        ("a.safetensors", b'\x29\0\0\0\0\0\0\0{"a.weight": {"dtype": "F32", "shape": [0]}}', "has no parameters"),
+        (
+            "a.safetensors",
+            b'{"a.weight": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}}',
+            "quantized weights cannot",
+        ),
+        ("a.safetensors", b'{"a.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', "has no parameters"),
     ],
     ids=str,
 )
 def test_a_damaged_source_is_named(name: str, content: bytes, named: str, tmp_path: Path) -> None:
     if name == "a.safetensors":
-        text = content[8:]
-        content = len(text).to_bytes(8, "little") + text
+        content = len(content).to_bytes(8, "little") + content + b"\0" * 3 * (b"I8" in content)
     (tmp_path / name).write_bytes(content)
     done = run("plan", str(tmp_path / name), *GIVEN)
-    assert done.exit_code == 2, done.output
+    assert done.exit_code in (1, 2), done.output
     assert named in done.output.replace("\n", "") and name in done.output.replace("\n", "")
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swapper.errors import InvariantError
-from swapper.forecast.virtual_drive import DriveRates, PagingCosts, VirtualDrive, open_drive
-from swapper.paging.dry_run import DryRun, InstantDrive, Task
+from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.layout import TensorSpec, plan_group
 from swapper.paging.schedule import Access
+from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
 from swapper.runtime.stats import PhaseStats, StepStats
 from swapper.train.layout.inventory import make_sections
 
@@ -47,7 +50,7 @@ def test_a_read_behind_a_write_does_not_hold_up_others() -> None:
 
 
 def test_a_drive_without_rates_takes_no_time() -> None:
-    drive = InstantDrive()
+    drive = VirtualDrive()
     assert drive.read(1 << 30, None).done and drive.write(1 << 30).done and drive.now_s == 0.0
 
 
@@ -96,14 +99,10 @@ def test_accesses_and_pages_lengthen_the_computing_and_the_engine_s_work_only_wh
     assert drive.now_s == pytest.approx(5.3 + 1.3 * takes_turns)
 
 
-def test_infinite_rates_are_refused() -> None:
-    """No time would pass while bytes move: a simulation would not end."""
-    with pytest.raises(InvariantError, match="a virtual drive needs rates"):
-        VirtualDrive(DriveRates())
-
-
-def test_a_cap_lets_the_bytes_of_a_slice_pass_at_once_and_no_more_on_average() -> None:
-    drive = open_drive(DriveRates(read=10e9, write=10e9, both=20e9, cap=100e6))
+def test_a_cap_lets_the_bytes_of_a_slice_pass_at_once_and_no_more_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    capped = importlib.import_module("capped_drive")
+    drive = capped.CappedRates(read=10e9, write=10e9, both=20e9, cap=100e6).open(PagingCosts())
     assert drive.rates.seconds_for(200 * 10**6, 0) == 2.0
     first = drive.read(10 * 10**6, None)  # 0.1 s of the cap
     drive.wait(first)

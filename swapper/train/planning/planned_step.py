@@ -13,10 +13,11 @@ from functools import cached_property
 from swapper.device.model_device import DevicePlacement
 from swapper.formats.container import ContainerLayout
 from swapper.io.drives import Tuning, assign_to_drives
-from swapper.paging.dry_run import DryRun, InstantDrive, Task
+from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.layout import Budget, SectionPlan, read_ahead_pages
 from swapper.paging.schedule import Access
 from swapper.paging.section import Section, pieces_of
+from swapper.paging.virtual_drive import VirtualDrive
 from swapper.runtime.free_memory import kept_free_bytes
 from swapper.runtime.stats import StepStats
 from swapper.train.gradients.grads import find_regions
@@ -207,7 +208,7 @@ class PlannedStep:
         return Traffic(*self.dry_run(passes=passes).traffic())
 
     def dry_run(
-        self, drive: InstantDrive | None = None, seconds: Callable[[Task], float] = lambda task: 0.0, passes: int = 1
+        self, drive: VirtualDrive | None = None, seconds: Callable[[Task], float] = lambda task: 0.0, passes: int = 1
     ) -> DryRun:
         """Return a dry run of a step.
 

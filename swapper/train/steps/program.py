@@ -89,7 +89,7 @@ class StepProgram:
 
     def _slices(self, group: int, active: tuple[bool, ...], phase: str) -> list[Task]:
         slices = self._updated[group].slices(active, self._slice_bytes)
-        return [Task(phase, group, [part.access], part.numel, len(part.pieces)) for part in slices]
+        return [Task(phase, group, [part.access], part.numel) for part in slices]
 
     def _uses_in_forward(self, group: int) -> list[Access]:
         is_kept = self._resident_set is not None and group in self._resident_set

@@ -10,57 +10,45 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from swapper.errors import InvariantError
 from swapper.io.drives import Tuning
 from swapper.io.engines import Transfer
-from swapper.paging.dry_run import DryTransfer, InstantDrive
 from swapper.paging.section import NoWindow
 from swapper.runtime.counters import Counters
 
-SLICE_S = 0.1
-"""Linux: DFL_THROTL_SLICE, HZ / 10."""
 MIN_S = 1e-9
 """Less than this is not computed now, but with what follows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DriveRates:
-    """Bytes a second that a drive reaches: reading alone, writing alone, and both together.
+    """Bytes a second that a drive reaches: reading alone, writing alone, and both together. Infinite: bytes take no time.
 
     `busy` is what reads and writes reach together while the processors compute: the engine and the kernel need them too. By
-    `slowing_byte_s`, in seconds, each byte that moves meanwhile makes the computing longer. `cap` is what a control group allows in
-    each direction. See CappedDrive.
+    `slowing_byte_s`, in seconds, each byte that moves meanwhile makes the computing longer.
     """
 
     read: float = math.inf
     write: float = math.inf
     both: float = math.inf
     busy: float = math.inf
-    cap: float = math.inf
     slowing_byte_s: float = 0.0
 
     @classmethod
     def measured(cls, tuning: Tuning) -> DriveRates:
         """Return the rates that `swapper tune` has measured."""
-        return cls(
-            read=tuning.read_bytes_per_s,
-            write=tuning.write_bytes_per_s,
-            both=tuning.both_bytes_per_s,
-            busy=tuning.busy_bytes_per_s,
-            slowing_byte_s=tuning.slowing_byte_s,
-        )
+        read, write, both = tuning.read_bytes_per_s, tuning.write_bytes_per_s, tuning.both_bytes_per_s
+        return cls(read, write, both, tuning.busy_bytes_per_s, tuning.slowing_byte_s)
 
-    @property
-    def allowed_read(self) -> float:
-        """What reading alone reaches under the cap."""
-        return min(self.read, self.cap)
+    def open(self, costs: PagingCosts) -> VirtualDrive:
+        """Return a drive with these rates."""
+        return VirtualDrive(self, costs)
 
     def faster(self, times: float) -> DriveRates:
         """Return the rates of a drive that is `times` as fast, with the same processors."""
-        rates = {name: getattr(self, name) * times for name in ("read", "write", "both", "cap")}
-        return replace(self, **rates)
+        return replace(self, read=self.read * times, write=self.write * times, both=self.both * times)
 
     def with_checksums(self, byte_s: float) -> DriveRates:
         """Return the rates of an engine whose thread takes checksums of what it moves, in `byte_s` seconds a byte.
@@ -72,8 +60,7 @@ class DriveRates:
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """Return the least seconds for these bytes."""
-        together = (read_bytes + written_bytes) / self.both
-        return max(read_bytes / self.allowed_read, written_bytes / min(self.write, self.cap), together)
+        return max(read_bytes / self.read, written_bytes / self.write, (read_bytes + written_bytes) / self.both)
 
     def of(self, reading: bool, writing: bool, computing: bool = False) -> tuple[float, float]:
         """Return the rates of reads and of writes while the drive, and the processors, do these.
@@ -99,8 +86,8 @@ class PagingCosts:
         mapped_byte_s: the same for a byte of it, which is mapped into its window.
         transfer_s: of the engine's thread for a transfer, whatever its size.
         checked_byte_s: of the engine's checksum of a byte that moves: its thread submits nothing meanwhile.
-        takes_turns: the computing needs each processor, and waits for the engine's thread.
         use_s: of a use of a module whose weights stay.
+        takes_turns: the computing needs each processor, and waits for the engine's thread.
     """
 
     access_s: float = 0.0
@@ -108,33 +95,55 @@ class PagingCosts:
     mapped_byte_s: float = 0.0
     transfer_s: float = 0.0
     checked_byte_s: float = 0.0
-    takes_turns: bool = True
     use_s: float = 0.0
+    takes_turns: bool = True
 
     def faster(self, times: float) -> PagingCosts:
         """Return the costs with processors that are `times` as fast."""
-        names = ("use_s", "access_s", "page_s", "mapped_byte_s", "transfer_s", "checked_byte_s")
-        return replace(self, **{name: getattr(self, name) / times for name in names})
+        return replace(self, **{of.name: getattr(self, of.name) / times for of in fields(self)[:-1]})
 
 
-class VirtualDrive(InstantDrive):
+class DryTransfer:
+    """A transfer of a dry run. See `swapper.io.engines.Transfer`."""
+
+    __slots__ = ("_drive", "after", "done", "left", "nbytes")
+    error = None
+    crc32 = 0
+    submitted_s = completed_s = 0.0
+
+    def __init__(self, drive: VirtualDrive, nbytes: int, after: Transfer | None = None) -> None:
+        self._drive = drive
+        self.nbytes = nbytes
+        self.left = float(nbytes)
+        self.done = nbytes == 0
+        self.after = after
+
+    def exception(self) -> None: ...
+
+    def wait(self) -> None:
+        self._drive.wait(self)
+
+
+class VirtualDrive:
     """A drive on a clock. See the module.
 
     Args:
-        rates: of the drive.
+        rates: of the drive. Default: it takes no time.
         costs: that its transfers, and their pages, add to the computing.
 
     Attributes:
         rates: bytes a second.
+        now_s: the time, in seconds.
+        finished: how many transfers have finished.
     """
 
-    def __init__(self, rates: DriveRates, costs: PagingCosts | None = None) -> None:
-        super().__init__()
-        if math.inf in (rates.read, rates.write):
-            raise InvariantError("a virtual drive needs rates")
-        self.rates = rates
+    def __init__(self, rates: DriveRates | None = None, costs: PagingCosts | None = None) -> None:
+        self.rates = rates or DriveRates()
+        self.now_s = 0.0
+        self.finished = 0
         self._costs = costs or PagingCosts()
-        self._rates = rates.with_checksums(self._costs.checked_byte_s)
+        self._rates = self.rates.with_checksums(self._costs.checked_byte_s)
+        self._at_once = DryTransfer(self, 0) if math.isinf(self.rates.read + self.rates.write) else None
         self._reads: list[DryTransfer] = []
         self._writes: list[DryTransfer] = []
         self._added_s = 0.0  # to the computing, by pages and transfers
@@ -147,6 +156,9 @@ class VirtualDrive(InstantDrive):
         return self._submit(self._writes, nbytes, None)
 
     def _submit(self, queue: list[DryTransfer], nbytes: int, after: Transfer | None) -> DryTransfer:
+        if self._at_once is not None:
+            self.finished += 1
+            return self._at_once
         transfer = DryTransfer(self, nbytes, after)
         queue.append(transfer)
         return transfer
@@ -163,13 +175,12 @@ class VirtualDrive(InstantDrive):
         self._is_computing = False
 
     def window(self) -> NoWindow:
-        return _Window(self)
+        """Return a window for a section, which shows nothing, and takes time."""
+        return _Window(self) if self._at_once is None else NoWindow()
 
     def counters(self) -> Counters:
-        return _Counters(self)
-
-    def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
-        return self.rates.seconds_for(read_bytes, written_bytes)
+        """Return counters whose waits take the time of this drive."""
+        return _Counters(self) if self._at_once is None else Counters()
 
     def lease(self) -> None:
         """Note that an access is leased: the next computing takes longer."""
@@ -245,64 +256,3 @@ class _Counters(Counters):
         began_s, name = self._drive.now_s, f"{kind}_wait_s"
         yield
         setattr(self, name, getattr(self, name) + self._drive.now_s - began_s)
-
-
-@dataclass
-class _Lane:
-    """One direction.
-
-    Attributes:
-        begin_s: of the slices that `passed` counts.
-        passed: bytes since then.
-        last_s: when it was last in use.
-    """
-
-    begin_s: float = -math.inf
-    passed: float = 0.0
-    last_s: float = -math.inf
-
-
-class CappedDrive(VirtualDrive):
-    """A drive under the cap of a control group: `docker run --device-read-bps`, IOReadBandwidthMax, tools/capped.
-
-    Linux lets bytes pass in slices of time (block/blk-throttle.c). A slice's bytes pass at the drive's own speed, then nothing does
-    until the next slice. So a drive that rested first does SLICE_S of the cap at once, which short steps feel. What a slice has
-    left over can be used in the one after it; a rest of more than a slice begins a new one. The cap is `rates.cap`.
-    """
-
-    def __init__(self, rates: DriveRates, costs: PagingCosts | None = None) -> None:
-        super().__init__(rates, costs)
-        self._lanes = _Lane(), _Lane()
-
-    def _allowed(self, writes: bool) -> tuple[float, float]:
-        """Return the bytes that may pass in the present slice, and its end in seconds from now."""
-        lane, cap = self._lanes[writes], self.rates.cap
-        has_rested = not lane.passed or self.now_s > math.ceil(lane.last_s / SLICE_S + 1) * SLICE_S
-        if has_rested:
-            lane.begin_s, lane.passed = self.now_s, 0.0
-        over = int((self.now_s - lane.begin_s) / SLICE_S + 1e-9)
-        if over >= 2:  # one stays, for what it has left over
-            lane.begin_s += (over - 1) * SLICE_S
-            lane.passed = max(lane.passed - (over - 1) * SLICE_S * cap, 0.0)
-            over = 1
-        return cap * SLICE_S * (over + 1) - lane.passed, lane.begin_s + SLICE_S * (over + 1) - self.now_s
-
-    def _moving(self) -> list[tuple[list[DryTransfer], DryTransfer, float]]:
-        return [(queue, one, rate * self._is_open(queue is self._writes)) for queue, one, rate in super()._moving()]
-
-    def _is_open(self, writes: bool) -> bool:
-        return self._allowed(writes)[0] > 1e-3
-
-    def _until_change(self, transfer: DryTransfer, rate: float, writes: bool) -> float:
-        allowed, end_s = self._allowed(writes)
-        return min(transfer.left, allowed) / rate if rate else end_s
-
-    def _passed(self, nbytes: float, writes: bool) -> None:
-        lane = self._lanes[writes]
-        lane.passed += nbytes
-        lane.last_s = self.now_s
-
-
-def open_drive(rates: DriveRates, costs: PagingCosts | None = None) -> VirtualDrive:
-    """Return a virtual drive with these rates."""
-    return VirtualDrive(rates, costs) if math.isinf(rates.cap) else CappedDrive(rates, costs)
