@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.paging.dry_run import CountingStore
 from swapper.paging.host_memory import Pool
 from swapper.paging.layout import SectionPlan
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access, Schedule
 from swapper.paging.section import NoWindow, Page, Section
+from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 
 DOCS = Path(__file__).parents[2] / "docs" / "changing.md"
 PAGE = 4096
