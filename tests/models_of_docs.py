@@ -20,7 +20,8 @@ def llama(hidden_size: int = 128, dtype: torch.dtype = torch.float32) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
     )
-    LlamaForCausalLM(config).to(dtype).save_pretrained("path/to/model")  # type: ignore[arg-type]
+    model: Any = LlamaForCausalLM(config)  # whose `to` transformers types in its own way
+    model.to(dtype).save_pretrained("path/to/model")
 
 
 def bert() -> None:

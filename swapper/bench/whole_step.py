@@ -35,7 +35,7 @@ class Link:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A training step with parameters and optimizer state on NVMe, beside plain torch with all of it in memory.
+    """A training step with parameters and optimizer state on NVMe, and one of plain torch with all of it in memory.
 
     Attributes:
         parameters: of the model.

@@ -164,7 +164,7 @@ def _memory() -> Iterator[Finding]:
     yield Finding("Memory", state, f'{of}; host_memory="auto" would be {format_bytes(free)}', remedy)
     if len(nodes := hardware.numa_nodes()) > 1:
         text = f"{len(nodes)} NUMA nodes: memory of another one than the GPU's and the drive's is slower"
-        advice = f"numactl --cpunodebind={nodes[0]} --membind={nodes[0]}, for the node that is printed for the drive"
+        advice = "numactl --cpunodebind=N --membind=N, N being the node of the drive (below) or of the GPU"
         yield Finding("NUMA", SLOW, text, advice)
 
 

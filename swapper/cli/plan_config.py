@@ -93,9 +93,13 @@ def plan(
     with reported(console):
         known = None if device is None else KNOWN.get(device.upper().replace(" ", ""))
         given: dict[str, tuple[str, Sequence[str]]] = {
-            "--optimizer": (optimizer, list(OPTIMIZERS)), "--dtype": (dtype, DTYPES), "--codec": (codec, list(PRESETS)),
-            "--update": (update, UPDATES), "--gradients": (gradients, PLACES), "--update-on": (update_on, ("device", "cpu")),
-        }  # fmt: skip
+            "--optimizer": (optimizer, list(OPTIMIZERS)),
+            "--dtype": (dtype, DTYPES),
+            "--codec": (codec, list(PRESETS)),
+            "--update": (update, UPDATES),
+            "--gradients": (gradients, PLACES),
+            "--update-on": (update_on, ("device", "cpu")),
+        }
         for option, (value, choices) in given.items():
             _check(value in choices, f"{option} {value} is not known: use one of {', '.join(choices)}")
         for option, rate in (("--flops", flops), ("--updates", updates)):
@@ -124,15 +128,23 @@ def plan(
             rate = parse_bytes_a_second(link, "--link")
             there = replace(there, link=rate, link_both=rate)
         machine = Machine(
-            host_bytes=parse_bytes(host, "--host"), drive=joined([_drive(text) for text in nvme]), drives=len(nvme),
-            flops=flops if flops is not None or known is None else known.flops * REACHED_FLOPS, updates=updates,
-            device_bytes=auto_bytes if memory is None else parse_bytes(memory, "--device-memory" if known else "--device"),
-            device=there, is_from_data_sheet=known is not None, ranks=ranks, nodes=nodes,
+            host_bytes=parse_bytes(host, "--host"),
+            drive=joined([_drive(text) for text in nvme]),
+            drives=len(nvme),
+            flops=flops if flops is not None or known is None else known.flops * REACHED_FLOPS,
+            updates=updates,
+            device_bytes=auto_bytes
+            if memory is None
+            else parse_bytes(memory, "--device-memory" if known else "--device"),
+            device=there,
+            is_from_data_sheet=known is not None,
+            ranks=ranks,
+            nodes=nodes,
             network=math.inf if network is None else parse_bytes_a_second(network, "--network"),
-        )  # fmt: skip
+        )
         setting = Setting(
             optimizer, codec, update, gradients=gradients, passes=accumulate, update_on=update_on, recompute=recompute
-        )  # fmt: skip
+        )
         endurance_bytes = None if endurance is None else parse_bytes(endurance, "--endurance")
         was_enabled = gc.isenabled()
         gc.disable()  # it goes through all of torch again and again: a fifth of the time
@@ -232,9 +244,14 @@ def describe(found: Forecast, machine: Machine, figures: dict[str, Any]) -> str:
 def _print_tables(figures: dict[str, Any]) -> None:
     print("\nWhat would be faster")
     upgrades = [
-        (of["what"], f"{of['step_s']:.2f}", f"{of['saved_s']:.2f}", f"{a_gib:.3f}" if (a_gib := of["saved_s_a_gib"]) else "")
+        (
+            of["what"],
+            f"{of['step_s']:.2f}",
+            f"{of['saved_s']:.2f}",
+            f"{a_gib:.3f}" if (a_gib := of["saved_s_a_gib"]) else "",
+        )
         for of in figures["upgrades"]
-    ]  # fmt: skip
+    ]
     print_table(("next upgrade", "s a step", "s saved", "s saved a GiB"), upgrades, left=("next upgrade",))
     if not figures["table"]:
         return

@@ -172,25 +172,38 @@ def _simulate(
         if not leased and of_group and group in plan.used_groups:
             stay.add(group)
         parts = [
-            nbytes for weight in plan.groups[group].weights if id(weight.parameter) in cuts
+            nbytes
+            for weight in plan.groups[group].weights
+            if id(weight.parameter) in cuts
             for nbytes in cuts[id(weight.parameter)].part_bytes
-        ]  # fmt: skip
+        ]
         moved += sum(page.nbytes for page in leased) + sum(parts)
         accesses = [Access(("param", group), tuple(page.index for page in leased))] if leased else []
         tasks.append(Task("forward", group, accesses, parts=parts))
     dry = DryRun(
-        [section for of_group in sections for section in of_group], placement.frame_count - kept, tasks, None, True, 0, {},
-        drive.open(paging), lambda task: computing[task.group] + paging.use_s * (task.group in stay),
+        [section for of_group in sections for section in of_group],
+        placement.frame_count - kept,
+        tasks,
+        None,
+        True,
+        0,
+        {},
+        drive.open(paging),
+        lambda task: computing[task.group] + paging.use_s * (task.group in stay),
         parts_ahead=PARTS_IN_MEMORY,
-    )  # fmt: skip
+    )
     if streamed is None:
         dry.step()
     step = dry.clock.stats() if streamed is None else dry.time()
     forward, wait_s = step.phases["forward"], demanded_bytes / drive.read
-    forward = replace(  # with the bytes that it needs, not those read for the next one; and with a wait that no page has
-        forward, wall_s=forward.wall_s + wait_s, read_wait_s=forward.read_wait_s + wait_s,
-        read_bytes={"param": int(moved + demanded_bytes)},
-    )  # fmt: skip
+    forward = (
+        replace(  # with the bytes that it needs, not those read for the next one; and with a wait that no page has
+            forward,
+            wall_s=forward.wall_s + wait_s,
+            read_wait_s=forward.read_wait_s + wait_s,
+            read_bytes={"param": int(moved + demanded_bytes)},
+        )
+    )
     return replace(step, phases={**step.phases, "forward": forward})
 
 

@@ -1,4 +1,4 @@
-"""Measures what a step does beside the model's own code: the update, by the sweep, and what pages take of the processors.
+"""Measures what a step does in addition to the model's own code: the update, by the sweep, and what pages take of the processors.
 
 Updates are those of a session: the sweep itself updates a group's parameters, all in memory. So the user's own optimizers, upcast
 gradients, masters, decoding and encoding of state, and slices are in it. For pages a small model is loaded from a file, and used:
@@ -86,9 +86,15 @@ def measure_updates(inventory: Inventory, optimizers: OptimizerSet, page_bytes: 
         if not any(parameter.numel() for _, parameter in parameters):
             continue
         kind = tuple(
-            (inventory.settings[id(p)], p.dtype, p.shape, inventory.forms[name].may_cut, *inventory.codecs[name].items())
+            (
+                inventory.settings[id(p)],
+                p.dtype,
+                p.shape,
+                inventory.forms[name].may_cut,
+                *inventory.codecs[name].items(),
+            )
             for name, p in parameters
-        )  # fmt: skip
+        )
         if kind not in known:
             known[kind] = _element_seconds(inventory, optimizers, parameters, page_bytes)
         found[group.index] = known[kind]

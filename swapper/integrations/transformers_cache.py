@@ -49,7 +49,7 @@ class KVCache(DynamicCache):
             "auto": half of the free memory, at most what `max_tokens` take.
         device: that the model computes on. None: that of its parameters; of a config, the CPU.
         device_memory: bytes of keys and values on an accelerator. Layers that do not fit are copied there for their turn: one
-            must fit, and two beside those that stay to copy ahead. "auto": half of what is free there now.
+            must fit, and two more than those that stay to copy ahead. "auto": half of what is free there now.
         directory: of the scratch file, on a drive. None: the directory for temporary files.
         max_tokens: of the longest sequence, prompt and output. It may be exceeded, by copying. None: the model's
             `max_position_embeddings`, at most 65,536.

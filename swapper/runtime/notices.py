@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -42,20 +43,31 @@ def notify(text: str) -> None:
 
 
 def tracked(items: Sequence[T], what: str, nbytes: Callable[[T], int]) -> Iterator[T]:
-    """Yield `items`; on a terminal and in a notebook show a bar if that takes more than PATIENCE_S seconds.
+    """Yield `items`; on a terminal and in a notebook show a bar once that has taken PATIENCE_S seconds.
 
     Args:
         items: to work on, one after the other.
-        what: the work, beside the bar.
+        what: the work, for the bar.
         nbytes: returns the bytes of an item.
     """
+    began_s, done_bytes, advance = time.monotonic(), 0, None
+    with ExitStack() as stack:
+        for item in items:
+            yield item
+            done_bytes += nbytes(item)
+            if advance is None and time.monotonic() - began_s > PATIENCE_S and is_first_rank():
+                advance = stack.enter_context(_bar(what, sum(nbytes(one) for one in items)))
+            if advance is not None:
+                advance(done_bytes)
+
+
+@contextmanager
+def _bar(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Show a bar on stderr, if that is a terminal or a notebook's. Yields what sets the bytes that are done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    if not console.is_interactive or not is_first_rank():
-        yield from items
-        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -63,15 +75,6 @@ def tracked(items: Sequence[T], what: str, nbytes: Callable[[T], int]) -> Iterat
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    bar, began_s, shown = Progress(*columns, console=console, transient=True), time.monotonic(), False
-    task = bar.add_task(what, total=sum(nbytes(item) for item in items))
-    try:
-        for item in items:
-            yield item
-            bar.advance(task, nbytes(item))
-            if not shown and time.monotonic() - began_s > PATIENCE_S:
-                bar.start()
-                shown = True
-    finally:
-        if shown:
-            bar.stop()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda done_bytes: bar.update(task, completed=done_bytes)

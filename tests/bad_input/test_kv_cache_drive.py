@@ -40,9 +40,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
 def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
     where: str, small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "swapper.integrations.transformers_cache.is_in_memory", lambda path: False
-    )  # what stands for a drive is
     drive = small_drive(12 << 20)
     model = make(monkeypatch)
     ids = torch.randint(2, 300, (1, 250))

@@ -1,8 +1,8 @@
-"""Measures full fine-tuning of a language model beside plain torch on the same device: what users do, at their sizes.
+"""Measures full fine-tuning of a language model against plain torch on the same device: what users do, at their sizes.
 
 A Llama of 1.24 billion parameters (16 layers, width 2048, tied vocabulary of 128,256) in bf16 with fp32 masters, checkpointed
 layers, sequences of 2,048 tokens, AdamW. A step has A micro-batches of 16,384 tokens. Losses of the first steps must equal plain
-torch's. Then one of 6.7 billion parameters in 8 GB of device memory, beside the time of its kernels alone.
+torch's. Then one of 6.7 billion parameters in 8 GB of device memory, against the time of its kernels alone.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Way:
     """A way to offload.
 
     Attributes:
-        told: in the table.
+        title: in the table.
         options: of `offload`.
         bars: of plain torch's throughput, by the number of micro-batches.
         clips: by the norm of all gradients, as the Trainer does by default.
@@ -172,7 +172,7 @@ class Way:
         needs_drive: the bar is of min(1, the drive's limit).
     """
 
-    told: str
+    title: str
     options: dict[str, Any]
     bars: dict[int, float]
     clips: bool = False
@@ -193,19 +193,25 @@ WAYS: dict[str, Way] = {
     "defaults": Way("no option", {}, {4: 0.95}),
     "host": Way(
         "all in host memory, device_memory='4GB'",
-        {"params": "host", "optimizer_state": "host", "gradients": "host", "device_memory": 4_000_000_000,
-         "update": "backward"}, {4: 0.95},
+        {
+            "params": "host",
+            "optimizer_state": "host",
+            "gradients": "host",
+            "device_memory": 4_000_000_000,
+            "update": "backward",
+        },
+        {4: 0.95},
     ),
     "nvme": Way(
         "state on NVMe", {**HOST, "optimizer_state": "nvme", "update": "backward"}, {4: 0.97}, needs_drive=True
     ),
-}  # fmt: skip
+}
 SEVEN = "Llama of 6.7 G parameters in 8 GB"
 SEVEN_BAR = 0.92
 
 
 def figures_of(name: str) -> tuple[str, ...]:
-    return tuple(f"Llama of 1.24 G, {WAYS[name].told}, A = {count}" for count in WAYS[name].bars)
+    return tuple(f"Llama of 1.24 G, {WAYS[name].title}, A = {count}" for count in WAYS[name].bars)
 
 
 def fine_tuning(name: str, bench: Bench) -> Iterator[Row]:
@@ -301,9 +307,17 @@ def seven(bench: Bench) -> Iterator[Row]:
     ):
         given = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         model, optimizer = manager.offload(
-            model, given, device=device_of(bench), device_memory=device_memory, params="host", optimizer_state="host",
-            gradients="host", update="backward", state_codec="8bit", master_weights=torch.float32,
-        )  # fmt: skip
+            model,
+            given,
+            device=device_of(bench),
+            device_memory=device_memory,
+            params="host",
+            optimizer_state="host",
+            gradients="host",
+            update="backward",
+            state_codec="8bit",
+            master_weights=torch.float32,
+        )
         _, taken_s = measured(
             bench, partial(take_step, model, optimizer, tokens, micro_batches, accumulate=manager.accumulate)
         )
