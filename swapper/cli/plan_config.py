@@ -216,10 +216,10 @@ def describe(found: Forecast, machine: Machine, figures: dict[str, Any]) -> str:
     exact = "" if figures["bytes_are_exact"] else " (about: simulated with larger pages)"
     phases = ", ".join(f"{name} {phase.wall_s:.2f}" for name, phase in found.step.phases.items() if phase.wall_s)
     smallest = figures["smallest_host_bytes"]
-    days = figures.get("days_to_endurance", math.nan)
-    lasts = (
-        "" if days != days else "; it never wears out" if days is None else f"; its endurance lasts {days:,.0f} days"
-    )
+    lasts = ""
+    if "days_to_endurance" in figures:
+        days = figures["days_to_endurance"]
+        lasts = "; it never wears out" if days is None else f"; its endurance lasts {days:,.0f} days"
     lines = [
         ("parameters", f"{figures['parameters']:,} on {found.plan.places['param']}"),
         ("optimizer state", f"on {found.plan.places['state']}"),
