@@ -96,7 +96,8 @@ class KeyValuePages(Resources[KeyValueFile]):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def append(self, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add tokens to a layer. Return the keys and values of all, views that are whole until the next layer's turn.
+        """Add tokens to a layer. Return the keys and values of all, whole until the next layer's turn: views, or if these are the
+        first, contiguous tensors with what was given.
 
         Args:
             rows: of the layer, of `open_rows`, with room for them.
@@ -118,6 +119,8 @@ class KeyValuePages(Resources[KeyValueFile]):
         rows.end = end
         if rows.kept is not None:
             rows.begin = max(begin, end - rows.kept)
+        if end - added == begin:
+            return keys.contiguous(), values.contiguous()  # attention takes a tenth less time than with rows
         return rows.shape.views(memory, begin, end)
 
     def read(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
