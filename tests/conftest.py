@@ -24,8 +24,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from durations import Durations
-from sampling import Case, choose, examples, runs_a_sample, seed_of_commit
+from durations import Durations, costs_s
+from sampling import Case, choose, examples, runs_a_sample, runs_now, seed_of_commit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -65,25 +65,24 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a sample, if that is asked for: of a test's n cases n to the power of 0.33, of one marked `whole` all; of the tests
-    marked `slow` a fifteenth."""
+    """Keep a sample, if that is asked for: of the tests those that `runs_now` names, and of a test's n cases n to the power of
+    0.33; of one marked `whole` all, always."""
     if not runs_a_sample():
         return
-    seed = os.environ["SWAPPER_TEST_SEED"]
+    seed, costs = os.environ["SWAPPER_TEST_SEED"], costs_s()
     tests: dict[str, dict[str, Case]] = {}
-    slow: dict[str, Case] = {}
     whole = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
         tests.setdefault(test, {})[item.nodeid] = case_of(item)
-        if item.get_closest_marker("slow") is not None:
-            slow[test] = frozenset()
         if item.get_closest_marker("whole") is not None:
             whole.add(test)
-    for test in slow.keys() - choose(slow, len(slow) // 15, seed):
-        del tests[test]
-    counts = {test: len(cases) if test in whole else round(len(cases) ** 0.33) for test, cases in tests.items()}
-    kept = {name for test, cases in tests.items() for name in choose(cases, counts[test], seed)}
+    kept: set[str] = set()
+    for test, cases in tests.items():
+        if test in whole:
+            kept |= cases.keys()
+        elif runs_now(test, costs.get(test, 0), seed):
+            kept |= choose(cases, round(len(cases) ** 0.33), seed)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
 

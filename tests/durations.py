@@ -1,4 +1,8 @@
-"""Writes the time of each test, by the clock and of the processors, to build/test-durations.tsv after a whole run."""
+"""Writes the time of each test, by the clock and of the processors, to build/test-durations.tsv after a whole run.
+
+`python tests/durations.py` takes over into tests/costs.tsv, which is committed, what a case of each test takes that takes long: a
+sample has few of these (sampling.py). Others keep the cost that they have there.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import os
 import resource
 from collections import defaultdict
 from pathlib import Path
+from statistics import mean
 
 import pytest
+from sampling import FREE_S
 
 FILE = Path(__file__).parents[1] / "build" / "test-durations.tsv"
+COSTS = Path(__file__).with_name("costs.tsv")
 CPU = "cpu_s"
+LONG_S = FREE_S
+"""Of the processors: tests that take less are not in COSTS."""
 
 
 _of_others_s = [0.0]
@@ -57,3 +66,23 @@ class Durations:
         lines = [f"{cpu:.2f}\t{self._wall_s[test]:.2f}\t{test}" for test, cpu in slowest]
         FILE.parent.mkdir(exist_ok=True)
         FILE.write_text("\n".join(["CPU s\ts\ttest", *lines, ""]))
+
+
+def costs_s() -> dict[str, float]:
+    """Return of each test that takes long what a case of it takes, in seconds of the processors."""
+    rows = (line.split("\t") for line in COSTS.read_text().splitlines())
+    return {test: float(cost) for cost, test in rows}
+
+
+def take_over() -> None:
+    """Write COSTS anew, with what the last whole run measured."""
+    cases: dict[str, list[float]] = defaultdict(list)
+    for line in FILE.read_text().splitlines()[1:]:
+        cpu, _, case = line.split("\t")
+        cases[case.partition("[")[0]].append(float(cpu))
+    costs = costs_s() | {test: mean(measured) for test, measured in cases.items()}
+    COSTS.write_text("".join(f"{cost:.1f}\t{test}\n" for test, cost in sorted(costs.items()) if cost >= LONG_S))
+
+
+if __name__ == "__main__":
+    take_over()

@@ -1,4 +1,4 @@
-"""Chooses the cases of a test to run: few, others with each commit, and with each value of each parameter if they can.
+"""Chooses the tests to run, and the cases of each: few, others with each commit, with each value of each parameter if they can.
 
 A case is what it has: pairs of a parameter's name and its value.
 """
@@ -15,6 +15,8 @@ from random import Random
 from typing import Any
 
 Case = frozenset[tuple[str, Any]]
+
+FREE_S, SELDOM = 0.2, 1 / 20
 
 
 def runs_a_sample() -> bool:
@@ -37,6 +39,19 @@ def seed_of_commit() -> str:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "0"
+
+
+def runs_now(test: str, cost_s: float, seed: str) -> bool:
+    """Return whether a test belongs to a sample: one whose case takes more than FREE_S only with so many seeds that it takes that
+    on average, and with SELDOM of them at least.
+
+    Args:
+        test: its name, without that of a case.
+        cost_s: seconds of the processors that a case of it takes.
+        seed: of the sample.
+    """
+    chance = max(FREE_S / max(cost_s, FREE_S), SELDOM)
+    return zlib.crc32(f"{seed} {test}".encode()) < chance * 2**32
 
 
 def choose(cases: Mapping[str, Case], count: int, seed: str) -> set[str]:

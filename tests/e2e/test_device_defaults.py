@@ -101,7 +101,6 @@ class Llama(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.whole
 @pytest.mark.parametrize("codec", ["exact", "8bit"])
 def test_the_smallest_device_memory_is_what_the_largest_parameter_needs(tmp_path: Path, codec: str) -> None:
     model = Llama()

@@ -22,7 +22,6 @@ CODED_AND_CLIPPED: dict[str, Any] = {**CODED, "clips": True, "bytes_an_element":
 
 
 @pytest.mark.slow
-@pytest.mark.whole
 @pytest.mark.parametrize(
     "batches, options, most",
     [

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole  # with each commit
+
 ROOT = Path(__file__).parents[2]
 PYTHON_LAYERS = [
     {"errors", "_C"},

@@ -9,7 +9,8 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from sampling import choose, pairwise
+from durations import LONG_S, costs_s
+from sampling import FREE_S, SELDOM, choose, pairwise, runs_now
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +28,21 @@ def test_a_few_cases_have_each_value_of_each_parameter():
 def test_with_one_seed_it_is_one_choice_and_with_many_it_is_all():
     assert choose(CASES, 4, "seed") == choose(dict(reversed(CASES.items())), 4, "seed")
     assert set().union(*(choose(CASES, 4, str(seed)) for seed in range(40))) == set(CASES)
+
+
+def test_a_test_takes_on_average_what_is_free_and_each_runs_with_some_seed():
+    seeds = [str(number) for number in range(2000)]
+    shares = {cost: sum(runs_now("test", cost, seed) for seed in seeds) / len(seeds) for cost in (0, FREE_S, 3, 300)}
+    assert shares[0] == shares[FREE_S] == 1
+    assert shares[3] == pytest.approx(FREE_S / 3, rel=0.3)
+    assert shares[300] == pytest.approx(SELDOM, rel=0.3)
+
+
+def test_what_is_known_to_take_long_is_a_test():
+    for test, cost_s in costs_s().items():
+        file, _, name = test.partition("::")
+        assert f"def {name.rpartition('::')[2]}(" in (ROOT / file).read_text(), f"{test}: take it out of tests/costs.tsv"
+        assert cost_s >= LONG_S
 
 
 def test_a_table_that_is_smaller_than_its_sample_is_run_whole():

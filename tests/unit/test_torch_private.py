@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole  # with each commit
+
 ROOT = Path(__file__).parents[2]
 ONE_PLACE = ROOT / "swapper" / "tensors" / "torch_private.py"
 SOURCES = sorted(path for folder in ("swapper", "examples", "tools") for path in (ROOT / folder).rglob("*.py"))

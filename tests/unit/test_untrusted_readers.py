@@ -5,6 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.whole  # with each commit
+
 PACKAGE = Path(__file__).parents[2] / "swapper"
 READERS = {
     "formats/unpickling.py": {"pickle._Unpickler"},  # the bounded unpickler itself

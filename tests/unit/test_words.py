@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole  # with each commit
+
 ROOT = Path(__file__).parents[2]
 COVERED = ("swapper", "csrc", "docs", "tools", "examples", "README.md", "CHANGELOG.md")
 BANNED = re.compile(
