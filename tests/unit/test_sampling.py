@@ -41,7 +41,9 @@ def test_a_test_takes_on_average_what_is_free_and_each_runs_with_some_seed():
 def test_what_is_known_to_take_long_is_a_test():
     for test, cost_s in costs_s().items():
         file, _, name = test.partition("::")
-        assert f"def {name.rpartition('::')[2]}(" in (ROOT / file).read_text(), f"{test}: take it out of tests/costs.tsv"
+        assert f"def {name.rpartition('::')[2]}(" in (ROOT / file).read_text(), (
+            f"{test}: take it out of tests/costs.tsv"
+        )
         assert cost_s >= LONG_S
 
 
