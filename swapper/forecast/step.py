@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
-from swapper.forecast import accelerator
-from swapper.forecast.accelerator import DeviceRates
+from swapper.forecast.accelerator import DeviceClocks, DeviceRates
 from swapper.forecast.compute import ComputeTimes, measure_step, with_updates
 from swapper.io.drives import Tuning
 from swapper.paging.virtual_drive import DriveRates
@@ -62,6 +61,7 @@ def simulate(
     compute: ComputeTimes,
     passes: int = 1,
     device: DeviceRates | None = None,
+    clipped: bool = False,
 ) -> StepStats:
     """Return how a step of a plan goes.
 
@@ -70,14 +70,17 @@ def simulate(
         compute: the seconds of one forward and backward, and of updates.
         passes: forwards and backwards in a step, whose gradients accumulate.
         device: rates of the plan's accelerator, if it has one.
+        clipped: there, gradients are clipped by the norm of all.
 
     Raises:
         BudgetError: the pool has too few frames for the step.
     """
-    if plan.request.device is not None:
-        return accelerator.simulate(plan, device or DeviceRates(), compute, drive, passes)
-    compute = compute.with_copied(plan.placed_grad_plans)
-    return plan.dry_run(drive.open(compute.paging), compute.of, passes).time()
+    virtual = drive.open(compute.paging)
+    if plan.request.device is None:
+        return plan.dry_run(virtual, compute.with_copied(plan.placed_grad_plans).of, passes).time()
+    dry = plan.dry_run(virtual, passes=passes)
+    dry.device = DeviceClocks(plan, device or DeviceRates(), compute, virtual, passes, clipped)
+    return dry.time()
 
 
 def device_of(plan: PlannedStep) -> DeviceRates | None:

@@ -9,6 +9,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -144,6 +145,16 @@ class DryRunParts:
         return self._reading.popleft()
 
 
+class DryDevice(Protocol):
+    """An accelerator, on which computing is queued. See forecast/accelerator.py."""
+
+    def run(self, task: Task) -> None:
+        """Queue what a task computes, whose pages are in memory."""
+
+    def end_step(self) -> None:
+        """Note that all tasks of a step are queued."""
+
+
 class DryRun:
     """A pager on a store that only counts.
 
@@ -160,7 +171,10 @@ class DryRun:
 
     Attributes:
         clock: divides the time of `drive` into steps and phases.
+        device: computes instead of the processors, if there is one.
     """
+
+    device: DryDevice | None = None
 
     def __init__(
         self,
@@ -191,8 +205,8 @@ class DryRun:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)
         cycle = [access for task in tasks for access in task.accesses]
-        self._counters = self._drive.counters()
-        self.clock = StepClock(self._counters, lambda: self._drive.now_s)
+        self._counters = self._drive.counters
+        self.clock = StepClock(self._counters, lambda: self._drive.clock_s)
         if drive is not None:
             self.clock.start(drive.rates.seconds_for)
         self._pager = Pager(
@@ -227,6 +241,9 @@ class DryRun:
                     last_is_written = True
                 self._do(task)
             self._release_held()
+            if self.device is not None:
+                self.clock.enter("step")
+                self.device.end_step()
             self._pager.end_step()
             self._pager.forget(self._transient)
             self.clock.enter("between")
@@ -259,6 +276,8 @@ class DryRun:
                 self._held = access
             else:
                 self._pager.release(access)
+        if self.device is not None:
+            self.device.run(task)
 
     def _release_held(self) -> None:
         if self._held is not None:

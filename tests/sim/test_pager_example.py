@@ -60,7 +60,7 @@ class Example:
         slices = [(3 + group, group) for group in range(3)]
         self.sweep = [Access(("slice", n), each, writes=frozenset(each)) for n, each in enumerate(slices)]
         schedule = Schedule([*self.forward, *reversed(self.forward), *self.sweep])
-        self.pager = Pager(self.pages, pool, self.store, schedule, self.drive.counters())
+        self.pager = Pager(self.pages, pool, self.store, schedule, self.drive.counters)
         self.shown: list[str] = []
 
     def show(self, call: str) -> None:
