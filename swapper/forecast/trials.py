@@ -27,7 +27,7 @@ from swapper.infer.load_model import load
 from swapper.infer.loaded_model import loaded
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.modules.groups import Group
-from swapper.paging.dry_run import CountingStore
+from swapper.paging.dry_run import DryStore
 from swapper.paging.host_memory import Pool
 from swapper.paging.layout import TensorSpec, plan_group
 from swapper.paging.pager import Pager
@@ -137,7 +137,7 @@ def _element_seconds(
     settings = {id(mine): inventory.settings[id(its)] for (_, mine), (_, its) in zip(named, parameters, strict=True)}
     trial = replace(inventory, groups=[Group(0, "trial", tuple(named))], settings=settings, staying_state=frozenset())
     trainable = find_trainables(trial, find_places(sections))[0]
-    pager = Pager([], Pool(0, 0, SECTOR_BYTES, 0), CountingStore(VirtualDrive()), Schedule([]), Counters())
+    pager = Pager([], Pool(0, 0, SECTOR_BYTES, 0), DryStore(VirtualDrive()), Schedule([]), Counters())
     proxies = OptimizerProxies(OptimizerSet([copy_for_trial(member) for member in optimizers.members]))
     sweep = Sweep([trainable], proxies, StateEntries(inventory.forms), pager, page_bytes, _Gradients())
     gradients = [
