@@ -232,7 +232,8 @@ class Forecaster:
         if machine.updates is None and (machine.device_bytes is None or setting.update_on == "cpu"):
             updates |= measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes)
         update_s = {group: of * of_node for group, of in updates.items()}
-        return replace(count_products(model, plan.inventory, tokens, machine.flops), update_s=update_s)
+        group_of = {id(p): group.index for group in plan.inventory.groups for _, p in group.parameters}
+        return replace(count_products(model, group_of, tokens, machine.flops), update_s=update_s)
 
 
 def _numel(plan: Plan) -> dict[int, int]:

@@ -101,19 +101,17 @@ def drive_rates(tuning: Tuning | None, rates: Rates) -> DriveRates:
     """Return the rates of a drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
     if tuning is not None and rates == (None, None):
         return DriveRates.measured(tuning)
-    found: list[float] = []
+    known = {} if tuning is None else {"read": tuning.read_bytes_per_s, "write": tuning.write_bytes_per_s}
     for name, given in zip(("read", "write"), rates, strict=True):
         if given is not None:
-            found.append(float(parse_bytes_a_second(given, f"drive_{name}")))
-        elif tuning is not None:
-            found.append(float(getattr(tuning, f"{name}_bytes_per_s")))
-        else:
+            known[name] = float(parse_bytes_a_second(given, f"drive_{name}"))
+        elif name not in known:
             raise ConfigError(
                 f"the drive's speed is not known: run `swapper tune DIR`, or give predict(..., drive_{name}='7GB'), "
                 "its bytes a second"
             )
-    read, write = found
-    return DriveRates(read, write, read + write, slowing_byte_s=0.0 if tuning is None else tuning.slowing_byte_s)
+    both = known["read"] + known["write"]
+    return DriveRates(**known, both=both, slowing_byte_s=0.0 if tuning is None else tuning.slowing_byte_s)
 
 
 def choose_fastest(
