@@ -34,6 +34,8 @@ from swapper.paging.pager import Pager
 from swapper.paging.schedule import Schedule
 from swapper.paging.virtual_drive import PagingCosts, VirtualDrive
 from swapper.runtime.counters import Counters
+from swapper.train.gradients.grads import Gradients
+from swapper.train.groups.processor import Processor
 from swapper.train.layout.inventory import (
     Inventory,
     find_places,
@@ -49,7 +51,7 @@ from swapper.train.optimizer.optimizer_set import OptimizerSet, copy_for_trial
 from swapper.train.planning.update_place import min_seconds
 from swapper.train.updates.sweep import Sweep
 
-TRIALS = 5
+TRIALS, UPDATES = 5, 3
 MUCH_BYTES = 64 << 20
 """Of a cache: in a step neither data nor Python's code are in one, and Python takes twice as long."""
 ELEMENTS, GROUP_ELEMENTS = 1 << 22, 1 << 24
@@ -101,16 +103,6 @@ def measure_updates(inventory: Inventory, optimizers: OptimizerSet, page_bytes: 
     return found
 
 
-class _Gradients:
-    """Gradients in memory. See GradientSource."""
-
-    def make_ready(self, update: GroupUpdate) -> None:
-        return
-
-    def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        return gradient.view(-1)[begin:end]
-
-
 def _element_seconds(
     inventory: Inventory, optimizers: OptimizerSet, parameters: list[tuple[str, nn.Parameter]], page_bytes: int
 ) -> float:
@@ -139,7 +131,8 @@ def _element_seconds(
     trainable = find_trainables(trial, find_places(sections))[0]
     pager = Pager([], Pool(0, 0, SECTOR_BYTES, 0), DryStore(VirtualDrive()), Schedule([]), Counters())
     proxies = OptimizerProxies(OptimizerSet([copy_for_trial(member) for member in optimizers.members]))
-    sweep = Sweep([trainable], proxies, StateEntries(inventory.forms), pager, page_bytes, _Gradients())
+    no_slots = Gradients([], [], pager, {}, lambda: None, Processor(pager))  # gradients are tensors of their own
+    sweep = Sweep([trainable], proxies, StateEntries(inventory.forms), pager, page_bytes, no_slots)
     gradients = [
         torch.full(shape, 1e-3, dtype=p.dtype, device="cpu") for (_, p), shape in zip(named, shapes, strict=True)
     ]
@@ -155,7 +148,7 @@ def _element_seconds(
 
     with torch.no_grad():
         update()  # makes the state
-        return min_seconds(update, TRIALS) / max(sum(gradient.numel() for gradient in gradients), 1)
+        return min_seconds(update, UPDATES) / max(sum(gradient.numel() for gradient in gradients), 1)
 
 
 def _shape(parameter: nn.Parameter, most: int) -> torch.Size:
