@@ -154,8 +154,7 @@ def _accelerator(
         0 if known is None else int(known.nbytes) // AUTO_SHARE,
     )
     if link is not None:
-        rate = parse_bytes_a_second(link, "--link")
-        rates = replace(rates, link=rate, link_both=rate)
+        rates = replace(rates, link=parse_bytes_a_second(link, "--link"))
     if known is None or device_memory is not None:
         nbytes = parse_bytes(device_memory or device, "--device" if known is None else "--device-memory")
     flops = flops if flops is not None or known is None else known.flops * REACHED_FLOPS

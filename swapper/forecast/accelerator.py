@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from swapper.device.device import Device
 from swapper.device.model_device import RING
@@ -32,21 +32,10 @@ COPIED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What an accelerator and its link reach, in bytes a second.
-
-    Attributes:
-        link: of a direction that copies alone.
-        link_both: of each direction while both copy.
-        memory: of its memory, read or written.
-    """
+    """What an accelerator reaches, in bytes a second: `link` each way while both copy, `memory` of its memory, read or written."""
 
     link: float = math.inf
-    link_both: float = math.inf
     memory: float = math.inf
-
-    def with_faster_link(self, times: float) -> DeviceRates:
-        """Return the rates with a link that is `times` as fast."""
-        return replace(self, link=self.link * times, link_both=self.link_both * times)
 
     @classmethod
     def measured(cls, device: Device) -> DeviceRates:
@@ -59,8 +48,7 @@ class DeviceRates:
             device.wait_for(device.record(device.current_stream()))
 
         copy()
-        both = 1 / copy_seconds(device)
-        return cls(both, both, 2 * source.numel() / min_seconds(copy))
+        return cls(1 / copy_seconds(device), 2 * source.numel() / min_seconds(copy))
 
 
 @dataclass
@@ -141,9 +129,7 @@ class DeviceClocks:
         self._param_is_read, self._state_is_read = (plan.traffic.read_bytes.get(of, 0) > 0 for of in ("param", "state"))
         self._up, self._down = _Lane("upload_s"), _Lane("download_s")
         self._groups = _groups_of(plan)
-        self._uses_before = self._uses_left = (passes - 1) * len(
-            self._groups
-        )  # backwards of groups before the last pass's
+        self._first_uses = self._uses_left = (passes - 1) * len(self._groups)  # in backwards before the last one
         self._ring: deque[float] = deque([0.0] * RING, maxlen=RING)
         kept_bytes = sum(group.nbytes for group in self._groups.values() if group.stays)
         self._images = _Images(plan.on_device.image_bytes - kept_bytes)
@@ -163,7 +149,7 @@ class DeviceClocks:
         for group, nbytes, since_s in self._late:
             group.early_free_s = self._copy(self._down, nbytes, since_s)
         self._late.clear()
-        self._uses_left = self._uses_before
+        self._uses_left = self._first_uses
         if self._state_is_read and self._update_time == "step":
             self._compute_until(self._down.free_s)  # results that lease frames are waited for
 
@@ -173,10 +159,8 @@ class DeviceClocks:
 
     def _copy(self, lane: _Lane, nbytes: float, not_before_s: float) -> float:
         """Return when a copy is over that begins as soon as it can."""
-        other = self._down if lane is self._up else self._up
-        begin_s = max(lane.free_s, not_before_s)
-        seconds = nbytes / (self._rates.link_both if other.free_s > begin_s else self._rates.link)
-        lane.free_s = begin_s + seconds
+        seconds = nbytes / self._rates.link
+        lane.free_s = max(lane.free_s, not_before_s) + seconds
         counters = self._drive.counters
         setattr(counters, lane.counted, getattr(counters, lane.counted) + seconds)
         return lane.free_s

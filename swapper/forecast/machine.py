@@ -272,7 +272,7 @@ class KnownDevice:
     @property
     def rates(self) -> DeviceRates:
         """Return what one model reached of them."""
-        return DeviceRates(self.link * REACHED_LINK, self.link * REACHED_LINK, self.memory * REACHED_MEMORY)
+        return DeviceRates(self.link * REACHED_LINK, self.memory * REACHED_MEMORY)
 
 
 PCIE_4, PCIE_5, C2C = 32e9, 64e9, 450e9

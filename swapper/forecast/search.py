@@ -67,7 +67,7 @@ def _better(machine: Machine) -> dict[str, Machine]:
         "one more drive": replace(machine, drive=drive.faster((count + 1) / count), drives=count + 1),
     }
     if machine.device_bytes is not None:
-        found["a link twice as fast"] = replace(machine, device=machine.device.with_faster_link(2))
+        found["a link twice as fast"] = replace(machine, device=replace(machine.device, link=2 * machine.device.link))
         found["twice the device memory"] = replace(machine, device_bytes=2 * machine.device_bytes)
     if machine.ranks > 1:
         found["a network twice as fast"] = replace(machine, network=2 * machine.network)

@@ -50,7 +50,7 @@ def predict_on(plan: PlannedStep, drive: DriveRates, compute: ComputeTimes) -> t
         budget = replace(plan.budget, frame_count=2 * plan.budget.frame_count)
         better["twice the pool"] = simulate(replace(plan, budget=budget), drive, compute)
     else:
-        better["a link twice as fast"] = simulate(plan, drive, compute, device=device.with_faster_link(2))
+        better["a link twice as fast"] = simulate(plan, drive, compute, device=replace(device, link=2 * device.link))
     savings = {what: step.wall_s - other.wall_s for what, other in better.items()}
     return replace(step, savings=savings), compute.activation_bytes
 
