@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,7 +121,7 @@ def plan(
             optimizer, codec, update, gradients=gradients, passes=accumulate, update_on=update_on, recompute=recompute
         )
         endurance_bytes = None if endurance is None else parse_bytes(endurance, "--endurance")
-        with console.status("planning"):
+        with console.status("planning"), _without_collection():
             forecaster = Forecaster(make_model(config, getattr(torch, dtype)), tokens)
             found = forecaster.forecast(machine, setting)
             figures = figures_of(forecaster, machine, setting, found)
@@ -159,6 +161,18 @@ def _accelerator(
         nbytes = parse_bytes(device_memory or device, "--device" if known is None else "--device-memory")
     flops = flops if flops is not None or known is None else known.flops * REACHED_FLOPS
     return {"device_bytes": nbytes, "device": rates, "flops": flops, "is_from_data_sheet": known is not None}
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Return a context without garbage collection, which goes through all pages and tasks again and again: a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check(is_right: bool, otherwise: str) -> None:
@@ -262,8 +276,7 @@ def _drive(text: str) -> DriveRates:
     """
     parts, path = text.split(","), Path(text)
     if len(parts) == 2:
-        read, write = (parse_bytes_a_second(part, "--nvme") for part in parts)
-        return DriveRates(read, write, read + write)
+        return DriveRates(*(parse_bytes_a_second(part, "--nvme") for part in parts))
     otherwise = "or its rates, read and write, as 7GB/s,5GB/s; repeat --nvme for more"
     _check(path.is_dir(), f"--nvme {text}: there is no such directory. Give a directory on the drive, {otherwise}")
     tuning = find_tuning(path)
@@ -272,15 +285,14 @@ def _drive(text: str) -> DriveRates:
             f"--nvme {text}: {tuning_path()} has no measurement of this drive (those of other drives do not count): run "
             f"`swapper tune {text}`, {otherwise}"
         )
-    rates = tuning.read_bytes_per_s, tuning.write_bytes_per_s
-    return DriveRates(*rates, sum(rates))
+    return DriveRates(tuning.read_bytes_per_s, tuning.write_bytes_per_s)
 
 
 def joined(drives: Sequence[DriveRates]) -> DriveRates:
     """Return the rates of several drives that each have a share of the bytes by their speed."""
     weights = [min(drive.read, drive.write) for drive in drives]
-    read, write, both = (
+    read, write = (
         min(getattr(drive, name) * sum(weights) / weight for drive, weight in zip(drives, weights, strict=True))
-        for name in ("read", "write", "both")
+        for name in ("read", "write")
     )
-    return DriveRates(read, write, both)
+    return DriveRates(read, write)

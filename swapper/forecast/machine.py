@@ -96,8 +96,7 @@ class Machine:
 
     @property
     def rank_drive(self) -> DriveRates:
-        drive, count = self.drive, self.of_node
-        return DriveRates(drive.read / count, drive.write / count, drive.both / count)
+        return DriveRates(self.drive.read / self.of_node, self.drive.write / self.of_node)
 
 
 @dataclass(frozen=True)
