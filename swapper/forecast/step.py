@@ -35,12 +35,13 @@ def predict(
 ) -> tuple[StepStats, int | None]:
     """Return the predicted step of a plan, and the peak bytes of what the model makes. See `Plan.predict`."""
     drive = drive_of(plan, tokens, rates)
-    return predict_on(plan, drive, measure_step(plan, tokens, example))
+    return predict_on(plan, drive, measure_step(plan, tokens, example), device_of(plan))
 
 
-def predict_on(plan: PlannedStep, drive: DriveRates, compute: ComputeTimes) -> tuple[StepStats, int | None]:
-    """Predict as `predict`, on a drive with these rates and with this computing."""
-    device = device_of(plan)
+def predict_on(
+    plan: PlannedStep, drive: DriveRates, compute: ComputeTimes, device: DeviceRates | None = None
+) -> tuple[StepStats, int | None]:
+    """Predict as `predict`, on a drive and an accelerator with these rates, and with this computing."""
     step = simulate(plan, drive, compute, device=device)
     better = {
         "a drive twice as fast": simulate(plan, drive.faster(2), compute, device=device),
@@ -158,7 +159,7 @@ def choose_fastest(
         raise refusals[-1]
     min_s = min(seconds for seconds, *_ in found)
     seconds, words, plan, drive, compute = next(one for one in found if one[0] <= min_s * (1 + SAME))
-    plan.found.step, plan.found.activation_bytes = predict_on(plan, drive, compute)
+    plan.found.step, plan.found.activation_bytes = predict_on(plan, drive, compute, device)
     others = sorted((other_s, name) for other_s, name, *_ in found if name != words)
     next_best = f"; next {others[0][1]}, {others[0][0]:.3f} s" if others else ""
     slowest = f"; slowest {others[-1][1]}, {others[-1][0]:.3f} s" if len(others) > 1 else ""
