@@ -6,7 +6,8 @@ import gc
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +31,7 @@ from swapper.forecast.machine import (
 from swapper.forecast.model_source import KINDS, make_model
 from swapper.forecast.search import find_table, find_upgrades, smallest_budget
 from swapper.io.drives import find_tuning, tuning_path
-from swapper.options import UPDATES
+from swapper.options import UPDATES, parse_choice
 from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import format_bytes, parse_bytes, parse_bytes_a_second
 from swapper.train.layout.state_codecs import PRESETS
@@ -91,29 +92,14 @@ def plan(
     began_s = time.monotonic()
     console = make_console(stderr=as_json)
     with reported(console):
-        known = None if device is None else KNOWN.get(device.upper().replace(" ", ""))
-        given: dict[str, tuple[str, Sequence[str]]] = {
-            "--optimizer": (optimizer, list(OPTIMIZERS)),
-            "--dtype": (dtype, DTYPES),
-            "--codec": (codec, list(PRESETS)),
-            "--update": (update, UPDATES),
-            "--gradients": (gradients, PLACES),
-            "--update-on": (update_on, ("device", "cpu")),
-        }
-        for option, (value, choices) in given.items():
-            _check(value in choices, f"{option} {value} is not known: use one of {', '.join(choices)}")
+        parse_choice(optimizer, "--optimizer", list(OPTIMIZERS))
+        parse_choice(dtype, "--dtype", DTYPES)
+        parse_choice(codec, "--codec", list(PRESETS))
+        parse_choice(update, "--update", UPDATES)
+        parse_choice(gradients, "--gradients", PLACES)
+        parse_choice(update_on, "--update-on", ("device", "cpu"))
         for option, rate in (("--flops", flops), ("--updates", updates)):
             _check(rate is None or 0 < rate < math.inf, f"{option} {rate} must be more than 0, and a number")
-        _check(device is not None or link is None, "--link is to an accelerator: give --device, its memory, as 24GiB")
-        names = ", ".join(KNOWN)
-        _check(
-            known is not None or device_memory is None, f"--device-memory goes with a --device that is known: {names}"
-        )
-        _check(
-            device is None or known is not None or (flops is not None and device[0].isdigit()),
-            f"--device {device} is not known: give one of {names}, or its memory, as 24GiB, with --flops, its operations "
-            "a second, as --flops 1e14",
-        )
         _check(ranks > 1 or network is None, "--network is between ranks: give --ranks")
         _check(not ranks % nodes, f"--ranks {ranks} are of all nodes together: give a multiple of --nodes {nodes}")
         _check(
@@ -121,51 +107,72 @@ def plan(
             f"--tokens {tokens} are of a whole step: --accumulate {accumulate} passes on --ranks {ranks} need at least "
             f"{accumulate * ranks}",
         )
-        memory = device if known is None else device_memory
-        auto_bytes = None if known is None else int(known.nbytes) // AUTO_SHARE
-        there = DeviceRates() if known is None else known.rates
-        if link is not None:
-            rate = parse_bytes_a_second(link, "--link")
-            there = replace(there, link=rate, link_both=rate)
         machine = Machine(
             host_bytes=parse_bytes(host, "--host"),
             drive=joined([_drive(text) for text in nvme]),
             drives=len(nvme),
-            flops=flops if flops is not None or known is None else known.flops * REACHED_FLOPS,
             updates=updates,
-            device_bytes=auto_bytes
-            if memory is None
-            else parse_bytes(memory, "--device-memory" if known else "--device"),
-            device=there,
-            is_from_data_sheet=known is not None,
             ranks=ranks,
             nodes=nodes,
             network=math.inf if network is None else parse_bytes_a_second(network, "--network"),
+            **_accelerator(device, device_memory, link, flops),
         )
         setting = Setting(
             optimizer, codec, update, gradients=gradients, passes=accumulate, update_on=update_on, recompute=recompute
         )
         endurance_bytes = None if endurance is None else parse_bytes(endurance, "--endurance")
-        was_enabled = gc.isenabled()
-        gc.disable()  # it goes through all of torch again and again: a fifth of the time
-        try:
-            with console.status("planning"):
-                forecaster = Forecaster(make_model(config, getattr(torch, dtype)), tokens)
-                found = forecaster.forecast(machine, setting)
-                figures = figures_of(forecaster, machine, setting, found)
-                if endurance_bytes is not None:
-                    daily = figures["written_bytes_a_day_a_drive"]
-                    figures["days_to_endurance"] = endurance_bytes / daily if daily else None
-                upgrades = find_upgrades(forecaster, machine, setting)
-                rows = find_table(forecaster, machine, setting) if table else []
-        finally:
-            if was_enabled:
-                gc.enable()
-        figures |= {"upgrades": list(map(asdict, upgrades)), "table": list(map(asdict, rows))}
+        with console.status("planning"), _without_collection():
+            forecaster = Forecaster(make_model(config, getattr(torch, dtype)), tokens)
+            found = forecaster.forecast(machine, setting)
+            figures = figures_of(forecaster, machine, setting, found)
+            if endurance_bytes is not None:
+                daily = figures["written_bytes_a_day_a_drive"]
+                figures["days_to_endurance"] = endurance_bytes / daily if daily else None
+            figures["upgrades"] = find_upgrades(forecaster, machine, setting)
+            figures["table"] = [asdict(row) for row in find_table(forecaster, machine, setting)] if table else []
         figures["planned_in_s"] = time.monotonic() - began_s
     print(json.dumps(figures, indent=2) if as_json else describe(found, machine, figures))
     if not as_json:
         _print_tables(figures)
+
+
+def _accelerator(
+    device: str | None, device_memory: str | None, link: str | None, flops: float | None
+) -> dict[str, Any]:
+    """Return what a Machine has of an accelerator: one that is known, or of which the memory is said."""
+    if device is None:
+        _check(link is None, "--link is to an accelerator: give --device, its memory, as 24GiB")
+        _check(device_memory is None, "--device-memory is of an accelerator: give --device")
+        return {"flops": flops}
+    names, known = ", ".join(KNOWN), KNOWN.get(device.upper().replace(" ", ""))
+    _check(known is not None or device_memory is None, f"--device-memory goes with a --device that is known: {names}")
+    _check(
+        known is not None or (flops is not None and device[0].isdigit()),
+        f"--device {device} is not known: give one of {names}, or its memory, as 24GiB, with --flops, its operations "
+        "a second, as --flops 1e14",
+    )
+    rates, nbytes = (
+        DeviceRates() if known is None else known.rates,
+        0 if known is None else int(known.nbytes) // AUTO_SHARE,
+    )
+    if link is not None:
+        rates = replace(rates, link=parse_bytes_a_second(link, "--link"))
+    if known is None or device_memory is not None:
+        nbytes = parse_bytes(device_memory or device, "--device" if known is None else "--device-memory")
+    flops = flops if flops is not None or known is None else known.flops * REACHED_FLOPS
+    return {"device_bytes": nbytes, "device": rates, "flops": flops, "is_from_data_sheet": known is not None}
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Return a context without garbage collection, which goes through all pages and tasks again and again: a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check(is_right: bool, otherwise: str) -> None:
@@ -243,28 +250,22 @@ def describe(found: Forecast, machine: Machine, figures: dict[str, Any]) -> str:
 
 def _print_tables(figures: dict[str, Any]) -> None:
     print("\nWhat would be faster")
-    upgrades = [
-        (
-            of["what"],
-            f"{of['step_s']:.2f}",
-            f"{of['saved_s']:.2f}",
-            f"{a_gib:.3f}" if (a_gib := of["saved_s_a_gib"]) else "",
-        )
-        for of in figures["upgrades"]
-    ]
-    print_table(("next upgrade", "s a step", "s saved", "s saved a GiB"), upgrades, left=("next upgrade",))
-    if not figures["table"]:
-        return
-    print("\nSettings that no other beats in all three, exact ones by exact ones")
-    rows = [
-        tuple(
-            f"{v:.2f}" if name == "step_s" else format_bytes(v) if "bytes" in name else str(v) for name, v in of.items()
-        )
-        for of in figures["table"]
-    ]
-    columns = ("codec", "update", "on NVMe", "passes", "s a step", "memory", "written a step")
-    print_table(columns, rows, left=columns[:3])
-    print("memory: of a node, with the inputs of matrices that autograd keeps on a CPU")
+    _print_rows(("next upgrade", "s a step", "s saved", "s saved a GiB"), figures["upgrades"], 1)
+    if figures["table"]:
+        print("\nSettings that no other beats in all three, exact ones by exact ones")
+        columns = ("codec", "update", "on NVMe", "passes", "s a step", "memory", "written a step")
+        _print_rows(columns, figures["table"], 3)
+        print("memory: of a node, with the inputs of matrices that autograd keeps on a CPU")
+
+
+def _print_rows(columns: Sequence[str], rows: Sequence[dict[str, Any]], left: int) -> None:
+    print_table(columns, [[_cell(*item) for item in row.items()] for row in rows], left=columns[:left])
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}" if name.endswith("gib") else f"{value:.2f}"
+    return "" if value is None else format_bytes(value) if name.endswith("bytes") else str(value)
 
 
 def _drive(text: str) -> DriveRates:
@@ -275,8 +276,7 @@ def _drive(text: str) -> DriveRates:
     """
     parts, path = text.split(","), Path(text)
     if len(parts) == 2:
-        read, write = (parse_bytes_a_second(part, "--nvme") for part in parts)
-        return DriveRates(read, write, read + write)
+        return DriveRates(*(parse_bytes_a_second(part, "--nvme") for part in parts))
     otherwise = "or its rates, read and write, as 7GB/s,5GB/s; repeat --nvme for more"
     _check(path.is_dir(), f"--nvme {text}: there is no such directory. Give a directory on the drive, {otherwise}")
     tuning = find_tuning(path)
@@ -285,15 +285,14 @@ def _drive(text: str) -> DriveRates:
             f"--nvme {text}: {tuning_path()} has no measurement of this drive (those of other drives do not count): run "
             f"`swapper tune {text}`, {otherwise}"
         )
-    rates = tuning.read_bytes_per_s, tuning.write_bytes_per_s
-    return DriveRates(*rates, sum(rates))
+    return DriveRates(tuning.read_bytes_per_s, tuning.write_bytes_per_s)
 
 
 def joined(drives: Sequence[DriveRates]) -> DriveRates:
     """Return the rates of several drives that each have a share of the bytes by their speed."""
     weights = [min(drive.read, drive.write) for drive in drives]
-    read, write, both = (
+    read, write = (
         min(getattr(drive, name) * sum(weights) / weight for drive, weight in zip(drives, weights, strict=True))
-        for name in ("read", "write", "both")
+        for name in ("read", "write")
     )
-    return DriveRates(read, write, both)
+    return DriveRates(read, write)

@@ -20,7 +20,6 @@ from swapper.modules.guarded import is_guarded
 from swapper.paging.dry_run import Task
 from swapper.paging.layout import SectionPlan
 from swapper.paging.virtual_drive import PagingCosts
-from swapper.train.layout.inventory import Inventory
 from swapper.train.planning.planned_step import PlannedStep
 from swapper.train.planning.update_place import min_seconds
 from swapper.train.sharded.sharded_model import ShardedModel
@@ -70,6 +69,12 @@ class ComputeTimes:
         copied_byte_s, paging = self.copied_byte_s / times, self.paging.faster(times)
         return ComputeTimes(forward, backward, update, copied_byte_s, paging)
 
+    def longer(self, forward_s: Mapping[int, float], backward_s: Mapping[int, float]) -> ComputeTimes:
+        """Return the seconds with more of them, by group."""
+        pairs = ((self.forward_s, forward_s), (self.backward_s, backward_s))
+        forward, backward = ({group: of + more.get(group, 0.0) for group, of in had.items()} for had, more in pairs)
+        return replace(self, forward_s=forward, backward_s=backward)
+
     def with_copied(self, gradients: Sequence[SectionPlan]) -> ComputeTimes:
         """Return the seconds with those in which backward copies these gradients to sections."""
         backward = dict(self.backward_s)
@@ -104,7 +109,9 @@ def measure_step(
         measured = measure_pass(model, inventory.units, args, kwargs, bool(inventory.forms), dtypes, device)
     except Exception as error:  # of the user's model: what it needs is not known
         warn_of_products(error)
-        found = count_products(model, inventory, tokens, paged=request.model.paged)
+        groups = {id(parameter): group.index for group in inventory.groups for _, parameter in group.parameters}
+        paged = {id(parameter): groups[id(request.model.paged(parameter))] for parameter in model.parameters()}
+        found = count_products(model, paged, tokens)
     else:
         forward, backward = (
             {group.index: measured.seconds.get((phase, group.index), 0.0) for group in inventory.groups}
@@ -113,15 +120,13 @@ def measure_step(
         found = ComputeTimes(forward, backward, activation_bytes=measured.peak_bytes)
     if isinstance(request.model, ShardedModel):
         gathers = _gathering_seconds(request.model.shards, inventory.groups)
-        found = _longer(
-            found, gathers, {group: 2 * of for group, of in gathers.items()}
-        )  # the sum over ranks takes as long
+        found = found.longer(gathers, {group: 2 * of for group, of in gathers.items()})  # a sum over ranks is as long
     if request.updates_there:
         return found
     paging = measure_paging(request.manager.check_reads)
     used_s = dict.fromkeys(found.forward_s, paging.use_s)
     paging = replace(paging, access_s=paging.access_s - paging.use_s)  # an update has no hooks
-    return with_updates(replace(_longer(found, used_s, used_s), copied_byte_s=_copying_seconds(), paging=paging), plan)
+    return with_updates(replace(found.longer(used_s, used_s), copied_byte_s=_copying_seconds(), paging=paging), plan)
 
 
 def with_updates(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:
@@ -129,15 +134,6 @@ def with_updates(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:
     if plan.request.updates_there:
         return compute
     return replace(compute, update_s=measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes))
-
-
-def _longer(compute: ComputeTimes, forward: Mapping[int, float], backward: Mapping[int, float]) -> ComputeTimes:
-    """Return the seconds with more of them, by group."""
-    return replace(
-        compute,
-        forward_s={group: seconds + forward[group] for group, seconds in compute.forward_s.items()},
-        backward_s={group: seconds + backward[group] for group, seconds in compute.backward_s.items()},
-    )
 
 
 def _compute_dtypes(shards: Shards) -> dict[int, torch.dtype]:
@@ -185,31 +181,31 @@ def _copying_seconds() -> float:
 
 def count_products(
     model: nn.Module,
-    inventory: Inventory,
+    group_of: Mapping[int, int],
     tokens: int,
     flops: float | None = None,
-    paged: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
+    share: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
 ) -> ComputeTimes:
     """Return how long the products of matrices take, of the model's weights with `tokens` rows, one in forward, two in backward.
 
     What else a model computes (attention, norms, the loss) is not in it, and embedding tables count as no work.
 
     Args:
+        group_of: groups of the model's parameters, by their ids.
         tokens: rows that pass through each matrix in a step, of all samples together.
         flops: floating-point operations a second. Default: measured on this processor, in a second or so.
-        paged: returns the parameter of the inventory that holds one of the model, which may be its shard.
+        share: returns the part of the rows that passes through a weight.
     """
-    forward: dict[int, float] = {group.index: 0.0 for group in inventory.groups}
+    forward = dict.fromkeys(group_of.values(), 0.0)
     backward = dict(forward)
-    group_of = {id(parameter): group.index for group in inventory.groups for _, parameter in group.parameters}
     rates: dict[torch.dtype, float] = {}
     for module in model.modules():
         for parameter in () if isinstance(module, nn.Embedding) else module._parameters.values():
-            if parameter is not None and parameter.dim() >= 2:
+            if parameter is not None and parameter.dim() >= 2 and id(parameter) in group_of:
                 if flops is None and parameter.dtype not in rates:
                     rates[parameter.dtype] = measure_products(tokens, parameter.dtype)
-                seconds = 2 * tokens * parameter.numel() / (flops or rates[parameter.dtype])
-                group = group_of[id(paged(parameter))]
+                seconds = 2 * tokens * share(parameter) * parameter.numel() / (flops or rates[parameter.dtype])
+                group = group_of[id(parameter)]
                 forward[group] += seconds
                 backward[group] += (2 if parameter.requires_grad else 1) * seconds
     return ComputeTimes(forward, backward)

@@ -5,15 +5,14 @@ A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from swapper.errors import ConfigError
-from swapper.forecast.compute import measure_products, warn_of_products
+from swapper.forecast.compute import count_products, warn_of_products
 from swapper.forecast.measured_pass import measure_pass
 from swapper.forecast.trials import cold_seconds, measure_paging
 from swapper.infer.experts import are_experts
@@ -82,7 +81,7 @@ def _computing(
     except Exception as error:  # of the user's model; a mixture's experts depend on values
         warn_of_products(error)
         rows = next((leaf.numel() for leaf in args if isinstance(leaf, torch.Tensor)), 1)
-        for group, seconds in _products(plan, rows, experts):
+        for group, seconds in _products(plan, rows, experts).items():
             found[group] += seconds
         return found, 0
     for (_, group), seconds in measured.seconds.items():
@@ -90,26 +89,16 @@ def _computing(
     return found, measured.peak_bytes or 0
 
 
-def _products(plan: PlannedLoad, rows: int, experts: ExpertUse | None) -> Iterator[tuple[int, float]]:
-    """Yield the seconds of the products of matrices with this many rows, with their groups."""
-    streaming = plan.fitting.plan
-    rates: dict[tuple[int, torch.dtype], float] = {}
-    layers = {id(of.parameter): len(of.recipes) for layer in streaming.experts for of in layer}
-    demanded = {group for groups in streaming.demanded for group in groups}
-    tables = {id(module.weight) for module in plan.model.modules() if isinstance(module, nn.Embedding)}
-    used = 0 if experts is None else experts.experts
-    for group in streaming.groups:
-        for weight in group.weights:
-            shape = weight.parameter.shape
-            if len(shape) < 2 or id(weight.parameter) in tables:
-                continue
-            count = layers.get(id(weight.parameter), _experts_a_layer(plan) if group.index in demanded else 0)
-            share = min(used * rows / count, rows) if count else rows
-            kind = max(round(share), 1), weight.recipe.dtype
-            if kind not in rates:
-                rates[kind] = measure_products(*kind)
-            seconds = 2 * kind[0] * shape[-2] * shape[-1] / rates[kind]
-            yield group.index, seconds * min(count, used * rows) if id(weight.parameter) in layers else seconds
+def _products(plan: PlannedLoad, rows: int, experts: ExpertUse | None) -> Mapping[int, float]:
+    """Return the seconds of the products of matrices with this many rows, by group. Experts have their share of the rows."""
+    streaming, used = plan.fitting.plan, 0 if experts is None else experts.experts
+    counts = {id(of.parameter): len(of.recipes) for layer in streaming.experts for of in layer}
+    for group in (group for groups in streaming.demanded for group in groups):
+        counts |= {id(weight.parameter): _experts_a_layer(plan) for weight in streaming.groups[group].weights}
+    group_of = {id(weight.parameter): group.index for group in streaming.groups for weight in group.weights}
+    return count_products(
+        plan.model, group_of, rows, share=lambda p: min(used / counts[id(p)], 1.0) if id(p) in counts else 1.0
+    ).forward_s
 
 
 def _making_seconds(plan: PlannedLoad) -> dict[int, float]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from swapper.device.device import Device
-from swapper.errors import BudgetError, ConfigError
+from swapper.errors import BudgetError
 from swapper.forecast.accelerator import DeviceRates
 from swapper.forecast.compute import ComputeTimes, count_products
 from swapper.forecast.model_source import shard_of
@@ -43,25 +43,12 @@ COARSE_PAGES = 2000
 COARSER = 1.25
 """Coarser pages may have a pool larger by this: one of few large frames needs more. A choice."""
 GATHERED_BYTES = 2  # of an element: bf16 or fp16
-NEWTON_SCHULZ = 5
-"""Iterations of torch.optim.Muon, of three products each."""
-
-
-def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(f"--optimizer muon needs torch.optim.Muon (torch 2.9 or later); this is {torch.__version__}")
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
-    others = [p for p in model.parameters() if p.dim() != 2 or id(p) in tables]
-    made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices)]
-    return [*made, torch.optim.AdamW(others, fused=True)] if others else made
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], object]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
     "adam": lambda model: torch.optim.Adam(model.parameters()),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
-    "muon": _muon,
 }
 
 
@@ -109,8 +96,7 @@ class Machine:
 
     @property
     def rank_drive(self) -> DriveRates:
-        drive, count = self.drive, self.of_node
-        return DriveRates(drive.read / count, drive.write / count, drive.both / count)
+        return DriveRates(self.drive.read / self.of_node, self.drive.write / self.of_node)
 
 
 @dataclass(frozen=True)
@@ -244,9 +230,9 @@ class Forecaster:
         updates = dict.fromkeys(_numel(plan), 0.0 if machine.updates is None else 1 / machine.updates)
         if machine.updates is None and (machine.device_bytes is None or setting.update_on == "cpu"):
             updates |= measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes)
-        more_s = _orthogonalizing_s(model, machine) if setting.optimizer == "muon" else 0.0
-        update_s = {group: of * of_node + more_s for group, of in updates.items()}
-        return replace(count_products(model, plan.inventory, tokens, machine.flops), update_s=update_s)
+        update_s = {group: of * of_node for group, of in updates.items()}
+        group_of = {id(p): group.index for group in plan.inventory.groups for _, p in group.parameters}
+        return replace(count_products(model, group_of, tokens, machine.flops), update_s=update_s)
 
 
 def _numel(plan: Plan) -> dict[int, int]:
@@ -273,19 +259,6 @@ def coarser(plan: Plan, pages: int) -> Plan:
     return plan
 
 
-def _orthogonalizing_s(model: nn.Module, machine: Machine) -> float:
-    """Return the seconds of Muon's products of matrices for an element, on average over the model."""
-    if machine.flops is None:
-        raise ConfigError("--optimizer muon: give --flops, the operations a second of its products of matrices")
-    operations, count = 0.0, 0
-    for parameter in model.parameters():
-        count += parameter.numel()
-        if parameter.dim() == 2:
-            low, high = sorted(parameter.shape)
-            operations += NEWTON_SCHULZ * (4.0 * low * low * high + 2.0 * low**3)
-    return operations / count / machine.flops
-
-
 @dataclass(frozen=True)
 class KnownDevice:
     """An accelerator as its data sheet says: bytes, and a second dense operations in bf16, bytes of its memory and of its link."""
@@ -298,7 +271,7 @@ class KnownDevice:
     @property
     def rates(self) -> DeviceRates:
         """Return what one model reached of them."""
-        return DeviceRates(self.link * REACHED_LINK, self.link * REACHED_LINK, self.memory * REACHED_MEMORY)
+        return DeviceRates(self.link * REACHED_LINK, self.memory * REACHED_MEMORY)
 
 
 PCIE_4, PCIE_5, C2C = 32e9, 64e9, 450e9

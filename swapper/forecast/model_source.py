@@ -30,15 +30,15 @@ SHARDED_DTYPE = torch.float32
 
 
 def make_model(source: str, dtype: torch.dtype) -> nn.Module:
-    """Return a model on the meta device. Raises SwapperError: there is none, or it cannot be made."""
+    """Return a model on the meta device. Raises ConfigError: there is none, or it cannot be made."""
     module, colon, function = source.partition(":")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
             model = _call(module, function) if colon else _from_path(Path(source))
-    except SwapperError:
-        raise
+    except SwapperError as error:
+        raise ConfigError(str(error)) from error
     except Exception as error:  # of the user's code, or of transformers
         raise ConfigError(f"no model can be made from {source}: {type(error).__name__}: {error}") from error
     finally:
@@ -82,15 +82,8 @@ def _from_config(path: Path) -> nn.Module:
     return model
 
 
-class _PlannedModule(nn.Module):
-    """A module that has parameters, and is never called."""
-
-    def forward(self) -> None:
-        raise NotImplementedError("it is planned, and computes nothing")
-
-
 def _from_checkpoint(path: Path) -> nn.Module:
-    root = _PlannedModule()
+    root = nn.Module()
     for name, stored in open_source(path).everything.items():
         if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
             raise ConfigError(
@@ -109,10 +102,7 @@ def _module_of(root: nn.Module, names: list[str]) -> nn.Module:
         if name not in at._modules:
             is_list = below is not None and below.isdigit()
             is_table = below is None and ("embed" in name or name in ("wte", "wpe"))
-            child = nn.ModuleList() if is_list else nn.Embedding.__new__(nn.Embedding) if is_table else _PlannedModule()
-            if is_table:
-                nn.Module.__init__(child)
-                child.sparse = False
+            child = nn.ModuleList() if is_list else nn.Embedding(1, 1) if is_table else nn.Module()
             at._modules[name] = child
         at = at._modules[name]
     module: nn.Module = at

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -38,50 +38,44 @@ def smallest_budget(forecaster: Forecaster, machine: Machine, setting: Setting) 
     return (1 << 20) * machine.of_node
 
 
-@dataclass(frozen=True)
-class Upgrade:
-    """A better machine, and the seconds of a step there. `saved_s_a_gib`: of more host memory."""
-
-    what: str
-    step_s: float
-    saved_s: float
-    saved_s_a_gib: float | None = None
-
-
-def find_upgrades(forecaster: Forecaster, machine: Machine, setting: Setting) -> list[Upgrade]:
+def find_upgrades(forecaster: Forecaster, machine: Machine, setting: Setting) -> list[dict[str, Any]]:
     """Return what each of several better machines saves, most first. All are simulated alike, and so is the machine itself.
 
     Args: as of `Forecaster.plan`.
+
+    Returns:
+        of each: "what", "step_s", "saved_s", and of more host memory "saved_s_a_gib".
     """
 
-    @functools.cache
     def seconds(of: Machine) -> float:
         return forecaster.forecast(of, setting, ROUGH_PAGES).step.wall_s
 
-    base_s = seconds(machine)
-    more_bytes = max(machine.host_bytes // 4 // GIB, 1) * GIB
-    larger_s = seconds(replace(machine, host_bytes=machine.host_bytes + more_bytes))
-    saved_s = base_s - larger_s
-    found = [Upgrade(f"{format_bytes(more_bytes)} more host memory", larger_s, saved_s, saved_s / (more_bytes / GIB))]
-    for what, better in _better(machine):
-        step_s = seconds(better)
-        found.append(Upgrade(what, step_s, base_s - step_s))
-    return sorted(found, key=lambda one: -one.saved_s)
+    base_s, found = seconds(machine), []
+    for what, better in _better(machine).items():
+        step_s, more_gib = seconds(better), (better.host_bytes - machine.host_bytes) / GIB
+        saved_s = base_s - step_s
+        a_gib = saved_s / more_gib if more_gib else None
+        found.append({"what": what, "step_s": step_s, "saved_s": saved_s, "saved_s_a_gib": a_gib})
+    return sorted(found, key=lambda one: -one["saved_s"])
 
 
-def _better(machine: Machine) -> Iterator[tuple[str, Machine]]:
-    drive, count = machine.drive, machine.drives
-    yield "drives twice as fast" if count > 1 else "a drive twice as fast", replace(machine, drive=drive.faster(2))
-    yield "one more drive", replace(machine, drive=drive.faster((count + 1) / count), drives=count + 1)
+def _better(machine: Machine) -> dict[str, Machine]:
+    drive, count, more_bytes = machine.drive, machine.drives, max(machine.host_bytes // 4 // GIB, 1) * GIB
+    found = {
+        f"{format_bytes(more_bytes)} more host memory": replace(machine, host_bytes=machine.host_bytes + more_bytes),
+        "drives twice as fast" if count > 1 else "a drive twice as fast": replace(machine, drive=drive.faster(2)),
+        "one more drive": replace(machine, drive=drive.faster((count + 1) / count), drives=count + 1),
+    }
     if machine.device_bytes is not None:
-        yield "a link twice as fast", replace(machine, device=machine.device.with_faster_link(2))
-        yield "twice the device memory", replace(machine, device_bytes=2 * machine.device_bytes)
+        found["a link twice as fast"] = replace(machine, device=replace(machine.device, link=2 * machine.device.link))
+        found["twice the device memory"] = replace(machine, device_bytes=2 * machine.device_bytes)
     if machine.ranks > 1:
-        yield "a network twice as fast", replace(machine, network=2 * machine.network)
+        found["a network twice as fast"] = replace(machine, network=2 * machine.network)
     if machine.flops is not None:
-        yield "twice the operations a second", replace(machine, flops=2 * machine.flops)
+        found["twice the operations a second"] = replace(machine, flops=2 * machine.flops)
     if machine.updates is not None:
-        yield "twice the updates a second", replace(machine, updates=2 * machine.updates)
+        found["twice the updates a second"] = replace(machine, updates=2 * machine.updates)
+    return found
 
 
 @dataclass(frozen=True)

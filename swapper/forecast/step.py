@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
-from swapper.forecast import accelerator
-from swapper.forecast.accelerator import DeviceRates
+from swapper.forecast.accelerator import DeviceClocks, DeviceRates
 from swapper.forecast.compute import ComputeTimes, measure_step, with_updates
 from swapper.io.drives import Tuning
 from swapper.paging.virtual_drive import DriveRates
@@ -36,12 +35,13 @@ def predict(
 ) -> tuple[StepStats, int | None]:
     """Return the predicted step of a plan, and the peak bytes of what the model makes. See `Plan.predict`."""
     drive = drive_of(plan, tokens, rates)
-    return predict_on(plan, drive, measure_step(plan, tokens, example))
+    return predict_on(plan, drive, measure_step(plan, tokens, example), device_of(plan))
 
 
-def predict_on(plan: PlannedStep, drive: DriveRates, compute: ComputeTimes) -> tuple[StepStats, int | None]:
-    """Predict as `predict`, on a drive with these rates and with this computing."""
-    device = device_of(plan)
+def predict_on(
+    plan: PlannedStep, drive: DriveRates, compute: ComputeTimes, device: DeviceRates | None = None
+) -> tuple[StepStats, int | None]:
+    """Predict as `predict`, on a drive and an accelerator with these rates, and with this computing."""
     step = simulate(plan, drive, compute, device=device)
     better = {
         "a drive twice as fast": simulate(plan, drive.faster(2), compute, device=device),
@@ -51,7 +51,7 @@ def predict_on(plan: PlannedStep, drive: DriveRates, compute: ComputeTimes) -> t
         budget = replace(plan.budget, frame_count=2 * plan.budget.frame_count)
         better["twice the pool"] = simulate(replace(plan, budget=budget), drive, compute)
     else:
-        better["a link twice as fast"] = simulate(plan, drive, compute, device=device.with_faster_link(2))
+        better["a link twice as fast"] = simulate(plan, drive, compute, device=replace(device, link=2 * device.link))
     savings = {what: step.wall_s - other.wall_s for what, other in better.items()}
     return replace(step, savings=savings), compute.activation_bytes
 
@@ -62,6 +62,7 @@ def simulate(
     compute: ComputeTimes,
     passes: int = 1,
     device: DeviceRates | None = None,
+    clipped: bool = False,
 ) -> StepStats:
     """Return how a step of a plan goes.
 
@@ -70,14 +71,17 @@ def simulate(
         compute: the seconds of one forward and backward, and of updates.
         passes: forwards and backwards in a step, whose gradients accumulate.
         device: rates of the plan's accelerator, if it has one.
+        clipped: there, gradients are clipped by the norm of all.
 
     Raises:
         BudgetError: the pool has too few frames for the step.
     """
-    if plan.request.device is not None:
-        return accelerator.simulate(plan, device or DeviceRates(), compute, drive, passes)
-    compute = compute.with_copied(plan.placed_grad_plans)
-    return plan.dry_run(drive.open(compute.paging), compute.of, passes).time()
+    virtual = drive.open(compute.paging)
+    if plan.request.device is None:
+        return plan.dry_run(virtual, compute.with_copied(plan.placed_grad_plans).of, passes).time()
+    dry = plan.dry_run(virtual, passes=passes)
+    dry.device = DeviceClocks(plan, device or DeviceRates(), compute, virtual, passes, clipped)
+    return dry.time()
 
 
 def device_of(plan: PlannedStep) -> DeviceRates | None:
@@ -98,19 +102,17 @@ def drive_rates(tuning: Tuning | None, rates: Rates) -> DriveRates:
     """Return the rates of a drive, given or measured by `swapper tune`. Raises ConfigError if they are not known."""
     if tuning is not None and rates == (None, None):
         return DriveRates.measured(tuning)
-    found: list[float] = []
+    known = {} if tuning is None else {"read": tuning.read_bytes_per_s, "write": tuning.write_bytes_per_s}
     for name, given in zip(("read", "write"), rates, strict=True):
         if given is not None:
-            found.append(float(parse_bytes_a_second(given, f"drive_{name}")))
-        elif tuning is not None:
-            found.append(float(getattr(tuning, f"{name}_bytes_per_s")))
-        else:
+            known[name] = float(parse_bytes_a_second(given, f"drive_{name}"))
+        elif name not in known:
             raise ConfigError(
                 f"the drive's speed is not known: run `swapper tune DIR`, or give predict(..., drive_{name}='7GB'), "
                 "its bytes a second"
             )
-    read, write = found
-    return DriveRates(read, write, read + write, slowing_byte_s=0.0 if tuning is None else tuning.slowing_byte_s)
+    both = known["read"] + known["write"]
+    return DriveRates(**known, both=both, slowing_byte_s=0.0 if tuning is None else tuning.slowing_byte_s)
 
 
 def choose_fastest(
@@ -157,7 +159,7 @@ def choose_fastest(
         raise refusals[-1]
     min_s = min(seconds for seconds, *_ in found)
     seconds, words, plan, drive, compute = next(one for one in found if one[0] <= min_s * (1 + SAME))
-    plan.found.step, plan.found.activation_bytes = predict_on(plan, drive, compute)
+    plan.found.step, plan.found.activation_bytes = predict_on(plan, drive, compute, device)
     others = sorted((other_s, name) for other_s, name, *_ in found if name != words)
     next_best = f"; next {others[0][1]}, {others[0][0]:.3f} s" if others else ""
     slowest = f"; slowest {others[-1][1]}, {others[-1][0]:.3f} s" if len(others) > 1 else ""

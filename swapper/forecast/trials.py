@@ -1,8 +1,9 @@
 """Measures what a step does in addition to the model's own code: the update, by the sweep, and what pages take of the processors.
 
 Updates are those of a session: the sweep itself updates a group's parameters, all in memory. So the user's own optimizers, upcast
-gradients, masters, decoding and encoding of state, and slices are in it. For pages a small model is loaded from a file, and used:
-hooks, leases, pages that are mapped and first touched, and the engine's thread are in it.
+gradients, masters, decoding and encoding of state, and slices are in it. What is updated may be in a cache, as in a step, where the
+engine has just brought and checked it. For pages a small model is loaded from a file, and used: hooks, leases, pages that are
+mapped and first touched, and the engine's thread are in it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from swapper.infer.load_model import load
 from swapper.infer.loaded_model import loaded
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.modules.groups import Group
-from swapper.paging.dry_run import CountingStore
+from swapper.paging.dry_run import DryStore
 from swapper.paging.host_memory import Pool
 from swapper.paging.layout import TensorSpec, plan_group
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Schedule
 from swapper.paging.virtual_drive import PagingCosts, VirtualDrive
 from swapper.runtime.counters import Counters
+from swapper.train.gradients.grads import Gradients
+from swapper.train.groups.processor import Processor
 from swapper.train.layout.inventory import (
     Inventory,
     find_places,
@@ -45,9 +48,10 @@ from swapper.train.layout.slices import GroupUpdate
 from swapper.train.optimizer.entries import StateEntries
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.optimizer.optimizer_set import OptimizerSet, copy_for_trial
+from swapper.train.planning.update_place import min_seconds
 from swapper.train.updates.sweep import Sweep
 
-TRIALS = 5
+TRIALS, UPDATES = 5, 3
 MUCH_BYTES = 64 << 20
 """Of a cache: in a step neither data nor Python's code are in one, and Python takes twice as long."""
 ELEMENTS, GROUP_ELEMENTS = 1 << 22, 1 << 24
@@ -61,15 +65,13 @@ def cold_seconds(act: Callable[[], object]) -> float:
     """Return the median of the seconds of several calls, before each of which nothing of it is in a cache."""
     other, found = torch.zeros(MUCH_BYTES, dtype=torch.uint8, device="cpu"), []
     for _ in range(TRIALS):
-        _empty_caches(other)
-        began_s = time.perf_counter()
-        act()
-        found.append(time.perf_counter() - began_s)
+        _checksum(other)
+        found.append(min_seconds(act, 1))
     return median(found)
 
 
-def _empty_caches(other: torch.Tensor) -> None:
-    _C.crc32_address(other.data_ptr(), other.nbytes)
+def _checksum(memory: torch.Tensor) -> None:
+    _C.crc32_address(memory.data_ptr(), memory.nbytes)
 
 
 # --- updates ----------------------------------------------------------------------------------------------------------
@@ -101,16 +103,6 @@ def measure_updates(inventory: Inventory, optimizers: OptimizerSet, page_bytes: 
     return found
 
 
-class _Gradients:
-    """Gradients in memory. See GradientSource."""
-
-    def make_ready(self, update: GroupUpdate) -> None:
-        return
-
-    def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        return gradient.view(-1)[begin:end]
-
-
 def _element_seconds(
     inventory: Inventory, optimizers: OptimizerSet, parameters: list[tuple[str, nn.Parameter]], page_bytes: int
 ) -> float:
@@ -137,9 +129,10 @@ def _element_seconds(
     settings = {id(mine): inventory.settings[id(its)] for (_, mine), (_, its) in zip(named, parameters, strict=True)}
     trial = replace(inventory, groups=[Group(0, "trial", tuple(named))], settings=settings, staying_state=frozenset())
     trainable = find_trainables(trial, find_places(sections))[0]
-    pager = Pager([], Pool(0, 0, SECTOR_BYTES, 0), CountingStore(VirtualDrive()), Schedule([]), Counters())
+    pager = Pager([], Pool(0, 0, SECTOR_BYTES, 0), DryStore(VirtualDrive()), Schedule([]), Counters())
     proxies = OptimizerProxies(OptimizerSet([copy_for_trial(member) for member in optimizers.members]))
-    sweep = Sweep([trainable], proxies, StateEntries(inventory.forms), pager, page_bytes, _Gradients())
+    no_slots = Gradients([], [], pager, {}, lambda: None, Processor(pager))  # gradients are tensors of their own
+    sweep = Sweep([trainable], proxies, StateEntries(inventory.forms), pager, page_bytes, no_slots)
     gradients = [
         torch.full(shape, 1e-3, dtype=p.dtype, device="cpu") for (_, p), shape in zip(named, shapes, strict=True)
     ]
@@ -155,7 +148,7 @@ def _element_seconds(
 
     with torch.no_grad():
         update()  # makes the state
-        return cold_seconds(update) / max(sum(gradient.numel() for gradient in gradients), 1)
+        return min_seconds(update, UPDATES) / max(sum(gradient.numel() for gradient in gradients), 1)
 
 
 def _shape(parameter: nn.Parameter, most: int) -> torch.Size:
@@ -187,7 +180,7 @@ def measure_paging(has_checksums: bool) -> PagingCosts:
         page_s=page_s,
         mapped_byte_s=mapped_byte_s,
         transfer_s=many[3],
-        checked_byte_s=cold_seconds(lambda: _empty_caches(other)) / MUCH_BYTES if has_checksums else 0.0,
+        checked_byte_s=min_seconds(lambda: _checksum(other), TRIALS) / MUCH_BYTES if has_checksums else 0.0,
         takes_turns=torch.get_num_threads() >= len(os.sched_getaffinity(0)),
     )
 
@@ -210,10 +203,10 @@ def _mapped_byte_seconds() -> float:
 
 
 class _Layer(nn.Module):
-    """A module that touches each page of its weight, and computes nothing.
+    """A module that touches each page of its weight, and computes nothing but what empties the caches first.
 
     Attributes:
-        apart_s: the thread's seconds that do not count.
+        apart_s: the thread's seconds of that.
     """
 
     apart_s = 0.0
@@ -224,22 +217,11 @@ class _Layer(nn.Module):
         self._other = (other,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self._apart(self._empty)
-        self._touch()
-        self._apart(self._empty, self._touch, self._empty)
-        return x
-
-    def _touch(self) -> None:
-        self.weight[:: mmap.PAGESIZE].max()
-
-    def _empty(self) -> None:
-        _empty_caches(*self._other)
-
-    def _apart(self, *acts: Callable[[], None]) -> None:
         began_s = time.thread_time()
-        for act in acts:
-            act()
+        _checksum(*self._other)
         _Layer.apart_s += time.thread_time() - began_s
+        self.weight[:: mmap.PAGESIZE].max()
+        return x
 
 
 def _layer_costs(nbytes: int, other: torch.Tensor) -> tuple[float, float, float, float]:

@@ -9,6 +9,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -50,20 +51,16 @@ class Task:
     parts: Sequence[int] = ()
 
 
-class CountingStore:
-    """A store that moves nothing, and counts bytes by family of section. Transfers take the time of `drive`."""
+class DryStore:
+    """A store that moves nothing. Transfers take the time of `drive`."""
 
     def __init__(self, drive: VirtualDrive) -> None:
-        self.read_bytes: Counter[str] = Counter()
-        self.written_bytes: Counter[str] = Counter()
         self._drive = drive
 
     def read(self, page: Page, address: int, after: Transfer | None = None) -> DryTransfer:
-        self.read_bytes[page.section.plan.family] += page.nbytes
         return self._drive.read(page.nbytes, after)
 
     def write(self, page: Page, address: int) -> DryTransfer:
-        self.written_bytes[page.section.plan.family] += page.nbytes
         return self._drive.write(page.nbytes)
 
     def written_to(self, page: Page) -> None:
@@ -120,28 +117,14 @@ class DryRunVictimCache:
         return []
 
 
-class DryRunParts:
-    """Reads parts of matrices in the order of a pass, again and again, some of them ahead: as infer/weight_rows.py.
+class DryDevice(Protocol):
+    """An accelerator, on which computing is queued. See forecast/accelerator.py."""
 
-    Args:
-        sizes: of the parts of a pass, in bytes.
-        ahead: that are read or in use at once.
-    """
+    def run(self, task: Task) -> None:
+        """Queue what a task computes, whose pages are in memory."""
 
-    def __init__(self, drive: VirtualDrive, sizes: Sequence[int], ahead: int) -> None:
-        self._drive = drive
-        self._sizes = itertools.cycle(sizes)
-        self._reading: deque[DryTransfer] = deque()
-        self._ahead = ahead
-
-    def read_ahead(self) -> None:
-        while len(self._reading) < self._ahead:
-            self._reading.append(self._drive.read(next(self._sizes), None))
-
-    def next(self) -> DryTransfer:
-        """Return the read of the next part, which is in use until another one is asked for."""
-        self.read_ahead()
-        return self._reading.popleft()
+    def end_step(self) -> None:
+        """Note that all tasks of a step are queued."""
 
 
 class DryRun:
@@ -160,7 +143,10 @@ class DryRun:
 
     Attributes:
         clock: divides the time of `drive` into steps and phases.
+        device: computes instead of the processors, if there is one.
     """
+
+    device: DryDevice | None = None
 
     def __init__(
         self,
@@ -177,12 +163,13 @@ class DryRun:
         parts_ahead: int = 1,
     ) -> None:
         self._drive = drive or VirtualDrive()
-        self.store = CountingStore(self._drive)
         self._frame_count = frame_count
         self._tasks = tasks
         self._seconds = seconds
         self._is_committed = is_committed
-        self._parts = DryRunParts(self._drive, [nbytes for task in tasks for nbytes in task.parts], parts_ahead)
+        self._part_sizes = itertools.cycle([nbytes for task in tasks for nbytes in task.parts])
+        self._parts_ahead = parts_ahead
+        self._parts: deque[DryTransfer] = deque()  # that are read, or in use
         pages = [page for section in sections for page in section.pages]
         self._transient = [page.index for page in pages if page.section.transient]
         for section in sections:
@@ -191,24 +178,17 @@ class DryRun:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)
         cycle = [access for task in tasks for access in task.accesses]
-        self._counters = self._drive.counters()
-        self.clock = StepClock(self._counters, lambda: self._drive.now_s)
+        self._counters = self._drive.counters
+        self.clock = StepClock(self._counters, lambda: self._drive.clock_s)
         if drive is not None:
             self.clock.start(drive.rates.seconds_for)
         self._pager = Pager(
-            pages, pool, self.store, Schedule(cycle), self._counters,
+            pages, pool, DryStore(self._drive), Schedule(cycle), self._counters,
             window_pages=window_pages, lazy=lazy, max_deferred_writes=max_deferred_writes,
             finished=lambda: self._drive.finished,
         )  # fmt: skip
         self._victim_cache = DryRunVictimCache(slot_groups)
         self._pager.use_victim_cache(self._victim_cache)
-
-    def count(self, action: Callable[[], None]) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes that `action` (reads, writes), by family."""
-        self.store.read_bytes.clear()
-        self.store.written_bytes.clear()
-        action()
-        return dict(self.store.read_bytes), dict(self.store.written_bytes)
 
     def flush(self) -> None:
         """Write changed pages, as a commit does."""
@@ -227,6 +207,9 @@ class DryRun:
                     last_is_written = True
                 self._do(task)
             self._release_held()
+            if self.device is not None:
+                self.clock.enter("step")
+                self.device.end_step()
             self._pager.end_step()
             self._pager.forget(self._transient)
             self.clock.enter("between")
@@ -237,12 +220,13 @@ class DryRun:
         """What a task computes is spread over its parts, or else over its accesses."""
         total_s = self._seconds(task)
         for _ in task.parts:
-            part = self._parts.next()
+            self._read_parts()
+            part = self._parts.popleft()
             with self._counters.waiting("read", part):
                 self._drive.wait(part)
             self._drive.compute(total_s / len(task.parts))
         if task.parts:
-            self._parts.read_ahead()
+            self._read_parts()
             total_s = 0.0
         seconds = total_s / max(len(task.accesses), 1)
         if not task.accesses:
@@ -259,6 +243,13 @@ class DryRun:
                 self._held = access
             else:
                 self._pager.release(access)
+        if self.device is not None:
+            self.device.run(task)
+
+    def _read_parts(self) -> None:
+        """Read parts of matrices in the order of a pass, again and again, some of them ahead: as infer/weight_rows.py."""
+        while len(self._parts) < self._parts_ahead:
+            self._parts.append(self._drive.read(next(self._part_sizes), None))
 
     def _release_held(self) -> None:
         if self._held is not None:
@@ -269,32 +260,23 @@ class DryRun:
         """Return the bytes that one step of many (reads, writes), by family, and those that a commit after it adds."""
         if not self._frame_count:
             return {}, {}, 0
-        moved: list[tuple[dict[str, int], dict[str, int]]] = []
-        while len(moved) <= FIRST_STEPS or (moved[-1] != moved[-2] and len(moved) < MAX_STEPS):
-            moved.append(self.count(self.step))
-        settled = moved[-1:] if moved[-1] == moved[-2] else moved[FIRST_STEPS:]
-        read, written = (_mean([step[way] for step in settled]) for way in (0, 1))
-        _, for_commit = self.count(self.flush)
-        _, after_commit = self.count(self.step)  # what the commit has written need not be written at eviction
-        more = sum(for_commit.values()) + sum(after_commit.values()) - sum(written.values())
-        return read, written, max(more, 0)
+        step = self.time(FIRST_STEPS + 1)
+        self.flush()
+        self.step()  # what the commit has written need not be written at eviction
+        more = self.clock.stats().written_bytes - step.written_bytes
+        return dict(step.total.read_bytes), dict(step.total.written_bytes), max(more, 0)
 
-    def time(self) -> StepStats:
+    def time(self, min_steps: int = 2) -> StepStats:
         """Return the statistics of a step once one is like the one before, or the mean of several. See MAX_STEPS."""
         steps: list[StepStats] = []
-        for _ in range(MAX_STEPS):
+        while len(steps) < MAX_STEPS:
             self.step()
             steps.append(self.clock.stats())
-            if len(steps) > 1 and _alike(*steps[-2:]):
+            if len(steps) >= min_steps and _alike(*steps[-2:]):
                 return steps[-1]
         return StepStats.mean(steps[FIRST_STEPS:])
 
 
 def _alike(one: StepStats, other: StepStats) -> bool:
-    same_bytes = (one.read_bytes, one.written_bytes) == (other.read_bytes, other.written_bytes)
+    same_bytes = (one.total.read_bytes, one.total.written_bytes) == (other.total.read_bytes, other.total.written_bytes)
     return same_bytes and abs(one.wall_s - other.wall_s) <= SETTLED * other.wall_s
-
-
-def _mean(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    families = {family for of in counts for family in of}
-    return {family: sum(of.get(family, 0) for of in counts) // len(counts) for family in families}

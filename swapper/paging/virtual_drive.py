@@ -134,13 +134,16 @@ class VirtualDrive:
     Attributes:
         rates: bytes a second.
         now_s: the time, in seconds.
+        busy_until_s: when an accelerator has computed what was queued.
         finished: how many transfers have finished.
+        counters: whose waits take the time of this drive.
     """
 
     def __init__(self, rates: DriveRates | None = None, costs: PagingCosts | None = None) -> None:
         self.rates = rates or DriveRates()
-        self.now_s = 0.0
+        self.now_s = self.busy_until_s = 0.0
         self.finished = 0
+        self.counters: Counters = _Counters(self)
         self._costs = costs or PagingCosts()
         self._rates = self.rates.with_checksums(self._costs.checked_byte_s)
         self._at_once = DryTransfer(self, 0) if math.isinf(self.rates.read + self.rates.write) else None
@@ -169,18 +172,23 @@ class VirtualDrive:
         end_s, self._is_computing = self.now_s, True
         while self._added_s > MIN_S:
             end_s, self._added_s = end_s + self._added_s, 0.0
-            while self.now_s < end_s and self._advance(end_s):
-                pass
-            self.now_s = end_s
+            self.wait_until(end_s)
         self._is_computing = False
+
+    def wait_until(self, end_s: float) -> None:
+        """Let time pass while the drive works."""
+        while self.now_s < end_s and self._advance(end_s):
+            pass
+        self.now_s = max(self.now_s, end_s)
+
+    @property
+    def clock_s(self) -> float:
+        """The time of what goes on longest: the run, or what it has queued."""
+        return max(self.now_s, self.busy_until_s)
 
     def window(self) -> NoWindow:
         """Return a window for a section, which shows nothing, and takes time."""
         return _Window(self) if self._at_once is None else NoWindow()
-
-    def counters(self) -> Counters:
-        """Return counters whose waits take the time of this drive."""
-        return _Counters(self) if self._at_once is None else Counters()
 
     def lease(self) -> None:
         """Note that an access is leased: the next computing takes longer."""
@@ -253,6 +261,6 @@ class _Counters(Counters):
 
     @contextmanager
     def waiting(self, kind: str, what: object) -> Iterator[None]:
-        began_s, name = self._drive.now_s, f"{kind}_wait_s"
+        began_s, name = self._drive.clock_s, f"{kind}_wait_s"
         yield
-        setattr(self, name, getattr(self, name) + self._drive.now_s - began_s)
+        setattr(self, name, getattr(self, name) + self._drive.clock_s - began_s)

@@ -15,7 +15,7 @@ from swapper.formats.sources import FileStamp, Source
 from swapper.infer.streaming import WeightFiles
 from swapper.io.drives import Drives
 from swapper.io.engines import open_engine
-from swapper.paging.dry_run import CountingStore
+from swapper.paging.dry_run import DryStore
 from swapper.paging.layout import SectionPlan
 from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.page_files import PageStore
@@ -197,11 +197,12 @@ def test_a_checkpoint_is_never_written(bench: Bench) -> None:
     assert bench.path_of(bench.pages[0]).read_bytes() == before
 
 
-def test_the_store_of_a_dry_run_answers_as_the_others_do_and_counts() -> None:
-    store, page = CountingStore(VirtualDrive()), section("state").pages[0]
+def test_the_store_of_a_dry_run_answers_as_the_others_do() -> None:
+    drive, page = VirtualDrive(), section("state").pages[0]
+    store = DryStore(drive)
     ticket = store.write(page, 0)
     assert ticket.done and ticket.error is None and store.written_to(page) is None
     store.written(page, ticket)
     assert page.location is not None and store.file_of(page) is None
     store.read(page, 0, ticket).wait()
-    assert (store.read_bytes["state"], store.written_bytes["state"]) == (page.nbytes, page.nbytes)
+    assert drive.finished == 2

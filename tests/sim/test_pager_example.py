@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swapper.paging.dry_run import CountingStore
+from swapper.paging.dry_run import DryStore
 from swapper.paging.host_memory import Pool
 from swapper.paging.layout import SectionPlan
 from swapper.paging.pager import Pager
@@ -22,7 +22,7 @@ PAGE = 4096
 LETTERS = {"COLD": ".", "READING": "r", "CLEAN": "c", "DIRTY": "d", "WRITING": "w"}
 
 
-class TellingStore(CountingStore):
+class TellingStore(DryStore):
     """Notes what it is asked for in `sent`."""
 
     def __init__(self, drive: VirtualDrive) -> None:
@@ -60,7 +60,7 @@ class Example:
         slices = [(3 + group, group) for group in range(3)]
         self.sweep = [Access(("slice", n), each, writes=frozenset(each)) for n, each in enumerate(slices)]
         schedule = Schedule([*self.forward, *reversed(self.forward), *self.sweep])
-        self.pager = Pager(self.pages, pool, self.store, schedule, self.drive.counters())
+        self.pager = Pager(self.pages, pool, self.store, schedule, self.drive.counters)
         self.shown: list[str] = []
 
     def show(self, call: str) -> None:

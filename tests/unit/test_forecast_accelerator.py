@@ -15,7 +15,7 @@ from sim.timed_device import Machine, Sizes
 from torch import nn
 
 import swapper
-from swapper.forecast.accelerator import UPDATE_TOUCHES, DeviceRates, simulate
+from swapper.forecast.accelerator import UPDATE_TOUCHES, DeviceRates
 from swapper.forecast.compute import ComputeTimes
 from swapper.forecast.machine import (
     KNOWN,
@@ -27,6 +27,7 @@ from swapper.forecast.machine import (
     Setting,
 )
 from swapper.forecast.machine import Machine as ForecastMachine
+from swapper.forecast.step import simulate
 from swapper.io.drives import Drives
 from swapper.paging.virtual_drive import DriveRates
 from swapper.train.planning.plan import Plan, plan_run
@@ -129,27 +130,29 @@ def test_a_step_is_predicted_within_a_tenth(
 ) -> None:
     plan = plan_of(bytes_an_element, options)
     memory = UPDATE_TOUCHES * STATE_BYTES[options.get("state_codec", "exact")] * MACHINE.update
-    rates = DeviceRates(MACHINE.link, MACHINE.link_both, memory)
-    step = simulate(plan, rates, compute_of(plan), DriveRates(), batches, clipped)
+    rates = DeviceRates(MACHINE.link_both, memory)
+    step = simulate(plan, DriveRates(), compute_of(plan), batches, rates, clipped)
     assert step.wall_s == pytest.approx(wanted_s, rel=0.1)
 
 
 def test_what_does_not_stay_in_the_pool_takes_the_drives_time_and_streamed_parameters_the_links() -> None:
-    rates = DeviceRates(MACHINE.link, MACHINE.link_both, 24 * MACHINE.update)
+    rates = DeviceRates(MACHINE.link_both, 24 * MACHINE.update)
     drive = DriveRates(2e9, 2e9, 4e9)
-    in_pool = simulate(plan_of(24, {"optimizer_state": "nvme"}), rates, compute_of(plan_of(24, {})), drive)
+    in_pool = simulate(plan_of(24, {"optimizer_state": "nvme"}), drive, compute_of(plan_of(24, {})), device=rates)
     plan = plan_of(24, {"optimizer_state": "nvme"}, host_bytes_an_element=8)
     moved = plan.traffic.total_read_bytes, plan.traffic.total_written_bytes
-    on_nvme = simulate(plan, rates, compute_of(plan), drive)
+    on_nvme = simulate(plan, drive, compute_of(plan), device=rates)
+    assert (on_nvme.read_bytes, on_nvme.written_bytes) == pytest.approx(moved, rel=0.03)
     assert min(moved) > 4e9 and on_nvme.wall_s == pytest.approx(max(moved) / 2e9, rel=0.2)
     assert in_pool.wall_s < 0.2 * on_nvme.wall_s  # its pages stay in the pool
     everything = plan_of(2, {"params": "nvme", "gradients": "nvme", "optimizer_state": "nvme"}, host_bytes_an_element=4)
     assert everything.traffic.total_read_bytes > max(moved)
     assert (
-        simulate(everything, rates, compute_of(plan), drive).wall_s >= everything.traffic.total_read_bytes / 2e9 * 0.95
+        simulate(everything, drive, compute_of(plan), device=rates).wall_s
+        >= everything.traffic.total_read_bytes / 2e9 * 0.95
     )
     streamed = simulate(
-        plan_of(2, {"params": "auto", "gradients": "auto"}), DeviceRates(1e9, 1e9), compute_of(plan), drive
+        plan_of(2, {"params": "auto", "gradients": "auto"}), drive, compute_of(plan), device=DeviceRates(1e9)
     )
     parameter_bytes = plan.inventory.family_bytes("param")
     assert streamed.wall_s >= 2 * parameter_bytes / 1e9  # up in forward and in backward
@@ -165,8 +168,7 @@ def test_a_step_of_7_b_in_4_gb_of_device_memory_takes_longer_than_its_products_a
     with torch.device("meta"):
         model = Decoder(sizes, is_tied=False).to(torch.bfloat16)
     known = KNOWN["H200"]
-    link = known.link * REACHED_LINK
-    rates = DeviceRates(link, link, known.memory * REACHED_MEMORY)
+    rates = DeviceRates(known.link * REACHED_LINK, known.memory * REACHED_MEMORY)
     machine = ForecastMachine(
         128 << 30, DriveRates(2e9, 2e9, 4e9), flops=known.flops * REACHED_FLOPS, device_bytes=4 * 10**9, device=rates
     )
