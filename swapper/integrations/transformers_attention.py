@@ -5,8 +5,9 @@ transformers knows it as "swapper_blocks". Of ordinary keys it computes the same
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,54 +17,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from swapper.errors import ConfigError, StateError, UnsupportedError
-from swapper.infer.kv.kv_attention import Mask, attend, pieces
-from swapper.tensors.guarded_tensor import METADATA
-from swapper.tensors.torch_private import without_torch_functions
+from swapper.infer.kv.kv_attention import InPages, Mask, attend, pieces
 
 NAME = "swapper_blocks"
 
-Blocks = Iterator[tuple[torch.Tensor, torch.Tensor]]
-
-
-class InPages(torch.Tensor):
-    """Stands for the keys, or the values, of a layer, with their shape and dtype, on the meta device.
-
-    Attributes:
-        blocks: returns keys and values, block by block.
-
-    Raises:
-        UnsupportedError: they are used otherwise.
-    """
-
-    blocks: Callable[[], Blocks]
-
-    @classmethod
-    def like(cls, new: torch.Tensor, tokens: int, blocks: Callable[[], Blocks]) -> InPages:
-        """Return what stands for `tokens` tokens like the new ones, of shape (batch, heads, tokens, width)."""
-        shape = (*new.shape[:2], tokens, new.shape[3])
-        made: InPages = torch.empty(shape, dtype=new.dtype, device="meta").as_subclass(cls)
-        made.blocks = blocks
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in METADATA:
-            with without_torch_functions():
-                return func(*args, **(kwargs or {}))
-        raise UnsupportedError(
-            f'{getattr(func, "__name__", func)} is not done with keys and values of KVCache(..., attention="blocks"): this model '
-            "computes attention by code of its own. Take KVCache without attention="
-        )
+_lock = threading.RLock()  # a cache may be dropped, and so closed, anywhere
+_set: weakref.WeakKeyDictionary[nn.Module, list[dict[str, str]]] = weakref.WeakKeyDictionary()
+"""Models that compute attention by blocks: for each cache, what the model did before it."""
 
 
 def set_on(model: Any) -> Callable[[], None]:
-    """Have the model compute attention by blocks. Return what has it do as before.
+    """Have a model compute attention by blocks. Return what ends that; the last one has the model do as before.
 
     Raises:
         ConfigError: it is only a config.
@@ -72,24 +36,27 @@ def set_on(model: Any) -> Callable[[], None]:
     if not isinstance(model, nn.Module):
         raise ConfigError(f'attention="blocks" is set on a model: pass it, and not its {type(model).__name__}')
     config: Any = model.config
-    before = {"": config._attn_implementation}
-    before |= {
-        key: getattr(config, key)._attn_implementation for key in config.sub_configs if getattr(config, key, None)
-    }
-    set_attention: Any = model.set_attn_implementation
-    set_attention(NAME)
-    if config.get_text_config(decoder=True)._attn_implementation != NAME:
-        raise UnsupportedError(
-            f"{type(model).__name__} computes attention by code of its own, not by transformers' AttentionInterface: take KVCache "
-            "without attention="
-        )
-    return partial(_set_again, weakref.ref(model), before)
+    parts = {"": config, **{key: getattr(config, key, None) for key in config.sub_configs}}
+    with _lock:
+        before = {key: part._attn_implementation for key, part in parts.items() if part is not None}
+        set_attention: Any = model.set_attn_implementation
+        set_attention(NAME)
+        if config.get_text_config(decoder=True)._attn_implementation != NAME:
+            raise UnsupportedError(
+                f"{type(model).__name__} computes attention by code of its own, not by transformers' AttentionInterface: take "
+                "KVCache without attention="
+            )
+        _set.setdefault(model, []).append(before)
+    return partial(_end, weakref.ref(model))
 
 
-def _set_again(model: weakref.ref[Any], before: dict[str, str]) -> None:
+def _end(model: weakref.ref[Any]) -> None:
     found = model()
     if found is not None:
-        found.set_attn_implementation(before)
+        with _lock:
+            before = _set[found].pop()
+            if not _set[found]:
+                found.set_attn_implementation(before)
 
 
 def check_set(config: Any) -> None:
@@ -142,7 +109,15 @@ def attention_by_blocks(
 
 
 def mask_for_blocks(*, q_offset: int = 0, kv_offset: int = 0, **arguments: Any) -> Mask:
-    """Return which keys are seen, made for each block when it is needed. Args: those of transformers' `sdpa_mask`."""
+    """Return which keys are seen: a mask that is made for each block when it is needed.
+
+    Args:
+        q_offset, kv_offset: positions of the first query and the first key.
+        arguments: the others of transformers' `sdpa_mask`.
+
+    Raises:
+        TypeError: on use, there are others.
+    """
     arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
     def mask(first: int, last: int, begin: int, end: int) -> torch.Tensor:

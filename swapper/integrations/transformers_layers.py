@@ -15,11 +15,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from swapper.device.model_device import DeviceBudget
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
-from swapper.infer.kv.kv_attention import pieces
+from swapper.infer.kv.kv_attention import Blocks, InPages, pieces
 from swapper.infer.kv.kv_file import SavedContext
 from swapper.infer.kv.kv_pages import MAX_PAGE_BYTES, KeyValuePages
 from swapper.infer.kv.kv_rows import Rows, RowShape, SavedRows
-from swapper.integrations.transformers_attention import Blocks, InPages, check_set
+from swapper.integrations.transformers_attention import check_set
 from swapper.runtime.counters import Counters
 
 log = logging.getLogger("swapper")
@@ -423,7 +423,16 @@ class LayerPages:
     def add(
         self, rows: Rows, seen: int | None, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add tokens to a layer. Return what stands for its keys and values: those of the last `seen` tokens before, and these."""
+        """Add tokens to a layer. Return what stands for its keys and values.
+
+        Args:
+            rows: of the layer, with room for them.
+            seen: how many tokens before them attention gets; None: all.
+            keys, values: of the new tokens, of shape (batch, heads, tokens, width).
+
+        Raises:
+            IoError, BudgetError, StateError: as `KeyValuePages.append`.
+        """
         begin, end = rows.begin if seen is None else max(rows.begin, rows.end - seen), rows.end
         self.owner.add(rows, keys, values)
         blocks = partial(self._blocks, rows, begin, end, keys, values)

@@ -211,6 +211,19 @@ def test_keys_and_values_are_those_of_a_cache_in_memory(small):
             assert torch.equal(values, theirs.values)
 
 
+def test_keys_that_are_read_after_a_reorder_stay(small):
+    model, ids = make("sliding"), prompt()["input_ids"]
+    plain = DynamicCache(config=model.config)
+    with KVCache(model, **small) as cache, torch.no_grad():
+        for one in (cache, plain):
+            for tokens in (ids, *ids.split(10, 1)[:3]):
+                model(tokens, cache=one)
+            one.reorder_cache(torch.tensor([1, 0]))
+        for mine, theirs in zip(cache.layers, plain.layers, strict=True):
+            assert torch.equal(mine.keys.clone(), theirs.keys)
+        assert torch.equal(model(ids[:, :1], cache=cache).logits, model(ids[:, :1], cache=plain).logits)
+
+
 def test_the_last_page_is_not_written_at_each_token(small):
     model = make("full")
     with KVCache(model, **small) as cache:

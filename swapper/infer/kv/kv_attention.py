@@ -5,9 +5,14 @@ Results differ in the last bits from those of kernels that have all keys at once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+
+from swapper.errors import UnsupportedError
+from swapper.tensors.guarded_tensor import METADATA
+from swapper.tensors.torch_private import without_torch_functions
 
 MAX_BLOCK_TOKENS = 2048
 """Of a block: a choice."""
@@ -19,6 +24,44 @@ LOWEST = torch.finfo(torch.float32).min
 Mask = Callable[[int, int, int, int], torch.Tensor]
 """Returns for queries [first, last) and keys [begin, end) whether a query sees a key, bool, or what is added to its score; of shape
 (batch or 1, heads or 1, last - first, end - begin)."""
+Blocks = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
+
+class InPages(torch.Tensor):
+    """Stands for the keys, or the values, of a layer, with their shape and dtype, on the meta device.
+
+    Attributes:
+        blocks: returns keys and values, block by block.
+
+    Raises:
+        UnsupportedError: they are used otherwise.
+    """
+
+    blocks: Callable[[], Blocks]
+
+    @classmethod
+    def like(cls, new: torch.Tensor, tokens: int, blocks: Callable[[], Blocks]) -> InPages:
+        """Return what stands for `tokens` tokens like the new ones, of shape (batch, heads, tokens, width)."""
+        shape = (*new.shape[:2], tokens, new.shape[3])
+        made: InPages = torch.empty(shape, dtype=new.dtype, device="meta").as_subclass(cls)
+        made.blocks = blocks
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in METADATA:
+            with without_torch_functions():
+                return func(*args, **(kwargs or {}))
+        raise UnsupportedError(
+            f'{getattr(func, "__name__", func)} is not done with keys and values of KVCache(..., attention="blocks"): this model '
+            "computes attention by code of its own. Take KVCache without attention="
+        )
 
 
 def attend(
@@ -56,7 +99,7 @@ def attend(
     return torch.cat([tile.result() for tile in tiles], 2).to(query.dtype)
 
 
-def pieces(keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def pieces(keys: torch.Tensor, values: torch.Tensor) -> Blocks:
     """Yield keys and values of shape (batch, heads, tokens, width) as blocks."""
     yield from zip(keys.split(MAX_BLOCK_TOKENS, 2), values.split(MAX_BLOCK_TOKENS, 2), strict=True)
 

@@ -59,6 +59,9 @@ class BlockRows(HostRows):
                 yield first, last, rows.section.memory
         self._check_saved(rows)
 
+    def has_all(self, rows: Rows) -> bool:
+        return super().has_all(rows) and bool(self._access.pages)
+
     @contextmanager
     def _leased(self, access: Access) -> Iterator[None]:
         self._acquire(access)

@@ -88,6 +88,10 @@ class HostRows:
         self._check_saved(rows)
         return rows.section.memory
 
+    def has_all(self, rows: Rows) -> bool:
+        """Return whether a layer has its turn, and all of its rows are in memory."""
+        return self.leased is rows
+
     def memory(self, rows: Rows) -> torch.Tensor:
         """Return the memory of the layer that has its turn."""
         return rows.section.memory

@@ -144,7 +144,7 @@ class KeyValuePages(Resources[KeyValueFile]):
 
     def read(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer, as `append` does."""
-        if self._home.leased is not rows:
+        if not self._home.has_all(rows):
             self._begin_turn(rows, 0)
             self._home.lease(rows, 0)
         return rows.shape.views(self._home.memory(rows), rows.begin, rows.end)
@@ -264,7 +264,8 @@ class KeyValuePages(Resources[KeyValueFile]):
             if target is rows:
                 self._broken_by = type(error).__name__
             raise
-        target.begin, target.end = 0, end - begin
+        target.begin = target.over = 0
+        target.end = end - begin
         self._home.renew(target)
 
     def _rewrite(self, rows: Rows, first: int, last: int, target: Rows, to: int, pick: torch.Tensor | None) -> None:
