@@ -36,10 +36,12 @@ class BlockRows(HostRows):
         begin, end, tokens = rows.begin, rows.end + before, self._block_tokens(rows)
         if before and rows.kept is not None:
             begin = max(begin, end - rows.kept)
-        made = rows.access(rows.begin, rows.end, before).fresh
-        new = (_writing(rows, *span) for span in _spans(end, end + added, tokens))
-        fresh = [replace(access, fresh=access.fresh - made) for access in new if not access.fresh <= made]
-        return fresh + [_reading(rows, *span) for span in _spans(begin, end, tokens)]
+        made, found = rows.access(rows.begin, rows.end, before).fresh, []
+        for access in (_writing(rows, *span) for span in _spans(end, end + added, tokens)):
+            if not access.fresh <= made:
+                found.append(replace(access, fresh=access.fresh - made))
+                made |= access.fresh
+        return found + [_reading(rows, *span) for span in _spans(begin, end, tokens)]
 
     def room(self, rows: Rows, added: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         self.leased, self._access = rows, Access(None, ())
