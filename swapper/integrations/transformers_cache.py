@@ -25,6 +25,7 @@ from swapper.device.device import Device
 from swapper.device.model_device import DeviceBudget
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.infer.kv import kv_file
+from swapper.integrations.transformers_attention import set_on
 from swapper.integrations.transformers_layers import LayerPages, PagedLayer, PagedSlidingLayer
 from swapper.io.engines import is_in_memory
 from swapper.options import parse_host_memory
@@ -53,6 +54,9 @@ class KVCache(DynamicCache):
         directory: of the scratch file, on a drive. None: the directory for temporary files.
         max_tokens: of the longest sequence, prompt and output. It may be exceeded, by copying. None: the model's
             `max_position_embeddings`, at most 65,536.
+        attention: "blocks": one layer may be larger than `host_memory`, which needs a few blocks of it. The model computes
+            attention block by block until this cache is closed: its attention is "swapper_blocks", an online softmax in fp32,
+            whose results are other ones in the last bits. On a CPU. None: whole layers, exact.
         backend: of the engine; see `SwapManager`.
 
     Attributes:
@@ -61,7 +65,8 @@ class KVCache(DynamicCache):
     Raises:
         ConfigError: an option makes no sense, or the directory is in memory.
         DeviceError: there is no such device.
-        UnsupportedError: the model has layers whose cache is not just keys and values.
+        UnsupportedError: the model has layers whose cache is not just keys and values, or computes attention by code of its own
+            and should do it by blocks, or on an accelerator.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class KVCache(DynamicCache):
         device_memory: int | str = "auto",
         directory: str | os.PathLike[str] | None = None,
         max_tokens: int | None = None,
+        attention: str | None = None,
         backend: str = "auto",
     ) -> None:
         config = getattr(model, "config", model)
@@ -80,6 +86,8 @@ class KVCache(DynamicCache):
             raise ConfigError(f"KVCache needs a model of transformers, or its config, and not {type(model).__name__}")
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ConfigError(f"max_tokens={max_tokens!r} must be a positive number of tokens, or None")
+        if attention not in (None, "blocks"):
+            raise ConfigError(f'attention={attention!r} must be "blocks", or None')
         super().__init__(config=config)
         self.counters = Counters(read_bytes={"kv": 0}, written_bytes={"kv": 0})
         decoder = config.get_text_config(decoder=True)
@@ -87,14 +95,26 @@ class KVCache(DynamicCache):
         reserved = max_tokens or min(known or MIN_RESERVED_TOKENS, MAX_RESERVED_TOKENS)
         host_bytes = parse_host_memory(host_memory)
         budget = DeviceBudget.parse(_device_of(model) if device is None else device, device_memory)
+        if attention is not None and budget is not None:
+            raise UnsupportedError(
+                f'attention="blocks" is for keys on a CPU, and not on {budget.device}: one layer must fit in device_memory'
+            )
         self._pages = LayerPages(
-            host_bytes, host_memory == "auto", _scratch_directory(directory), reserved, backend, self.counters, budget
+            host_bytes,
+            host_memory == "auto",
+            _scratch_directory(directory),
+            reserved,
+            backend,
+            self.counters,
+            budget,
+            None if attention is None else decoder,
         )
         self.layers = [_paged(layer, self._pages, index) for index, layer in enumerate(self.layers)]
         self._pages.layers = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._config = config
-        self._end = weakref.finalize(self, self._pages.close)
+        set_again = None if attention is None else set_on(model)
+        self._end = weakref.finalize(self, _end, self._pages, set_again)
 
     def save(
         self,
@@ -193,6 +213,13 @@ class KVCache(DynamicCache):
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError("a KVCache is not pickled: its pages are in memory and files of this process")
+
+
+def _end(pages: LayerPages, set_again: Callable[[], None] | None) -> None:
+    """Close the pages, and have the model compute attention as before."""
+    pages.close()
+    if set_again is not None:
+        set_again()
 
 
 def _paged(layer: Any, pages: LayerPages, index: int) -> Any:

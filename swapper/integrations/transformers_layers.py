@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from swapper.device.model_device import DeviceBudget
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from swapper.infer.kv.kv_attention import Blocks, InPages, pieces
 from swapper.infer.kv.kv_file import SavedContext
 from swapper.infer.kv.kv_pages import MAX_PAGE_BYTES, KeyValuePages
 from swapper.infer.kv.kv_rows import Rows, RowShape, SavedRows
+from swapper.integrations.transformers_attention import check_set
 from swapper.runtime.counters import Counters
 
 log = logging.getLogger("swapper")
@@ -113,10 +116,15 @@ class PagedLayer(DynamicLayer):
         """How many tokens stay after a step; None: all."""
         return None
 
+    @property
+    def seen(self) -> int | None:
+        """How many tokens before those of a step attention gets; None: all."""
+        return None
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add tokens; return keys and values of all of them, whole until the next layer's turn.
+        """Add tokens; return keys and values of all that attention sees, whole until the next layer's turn.
 
         Args:
             key_states, value_states: of the new tokens, of shape (batch, heads, tokens, width).
@@ -131,7 +139,11 @@ class PagedLayer(DynamicLayer):
         pages.check(key_states)
         with torch.inference_mode(False), torch.no_grad(), pages.undone_if_it_fails(self, key_states.shape[2]):
             rows = self._rows_for(key_states, value_states)
-            return pages.owner.append(rows, key_states, value_states)
+            if pages.decoder is not None:
+                return pages.add(rows, self.seen, key_states, value_states)
+            keys, values = pages.owner.append(rows, key_states, value_states)
+        visible = keys.shape[2] if self.seen is None else self.seen + key_states.shape[2]
+        return keys[:, :, -visible:], values[:, :, -visible:]
 
     def undo(self, added: int, before: int) -> None:
         """Take a step back that has added `added` tokens to `before`."""
@@ -227,7 +239,11 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
 
     @property
     def kept(self) -> int | None:
-        return None if self.record_past else self.sliding_window - 1
+        return None if self.record_past else self.seen
+
+    @property
+    def seen(self) -> int:
+        return self.sliding_window - 1
 
     def open(self, shape: RowShape, capacity: int) -> None:
         """As of a layer without a window, but for addresses."""
@@ -259,10 +275,9 @@ class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
         Raises:
             UnsupportedError, ConfigError, BudgetError, IoError, StateError: as there.
         """
-        keys, values = super().update(key_states, value_states)
+        found = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
-        visible = self.sliding_window - 1 + key_states.shape[-2]
-        return keys[:, :, -visible:], values[:, :, -visible:]
+        return found
 
     def undo(self, added: int, before: int) -> None:
         super().undo(added, before)
@@ -301,6 +316,7 @@ class LayerPages:
         host_bytes, directory, backend, counters, budget: see `KeyValuePages`.
         takes_less: of `host_bytes` only what all layers have room for is taken.
         max_tokens: that a layer gets room for at once.
+        decoder: config of a model that computes attention by blocks; None: it gets whole layers.
 
     Raises:
         StateError: on use, they were closed.
@@ -315,7 +331,9 @@ class LayerPages:
         backend: str,
         counters: Counters,
         budget: DeviceBudget | None,
+        decoder: Any,
     ) -> None:
+        self.decoder = decoder
         self.device = torch.device("cpu") if budget is None else budget.device.device
         self.layers: list[PagedLayer] = []
         self.saved: SavedContext | None = None
@@ -352,6 +370,7 @@ class LayerPages:
                 self._backend,
                 self._counters,
                 self._budget,
+                self.decoder is not None,
             )
         return self._owner
 
@@ -398,6 +417,38 @@ class LayerPages:
             )
         if torch.is_grad_enabled() and keys.requires_grad:
             raise UnsupportedError("a KVCache is for inference: call the model under torch.no_grad()")
+        if self.decoder is not None:
+            check_set(self.decoder)
+
+    def add(
+        self, rows: Rows, seen: int | None, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens to a layer. Return what stands for its keys and values.
+
+        Args:
+            rows: of the layer, with room for them.
+            seen: how many tokens before them attention gets; None: all.
+            keys, values: of the new tokens, of shape (batch, heads, tokens, width).
+
+        Raises:
+            IoError, BudgetError, StateError: as `KeyValuePages.append`.
+        """
+        begin, end = rows.begin if seen is None else max(rows.begin, rows.end - seen), rows.end
+        self.owner.add(rows, keys, values)
+        blocks = partial(self._blocks, rows, begin, end, keys, values)
+        count = end - begin + keys.shape[2]
+        return InPages.like(keys, count, blocks), InPages.like(values, count, blocks)
+
+    def _blocks(self, rows: Rows, begin: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> Blocks:
+        """Yield tokens [begin, end) of a layer from its pages, and then those of this step. A failure takes the step back."""
+        try:
+            yield from self.owner.blocks(rows, begin, end)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._undo_step(error)
+            raise
+        yield from pieces(keys, values)
 
     @contextmanager
     def undone_if_it_fails(self, layer: PagedLayer, added: int) -> Iterator[None]:
@@ -408,13 +459,16 @@ class LayerPages:
         try:
             yield
         except BaseException as error:
-            for one, its_added, its_before in self._step:
-                one.undo(its_added, its_before)
-            self._step.clear()
-            count = self.layers[0].get_seq_length()
-            log.warning("%s: the KVCache has the %d tokens from before this forward", type(error).__name__, count)
+            self._undo_step(error)
             raise
         self._step.append((layer, added, before))
+
+    def _undo_step(self, error: BaseException) -> None:
+        for one, its_added, its_before in self._step:
+            one.undo(its_added, its_before)
+        self._step.clear()
+        count = self.layers[0].get_seq_length()
+        log.warning("%s: the KVCache has the %d tokens from before this forward", type(error).__name__, count)
 
     def close(self) -> None:
         """Give memory, file and engine back. May be called again."""

@@ -118,5 +118,5 @@ class SpillFile:
         return self._file
 
     def __del__(self) -> None:
-        if os.getpid() == self._pid and self._file is not None:
+        if os is not None and os.getpid() == self._pid and self._file is not None:  # else Python ends
             self._file.close()  # transfers in flight keep it open, and their memory

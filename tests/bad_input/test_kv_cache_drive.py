@@ -36,7 +36,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["cpu", "late"])
+@pytest.mark.parametrize("where", ["cpu", "blocks", "late"])
 def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
     where: str, small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,7 +52,11 @@ def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
     expected = generate(ids, None, 200)
     others = drive / "others"
     others.write_bytes(bytes(10 << 20))
-    there: dict[str, Any] = {} if where == "cpu" else {"device": HostDevice(where), "device_memory": "1.5MiB"}
+    there: dict[str, Any] = {
+        "cpu": {},
+        "blocks": {"attention": "blocks"},
+        "late": {"device": HostDevice("late"), "device_memory": "1.5MiB"},
+    }[where]
     with KVCache(model, host_memory="4MiB", directory=drive, **there) as cache:
         with pytest.raises(swapper.IoError) as caught:
             generate(ids, cache, 200)

@@ -211,6 +211,19 @@ def test_keys_and_values_are_those_of_a_cache_in_memory(small):
             assert torch.equal(values, theirs.values)
 
 
+def test_keys_that_are_read_after_a_reorder_stay(small):
+    model, ids = make("sliding"), prompt()["input_ids"]
+    plain = DynamicCache(config=model.config)
+    with KVCache(model, **small) as cache, torch.no_grad():
+        for one in (cache, plain):
+            for tokens in (ids, *ids.split(10, 1)[:3]):
+                model(tokens, cache=one)
+            one.reorder_cache(torch.tensor([1, 0]))
+        for mine, theirs in zip(cache.layers, plain.layers, strict=True):
+            assert torch.equal(mine.keys.clone(), theirs.keys)
+        assert torch.equal(model(ids[:, :1], cache=cache).logits, model(ids[:, :1], cache=plain).logits)
+
+
 def test_the_last_page_is_not_written_at_each_token(small):
     model = make("full")
     with KVCache(model, **small) as cache:
@@ -230,19 +243,25 @@ def test_by_default_no_more_memory_is_taken_than_the_longest_text_needs(tmp_path
         assert cache.counters.read_bytes["kv"] == cache.counters.written_bytes["kv"] == 0
 
 
-def test_a_dropped_cache_gives_memory_and_file_back(small):
+def check_dropping(model, options, is_used=lambda: True):
+    """Drop a cache: this process has as many descriptors as before it was made."""
+
     def descriptors():
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    model = make("full")
-    generate(model, prompt(), KVCache(model, **small))
+    generate(model, prompt(), KVCache(model, **options))
     gc.collect()
     before = descriptors()
-    cache = KVCache(model, **small)
+    cache = KVCache(model, **options)
     generate(model, prompt(), cache)
     assert descriptors() > before
+    assert is_used()
     del cache
     assert descriptors() == before
+
+
+def test_a_dropped_cache_gives_memory_and_file_back(small):
+    check_dropping(make("full"), small)
     assert list(small["directory"].iterdir()) == []
 
 

@@ -1,6 +1,6 @@
 """Random use of keys and values in pages gives what plain tensors give, whatever the pool; its invariants hold throughout.
 
-So it is on a device whose copies come late, whatever stays there.
+So it is on a device whose copies come late, whatever stays there, and block by block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infer.host_device import ORDERS, HostDevice
 from sampling import examples
 
 from swapper.device.model_device import DeviceBudget
-from swapper.infer.kv import kv_device
+from swapper.infer.kv import kv_blocks, kv_device
 from swapper.infer.kv.kv_pages import KeyValuePages
 from swapper.infer.kv.kv_rows import RowShape
 from swapper.runtime.counters import Counters
@@ -32,8 +32,10 @@ SEEDS = examples(48)
 class Twin:
     """The rows of one layer, and the same in ordinary memory."""
 
-    def __init__(self, pages: KeyValuePages, index: int, shape: RowShape, kept: int | None) -> None:
-        self.pages, self.index, self.kept = pages, index, kept
+    def __init__(
+        self, pages: KeyValuePages, index: int, shape: RowShape, kept: int | None, by_blocks: bool = False
+    ) -> None:
+        self.pages, self.index, self.kept, self.by_blocks = pages, index, kept, by_blocks
         self.rows = pages.open_rows(index, shape, 60, kept)
         self.empty()
 
@@ -54,12 +56,28 @@ class Twin:
                 pages.rewrite(self.rows, self.rows)
             else:
                 self.move(2 * (self.rows.count + count), shape, None)
-        found = pages.append(self.rows, *new)
-        self.keys, self.values = torch.cat([self.keys, new[0]], 2), torch.cat([self.values, new[1]], 2)
-        assert torch.equal(found[0], self.keys)
-        assert torch.equal(found[1], self.values)
+        if self.by_blocks:
+            before = self.rows.begin, self.rows.end
+            pages.add(self.rows, *new)
+            self.check_blocks(*before)
+            self.keys, self.values = torch.cat([self.keys, new[0]], 2), torch.cat([self.values, new[1]], 2)
+        else:
+            found = pages.append(self.rows, *new)
+            self.keys, self.values = torch.cat([self.keys, new[0]], 2), torch.cat([self.values, new[1]], 2)
+            assert torch.equal(found[0], self.keys)
+            assert torch.equal(found[1], self.values)
         if self.kept is not None:
             self.keys, self.values = self.keys[:, :, -self.kept :], self.values[:, :, -self.kept :]
+
+    def check_blocks(self, begin: int, end: int) -> None:
+        """Compare tokens [begin, end), which were there before this turn, block by block."""
+        place = 0
+        for keys, values in self.pages.blocks(self.rows, begin, end):
+            last = place + keys.shape[2]
+            assert torch.equal(keys, self.keys[:, :, place:last])
+            assert torch.equal(values, self.values[:, :, place:last])
+            place = last
+        assert place == end - begin
 
     def move(self, capacity: int, shape: RowShape, pick: torch.Tensor | None) -> None:
         self.rows = self.pages.move_rows(self.rows, shape, capacity, pick)
@@ -92,7 +110,7 @@ class Twin:
         assert torch.equal(values, self.values)
 
 
-@pytest.mark.parametrize("where", ["cpu", *ORDERS])
+@pytest.mark.parametrize("where", ["cpu", "blocks", *ORDERS])
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_use(seed: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(seed)
@@ -102,8 +120,10 @@ def test_random_use(seed: int, where: str, tmp_path: Path, monkeypatch: pytest.M
     host_bytes = random.choice([2, 4]) << 20
     device_bytes = int(random.choice([1.2, 3, 6, 12]) * (1 << 20))
     monkeypatch.setattr(kv_device, "PACKED_BYTES", random.choice([0, 1 << 13, 1 << 20]))
-    budget = None if where == "cpu" else DeviceBudget(HostDevice(where), device_bytes)
-    pages = KeyValuePages(host_bytes, tmp_path, None, layer_count, "auto", counters(), budget)
+    by_blocks = where == "blocks"
+    monkeypatch.setattr(kv_blocks, "MAX_BLOCK_TOKENS", random.choice([7, 50, 2048]))
+    budget = None if by_blocks or where == "cpu" else DeviceBudget(HostDevice(where), device_bytes)
+    pages = KeyValuePages(host_bytes, tmp_path, None, layer_count, "auto", counters(), budget, by_blocks)
     shapes = [
         RowShape(random.randint(1, 2), (2, random.choice([16, 40, 64])), (random.randint(1, 3), 64), dtype)
         for _ in range(layer_count)
@@ -111,7 +131,7 @@ def test_random_use(seed: int, where: str, tmp_path: Path, monkeypatch: pytest.M
     if random.random() < 0.7:
         shapes = shapes[:1] * layer_count
     kept = [random.choice([None, None, 30]) for _ in range(layer_count)]
-    twins = [Twin(pages, n, *pair) for n, pair in enumerate(zip(shapes, kept, strict=True))]
+    twins = [Twin(pages, n, *pair, by_blocks) for n, pair in enumerate(zip(shapes, kept, strict=True))]
     try:
         for _ in range(40):
             what = random.choice(["step"] * 6 + ["long step", "crop", "pick", "check", "save", "close"])

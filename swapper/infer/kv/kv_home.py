@@ -8,7 +8,7 @@ in its accesses as fresh, in those of the next one as read.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,13 @@ from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, PoolSize
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
 from swapper.runtime.sizes import format_bytes
+
+READ_AHEAD_SHARE, MIN_READ_AHEAD_PAGES = 1 / 32, 8
+"""Of the frames, and at least: what is read of the next layer while one computes. What is read in its turn takes its frames."""
+
+
+def read_ahead_pages(frame_count: int) -> int:
+    return max(int(frame_count * READ_AHEAD_SHARE), MIN_READ_AHEAD_PAGES)
 
 
 class HostRows:
@@ -48,12 +55,23 @@ class HostRows:
     def expect(self, added: int) -> None:
         """Expect a step that adds `added` tokens, and then steps of one. [Note: order of layers]"""
         layers = [self._layers[index] for index in sorted(self._layers)]
-        cycle = [rows.next_access(added) for rows in layers]
+        cycle = [access for rows in layers for access in self.accesses(rows, added)]
         if any(access.fresh for access in cycle):
-            cycle += [rows.next_access(min(added, 1), before=added) for rows in layers]
+            cycle += [access for rows in layers for access in self.accesses(rows, min(added, 1), before=added)]
         if cycle != self._cycle:
             self._cycle = cycle
             self._pager.expect(cycle)
+
+    def accesses(self, rows: Rows, added: int, before: int = 0) -> Sequence[Access]:
+        """Return what a layer's turn will lease. Args: as of `Rows.next_access`."""
+        return (rows.next_access(added, before),)
+
+    def room(self, rows: Rows, added: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Begin a layer's turn, in which `added` tokens are added. Yield begin and end of a part of them, and its memory.
+
+        Raises: as `lease`.
+        """
+        yield rows.end, rows.end + added, self.lease(rows, added)
 
     def lease(self, rows: Rows, added: int) -> torch.Tensor:
         """Begin a layer's turn. Return the memory of its rows, uint8, with room for `added` more.
@@ -69,6 +87,10 @@ class HostRows:
         self.leased, self._access = rows, access
         self._check_saved(rows)
         return rows.section.memory
+
+    def has_all(self, rows: Rows) -> bool:
+        """Return whether a layer has its turn, and all of its rows are in memory."""
+        return self.leased is rows
 
     def memory(self, rows: Rows) -> torch.Tensor:
         """Return the memory of the layer that has its turn."""
@@ -154,7 +176,8 @@ class HostRows:
                 f"host_memory={format_bytes(self._size.pool_bytes)} of a KVCache is too small: the keys and values of one layer "
                 f"take {format_bytes(len(access.pages) * self._size.page_bytes)} and must be there together, with the last page "
                 f"of each other layer: at least {format_bytes(smallest)} ({smallest} bytes) are needed now, and twice as much to "
-                "read the next layer meanwhile",
+                'read the next layer meanwhile; KVCache(..., attention="blocks") needs a block of a layer, and is approximate to '
+                "the last bits",
                 smallest_bytes=smallest,
             )
 

@@ -1,6 +1,7 @@
 """Keeps the rows of keys and values in pages: in host memory as far as a budget goes, the rest in a scratch file (kv_rows.py).
 
-Where kernels use them is their home: those pages (kv_home.py), or memory of a device (kv_device.py).
+Where kernels use them is their home: those pages (kv_home.py), block by block (kv_blocks.py), or memory of a device
+(kv_device.py).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from swapper.device.model_device import DeviceBudget
 from swapper.errors import StateError
 from swapper.formats.sources import FileStamp
+from swapper.infer.kv.kv_blocks import BlockRows
 from swapper.infer.kv.kv_device import DeviceRows
-from swapper.infer.kv.kv_home import HostRows
+from swapper.infer.kv.kv_home import HostRows, read_ahead_pages
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, RowShape, SavedRows
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.resources import Resources
@@ -27,8 +29,6 @@ from swapper.runtime.counters import Counters
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64 << 10, 4 << 20
 LAST_PAGES_SHARE = 1 / 16
 """Of the frames: the last pages of all layers, which stay, take about this part of them."""
-READ_AHEAD_SHARE, MIN_READ_AHEAD_PAGES = 1 / 32, 8
-"""Of the frames, and at least: what is read of the next layer while one computes. What is read in its turn takes its frames."""
 HEAD_BYTES = 32 << 20
 """Bytes of the frames that are populated before the first use; the rest is while it goes on: a choice."""
 
@@ -44,6 +44,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         backend: of the engine.
         counters: to update.
         budget: of the device that has the keys; None: they are on the CPU.
+        by_blocks: layers are read block by block; on the CPU.
 
     Raises:
         IoError: the directory refuses.
@@ -58,6 +59,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         backend: str,
         counters: Counters,
         budget: DeviceBudget | None = None,
+        by_blocks: bool = False,
     ) -> None:
         device = None if budget is None else budget.device
         super().__init__(counters, near=device)
@@ -81,12 +83,12 @@ class KeyValuePages(Resources[KeyValueFile]):
                 Schedule([]),
                 device,
                 head_bytes=HEAD_BYTES,
-                window_pages=max(int(self._size.frame_count * READ_AHEAD_SHARE), MIN_READ_AHEAD_PAGES),
+                window_pages=read_ahead_pages(self._size.frame_count),
                 one_at_a_time=device is None,
             )
             own = self.pager, self.store, self._size, self._layers
             if budget is None or self.host_side is None:
-                self._home = HostRows(*own)
+                self._home = BlockRows(*own) if by_blocks else HostRows(*own)
             else:
                 self._home = DeviceRows(budget, self.host_side, counters, *own)
         except BaseException:
@@ -108,24 +110,44 @@ class KeyValuePages(Resources[KeyValueFile]):
             BudgetError: the pool is too small for the layer's pages.
             StateError: two threads use the cache at once.
         """
+        begin, is_first = rows.begin, rows.count == 0
+        self.add(rows, keys, values)
+        if is_first:
+            return keys.contiguous(), values.contiguous()  # attention takes a tenth less time than with rows
+        return rows.shape.views(self._home.memory(rows), begin, rows.end)
+
+    def add(self, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add tokens to a layer, which has its turn now. Args: as of `append`. Raises as it does."""
         added = keys.shape[2]
         self._begin_turn(rows, added)
-        memory = self._home.lease(rows, added)
-        begin, end = rows.begin, rows.end + added
-        rows.over = begin  # an error in this step takes its tokens back, and no others
-        for whole, new in zip(rows.shape.views(memory, rows.end, end), (keys, values), strict=True):
-            whole.copy_(new)
-        self._home.keep(rows, end)
-        rows.end = end
+        begin, end = rows.begin, rows.end
+        for first, last, memory in self._home.room(rows, added):
+            rows.over = begin  # an error in this step takes its tokens back, and no others
+            for whole, new in zip(rows.shape.views(memory, first, last), (keys, values), strict=True):
+                whole.copy_(new[:, :, first - end : last - end])
+            self._home.keep(rows, last)
+        rows.end = end + added
         if rows.kept is not None:
-            rows.begin = max(begin, end - rows.kept)
-        if end - added == begin:
-            return keys.contiguous(), values.contiguous()  # attention takes a tenth less time than with rows
-        return rows.shape.views(memory, begin, end)
+            rows.begin = max(begin, rows.end - rows.kept)
+
+    def blocks(self, rows: Rows, begin: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield keys and values of tokens [begin, end) of the layer that has its turn, block by block; each is whole until the
+        next.
+
+        Raises:
+            StateError: another layer has its turn.
+            IoError: a page could not be read.
+            ChecksumError: a saved context was damaged.
+        """
+        assert isinstance(self._home, BlockRows)
+        if self._home.leased is not rows:
+            raise StateError("keys of a KVCache are read until the next layer is used")
+        for first, last, memory in self._home.blocks(rows, begin, end):
+            yield rows.shape.views(memory, first, last)
 
     def read(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer, as `append` does."""
-        if self._home.leased is not rows:
+        if not self._home.has_all(rows):
             self._begin_turn(rows, 0)
             self._home.lease(rows, 0)
         return rows.shape.views(self._home.memory(rows), rows.begin, rows.end)
@@ -245,7 +267,8 @@ class KeyValuePages(Resources[KeyValueFile]):
             if target is rows:
                 self._broken_by = type(error).__name__
             raise
-        target.begin, target.end = 0, end - begin
+        target.begin = target.over = 0
+        target.end = end - begin
         self._home.renew(target)
 
     def _rewrite(self, rows: Rows, first: int, last: int, target: Rows, to: int, pick: torch.Tensor | None) -> None:

@@ -230,7 +230,7 @@ class AioHandle(DeepNvmeMethods):
             logger.error("%s (while closing after another error)", failure)
 
     def __del__(self) -> None:
-        if getattr(self, "_process", None) != os.getpid():
+        if os is None or getattr(self, "_process", None) != os.getpid():  # Python ends, or in a forked child
             return
         try:
             self.close()

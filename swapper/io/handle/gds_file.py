@@ -167,7 +167,7 @@ class GdsFile:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_process", None) == os.getpid() and self.fd >= 0:
+        if os is not None and getattr(self, "_process", None) == os.getpid() and self.fd >= 0:  # else Python ends
             self.close()
 
     @property
