@@ -90,8 +90,8 @@ class OffloadedModel:
         self.hooks = self.passes.hooks
         placed.use(self)
         targets = HookTargets(
-            self.fault_handler, self.groups, placed.places, kept, without_averaging, self.updates, self.passes,
-            self._make_finish(), self._events,
+            self.fault_handler, self.groups, placed.places, kept, processor.is_device, without_averaging, self.updates,
+            self.passes, self._make_finish(), self._events,
         )  # fmt: skip
         self._binding = self.model.bind(targets)
         self.updates.watch(parameter for parameter, _ in self._trained())
