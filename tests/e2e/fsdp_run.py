@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from infer.host_device import HostDevice
+from infer.host_device import ORDERS, HostDevice
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
@@ -275,7 +275,8 @@ def run(directory: Path, name: str, update: str, order: str = UPDATES) -> None:
     placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
     placement["gradients"] = case.get("gradients", "auto")
     if order:
-        placement |= {"device": HostDevice(order), "device_memory": "32MiB"}
+        own = ORDERS[ORDERS.index(order) - dist.get_rank()]  # copies arrive at other moments on each rank
+        placement |= {"device": HostDevice(own), "device_memory": "32MiB"}
     values = source_of_values(case, directory.parent)
     if "external" in case:
         placement["external"] = swapper.ExternalWeights(path=values)
@@ -296,7 +297,7 @@ def run(directory: Path, name: str, update: str, order: str = UPDATES) -> None:
         torch.manual_seed(1)  # as in `make_whole`
         _, optimizer = manager.offload(swapped, optimizer, **placement, init=values)
         assert all(parameter.device.type == "cpu" for parameter in swapped.parameters())
-        if DEVICE == "cuda":
+        if DEVICE == "cuda" and not case.get("predicted"):
             gc.collect()
             assert torch.cuda.memory_allocated() == 0  # the shards have left it
         schedulers = make_scheduler(plain_optimizer), make_scheduler(optimizer)
