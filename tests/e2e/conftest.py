@@ -38,6 +38,13 @@ def on_a_real_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def stand_in() -> None:
+    """The test looks into the device of host memory that it is given."""
+    if devices.IS_REAL:
+        pytest.skip(devices.STAND_IN_ONLY)
+
+
+@pytest.fixture
 def twins(tmp_path: Path) -> Iterator[Callable[..., Twins]]:
     """Makes twins in directories of their own."""
     made: list[Twins] = []

@@ -24,7 +24,7 @@ from swapper.train.layout.inventory import Inventory, take_inventory
 from swapper.train.layout.state_codecs import MASTER, StateCodecs
 from swapper.train.optimizer.optimizer_set import OptimizerSet, members_of_given
 from swapper.train.passes.given_model import GivenModel
-from swapper.train.planning.update_place import faster_place
+from swapper.train.planning.update_place import check_updates_there, faster_place
 from swapper.train.sharded.sharded_model import ShardedModel
 from swapper.train.sharded.shards import device_of, is_sharded
 from swapper.train.state.conditions import check_update
@@ -266,6 +266,8 @@ def _updates_there(
     needed = "device" in (options.gradients, options.optimizer_state) or accelerator.update_with == "kernel"
     try:
         _check_codecs_there(options, there)
+        for optimizer in optimizers if accelerator.update_with != "kernel" else ():
+            check_updates_there(optimizer, there)
     except UnsupportedError as error:
         if accelerator.update_on == "device" or needed:
             raise
