@@ -26,7 +26,6 @@ class Feature(Enum):
     STOCHASTIC_ROUNDING = "stochastic_rounding"
     ENCODED_MASTERS = "a codec of the masters"
     MASTERS = "master_weights"
-    ACCELERATOR = "accelerator"
     IN_FORWARD = "update='deferred'"
     IN_BACKWARD = "update='backward'"
     CLIPPING = "clipping by the norm of all gradients"
@@ -73,10 +72,7 @@ def _needs(one: Feature, other: Feature, why: str) -> Rule:
 _F = Feature
 _WITH_DEVICE = "say manager.offload(..., device='cuda')"
 _UPDATE_THERE = "otherwise it is needed in host memory. Say device='cuda', and leave out update_on='cpu'"
-_SHARDED = (
-    "leave it out. (A sharded model computes where its mesh is, and is updated on the CPU; with a mixed-precision policy the "
-    "shards are the fp32 masters.)"
-)
+_SHARDED = "FSDP2 gathers shards from host memory, and gradients go there. Leave it out"
 _NOT_SHARDED = "so far it is for models that a rank has whole"
 _IN_PASSING = "offload with update='step'"
 
@@ -90,7 +86,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(_F.KERNEL, _F.SEVERAL, "have one optimizer, with param_groups, or leave update_with out"),
     Rule(_F.SHARDED, _F.SEVERAL, "have one optimizer, with param_groups"),
-    *(Rule(one, _F.SHARDED, _SHARDED) for one in (_F.DEVICE, _F.ACCELERATOR, _F.MASTERS)),
+    *(Rule(one, _F.SHARDED, _SHARDED) for one in (_F.PARAMS_ON_DEVICE, _F.GRADIENTS_ON_DEVICE)),
+    Rule(_F.MASTERS, _F.SHARDED, "with a mixed-precision policy the shards are the fp32 masters. Leave it out"),
     *(Rule(one, _F.SHARDED, _NOT_SHARDED) for one in (_F.ACCUMULATE_BATCHES, _F.PARKED, _F.KEEP, _F.REFERENCE)),
     Rule(_F.RANKS_ALONE, _F.SHARDED, "its ranks resume together: leave out ranks='alone'", error=ConfigError),
     Rule(

@@ -46,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # what is imported and collected stays: looking through it again and again finds nothing
     os.environ.setdefault("SWAPPER_TEST_SEED", seed_of_commit())  # and so for xdist's processes too
     config.pluginmanager.register(Durations())
+    if "SWAPPER_TEST_DEVICE" in os.environ:
+        from devices import check_named
+
+        check_named()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -142,7 +142,7 @@ class Device:
         is_capturing = getattr(self._module, "is_current_stream_capturing", None)
         if is_capturing is not None and is_capturing():
             raise UnsupportedError(
-                f"a CUDA graph is being captured, and {name} is copied to the device by hooks, which a graph does not run: "
+                f"a CUDA graph is being captured, and {name} is copied to the device when it is needed, which a graph does not do: "
                 "capture parts of the model without weights that swapper has, or run without torch.cuda.graph and "
                 "make_graphed_callables"
             )

@@ -62,6 +62,11 @@ class DeviceBudget:
         if opened is not None:
             auto = device_memory == "auto"
             nbytes = opened.free_bytes() // 2 if auto else parse_bytes(device_memory, "device_memory")
+            if opened.is_there and nbytes > (total_bytes := opened.total_bytes()):
+                raise ConfigError(
+                    f"device_memory={device_memory!r} is more than {opened} has, {format_bytes(total_bytes)}: leave it out, and "
+                    "swapper takes what forward and backward leave"
+                )
             return cls(opened, nbytes, auto)
         if device_memory != "auto":
             raise ConfigError(f"device_memory={device_memory!r} goes with a device; on the CPU say host_memory")

@@ -30,6 +30,18 @@ def refused(manager: swapper.SwapManager, model: Any, optimizer: Any, match: str
         manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
 
 
+def test_layers_of_transformer_engine(manager: swapper.SwapManager) -> None:
+    model = Net()
+    kind = type("LayerNormLinear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.layernorm_linear"})
+    model.head = kind(WIDTH, 8)
+    refused(
+        manager,
+        model,
+        adamw(model.parameters()),
+        r"head is a LayerNormLinear of Transformer Engine.*convert_to_float8_training",
+    )
+
+
 def test_a_model_on_the_meta_device(manager: swapper.SwapManager) -> None:
     with torch.device("meta"):
         model = Net()

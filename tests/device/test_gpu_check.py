@@ -48,7 +48,9 @@ def test_a_rehearsal_gives_every_figure(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(any(is_of(row["figure"], name) for row in rows) for name in promised)
     assert not [row for row in rows if not row["number"] and not row["is_open"]]
     if not torch.cuda.is_available():  # what cannot be measured is another matter there
-        unmeasured = {row["figure"]: row["is_open"] for row in rows if not row["number"]}
+        unmeasured = {
+            row["figure"]: row["is_open"] for row in rows if not row["number"] and "not installed" not in row["reason"]
+        }
         assert unmeasured == {"drive -> device, GdsHandle": True, "device -> drive, GdsHandle": True}
     assert list(tmp_path.iterdir()) == [], "something was left on the drive"
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
+from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
@@ -24,6 +26,22 @@ __all__ = ["watch_for_leaks"]
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=devices.IS_REAL)
+def on_a_real_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models and batches are made on it. What looks into the device of host memory is skipped."""
+    monkeypatch.setattr(HostDevice, "__init__", lambda *_, **options: pytest.skip(devices.STAND_IN_ONLY))
+    torch.set_default_device(devices.NAME)
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.fixture
+def stand_in() -> None:
+    """The test looks into the device of host memory that it is given."""
+    if devices.IS_REAL:
+        pytest.skip(devices.STAND_IN_ONLY)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import device_of_tests
 from infer.host_device import HostDevice
 from torch import nn
 
@@ -25,7 +26,9 @@ SMALL = 2 * MIB
 def on_device(twins: MakeTwins) -> MakeTwins:
     def make(model: nn.Module | None = None, *args: Any, order: str = "late", **options: Any) -> Twins:
         return twins(
-            model or Net(), *args, **{"device": HostDevice(order), "device_memory": SMALL, "room_bytes": MIB, **options}
+            model or Net(),
+            *args,
+            **{"device": device_of_tests(order), "device_memory": SMALL, "room_bytes": MIB, **options},
         )
 
     return make

@@ -1,7 +1,8 @@
 """One of several ranks under torchrun: FSDP2 over gloo on a plain and on a swapped model; both must go the same way.
 
 Usage: fsdp_run.py DIRECTORY UPDATE [CASE ...], the time of updates, as for `offload`, and some of CASES. FSDP_RUN_DEVICE=cuda in
-the environment has each rank compute on a device of its own; the plain model has a CPUOffloadPolicy then.
+the environment has each rank compute, and update, on a device of its own; the plain model has a CPUOffloadPolicy then.
+FSDP_RUN_UPDATES=late, or another order of tests/infer/host_device.py, has updates on a device of host memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from infer.host_device import ORDERS, HostDevice
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
@@ -34,6 +36,7 @@ from e2e.twins import named_budget
 from swapper.train.sharded import buffers
 
 DEVICE = os.environ.get("FSDP_RUN_DEVICE", "cpu")
+UPDATES = os.environ.get("FSDP_RUN_UPDATES", "")
 
 
 def join() -> None:
@@ -243,7 +246,8 @@ def train(
     if manager is not None:
         updates = manager.current.run.model.updates
         if updates.follows_backward and not case.get("waits"):  # all groups are updated by now
-            assert sealed(manager.current.run.model.groups) == set(updates._trainables)
+            left = set(updates._trainables) - sealed(manager.current.run.model.groups)
+            assert len(left) <= manager.current.run.placed.processor.is_device  # its last gradients may come later
     optimizer.step()
     optimizer.zero_grad(set_to_none=not case.get("zeroed"))
     if scheduler is not None:
@@ -263,13 +267,16 @@ def dist_objects(own: Any) -> list[Any]:
     return found
 
 
-def run(directory: Path, name: str, update: str) -> None:
+def run(directory: Path, name: str, update: str, order: str = UPDATES) -> None:
     case = CASES[name]
     plain, plain_optimizer = make(case, is_plain=True)
     swapped, optimizer = make(case, is_meta="init" in case)
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
     placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
     placement["gradients"] = case.get("gradients", "auto")
+    if order:
+        own = ORDERS[ORDERS.index(order) - dist.get_rank()]  # copies arrive at other moments on each rank
+        placement |= {"device": HostDevice(own), "device_memory": "32MiB"}
     values = source_of_values(case, directory.parent)
     if "external" in case:
         placement["external"] = swapper.ExternalWeights(path=values)
@@ -290,7 +297,7 @@ def run(directory: Path, name: str, update: str) -> None:
         torch.manual_seed(1)  # as in `make_whole`
         _, optimizer = manager.offload(swapped, optimizer, **placement, init=values)
         assert all(parameter.device.type == "cpu" for parameter in swapped.parameters())
-        if DEVICE == "cuda":
+        if DEVICE == "cuda" and not case.get("predicted"):
             gc.collect()
             assert torch.cuda.memory_allocated() == 0  # the shards have left it
         schedulers = make_scheduler(plain_optimizer), make_scheduler(optimizer)
@@ -310,6 +317,8 @@ def run(directory: Path, name: str, update: str) -> None:
                 module.reshard()
         same_state(swapped, optimizer, plain, plain_optimizer, name)
         assert manager.counters.bytes_read > 0
+        if order:
+            assert manager.counters.uploaded_bytes > 0 and manager.counters.downloaded_bytes > 0
         if "external" in case:
             inventory = manager.current.run.plan.inventory
             assert "blocks.0.down.weight" in inventory.external or dist.get_world_size() == 3

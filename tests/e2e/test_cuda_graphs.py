@@ -11,7 +11,7 @@ from torch import nn
 
 import swapper
 from e2e.device_twins import MIB, SMALL, MakeTwins, on_device
-from e2e.models import Net, tokens
+from e2e.models import Net, tokens, train_step
 
 __all__ = ["on_device"]
 
@@ -85,3 +85,16 @@ def test_capturing_a_forward_is_refused(tmp_path: Path, budget: int) -> None:
             model(BATCH)
         del device.module.is_current_stream_capturing
         assert torch.equal(model(BATCH), expected)
+
+
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_capturing_a_step_is_refused_and_it_can_be_taken_then(on_device: MakeTwins, update: str) -> None:
+    pair = on_device(device=(device := HostDevice()), device_memory=64 * MIB, params="device", update=update)
+    pair.train(train_step, steps=1)
+    device.module.is_current_stream_capturing = lambda: True
+    with pytest.raises(swapper.UnsupportedError, match=r"a CUDA graph is being captured"):
+        train_step(pair.swapped, pair.optimizer)
+    del device.module.is_current_stream_capturing
+    pair.optimizer.zero_grad()
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)

@@ -117,6 +117,7 @@ def test_host_memory_that_is_full_leaves_tensors_on_the_device(manager: swapper.
     assert counters.device_peak_bytes > 2 << 20
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_to_host_leaves_tensors_of_the_cpu_alone(manager: swapper.SwapManager) -> None:
     with swapper.offload_activations(manager, to="host", min_bytes=1) as activations:
         (torch.randn(64, 64, requires_grad=True) * 2).sin().sum().backward()

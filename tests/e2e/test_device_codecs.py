@@ -153,6 +153,7 @@ def test_state_is_edited_and_loaded_and_a_run_goes_on(tmp_path: Path, state: str
     assert_same(contents[1][1], contents[0][1])
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_muon_and_adamw_have_the_bits_that_they_have_on_the_cpu(tmp_path: Path) -> None:
     contents = []
     for name, options in (("cpu", {}), ("device", UPDATED_THERE)):

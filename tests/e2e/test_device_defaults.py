@@ -44,6 +44,7 @@ def test_updates_are_on_the_device_and_one_line_says_what_was_chosen(
     pair.finish(paged=False)
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_the_default_of_an_accelerator_asks_for_nothing_on_a_cpu(tmp_path: Path) -> None:
     model = Net()
     with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
@@ -107,7 +108,8 @@ def test_the_smallest_device_memory_is_what_the_largest_parameter_needs(tmp_path
     embedding_bytes = model.embedding.weight.nbytes
     with swapper.SwapManager(tmp_path, host_memory="64GiB") as manager:
         given = torch.optim.AdamW(model.parameters())
-        options: dict[str, Any] = {"master_weights": torch.float32, "state_codec": codec, "device": HostDevice("late")}
+        options: dict[str, Any] = {"master_weights": torch.float32, "state_codec": codec}
+        options["device"] = HostDevice("late", capacity_bytes=8 << 30)
         with pytest.raises(swapper.BudgetError) as caught:
             manager.plan(model, given, device_memory="256MiB", **options)
         smallest = caught.value.smallest_bytes
@@ -182,6 +184,45 @@ class Failing(Net):
         self.device.module.failures += 1
         self.device = None
         raise torch.OutOfMemoryError("Tried to allocate")
+
+
+class OnlyOnTheCpu(torch.optim.SGD):
+    """Refuses the first call, which is of a tensor on the device: nothing else tells it from one of the CPU here."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        type(self).calls += 1
+        if self.calls == 1:
+            raise NotImplementedError("no kernel for this device")
+        super().step(closure)
+
+
+def only_on_the_cpu(parameters: Any) -> torch.optim.Optimizer:
+    return OnlyOnTheCpu(parameters, lr=0.1)
+
+
+def test_an_optimizer_that_cannot_run_there_updates_on_the_cpu_or_is_refused_by_name(
+    on_device: MakeTwins, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = on_device(Net(), only_on_the_cpu, update_on="device", budget=64 * MIB, wait=True)
+    named = r"OnlyOnTheCpu updates tensors of the CPU, and not of .*no kernel.*'cpu'"
+    OnlyOnTheCpu.calls = 0
+    with pytest.raises(swapper.UnsupportedError, match=named):
+        given.offload()
+    given.close()
+    OnlyOnTheCpu.calls = 0
+    with caplog.at_level(logging.INFO, "swapper"):
+        pair = on_device(Net(), only_on_the_cpu, budget=64 * MIB)
+    (line,) = said(caplog, "updates are on the CPU, since")
+    assert "no kernel for this device" in line
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def test_more_memory_than_the_device_has_is_refused(on_device: MakeTwins) -> None:
+    with pytest.raises(swapper.ConfigError, match=r"device_memory='2GiB' is more than cpu has, 1.0 GiB: leave it out"):
+        on_device(device=HostDevice(capacity_bytes=1 << 30), device_memory="2GiB", budget=64 * MIB)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -297,6 +297,7 @@ def test_state_that_is_used_before_its_copy_is_over_is_noticed(
     forget_copies(pair)
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_a_place_that_is_looked_at_before_its_copy_is_over_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
     pair = on_device(**KEPT)
     pair.train(train_step, steps=2)

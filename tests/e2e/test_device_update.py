@@ -31,6 +31,7 @@ from swapper.train.updates.device_sweep import DeviceSweep
 __all__ = ["on_device"]
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
     pair = on_device(update_on="device", device_memory=8 * MIB, optimizer_state="host", params="host")
     pair.train(train_step, steps=1)
@@ -49,6 +50,7 @@ def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: 
     pair.manager.current.run.model._sweep._results.forget()  # the error, which keeps what it was about
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
     on_device: MakeTwins, monkeypatch: Any
 ) -> None:
@@ -64,6 +66,7 @@ def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
     forget_copies(pair)
 
 
+@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(
     "update_on, gradients", [("cpu", "host"), ("cpu", "nvme"), ("device", "host"), ("device", "device")]
 )

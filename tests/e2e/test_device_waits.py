@@ -32,6 +32,7 @@ def test_a_kernel_that_does_not_wait_for_its_parameters_is_noticed(on_device: Ma
         two_steps(on_device(update_on="cpu"))
 
 
+@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("update_on", ["cpu", "device"])
 def test_gradients_that_are_used_before_they_have_arrived_are_noticed(
@@ -128,6 +129,7 @@ def test_parameters_that_are_not_brought_anew_after_an_update_are_noticed(
         pair.assert_same_parameters()
 
 
+@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_places_that_an_update_on_the_device_has_not_reached_yet_are_noticed(
     on_device: MakeTwins, monkeypatch: Any, update: str

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from infer.host_device import ORDERS, HostDevice
 from numa import may_choose_nodes, policies
 from sampling import runs_a_sample
 from torch.distributed.fsdp import fully_shard
@@ -78,6 +79,16 @@ def test_shards_of_models_on_accelerators(tmp_path: Path, update: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_update_on_a_device_what_they_gather_from_host_memory(tmp_path: Path, ranks: int, update: str) -> None:
+    """The device is one of host memory whose copies come late; gradients go there from a mesh of CPUs."""
+    order = random.Random(os.environ.get("SWAPPER_TEST_SEED")).choice(ORDERS)
+    cases = ["plain", *some_loops(2)] if runs_a_sample() else list(fsdp_run.CASES)
+    run(tmp_path, ranks, cases, update, FSDP_RUN_UPDATES=order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_shards_of_tensors_that_are_split_already(tmp_path: Path, update: str) -> None:
     """FSDP2 over tensor parallelism, on a mesh of 2 x 2."""
     assert torchrun(4, fsdp_tensor_parallel, tmp_path, update) == [f"rank {rank}: same" for rank in range(4)]
@@ -127,7 +138,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
     ("options", "named"),
     [
         ({"master_weights": torch.float32}, "master_weights"),
-        ({"accelerator": swapper.Accelerator(update_on="device")}, "accelerator"),
+        ({"params": "device", "device": HostDevice(), "device_memory": "32MiB"}, "params='device'"),
+        ({"gradients": "device", "device": HostDevice(), "device_memory": "32MiB"}, "gradients='device'"),
     ],
     ids=str,
 )
@@ -328,6 +340,50 @@ def test_a_rank_alone_goes_the_way_of_plain_fsdp2(
     """Of all loops, and more ranks: test_every_loop."""
     fsdp_run.run(tmp_path / "run", case, update)
     assert capfd.readouterr().out == f"rank 0, {case}: same\n"
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("case", "update"),
+    [
+        ("plain", "step"),
+        ("clipped", "deferred"),
+        ("accumulated", "backward"),
+        ("gradients on NVMe, clipped and accumulated", "step"),
+        ("parameters in host memory", "backward"),
+    ],
+)
+def test_shards_that_are_updated_on_a_device_go_the_way_of_plain_fsdp2(
+    tmp_path: Path, case: str, update: str, order: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fsdp_run.run(tmp_path / "run", case, update, order)
+    assert capfd.readouterr().out == f"rank 0, {case}: same\n"
+
+
+@pytest.mark.usefixtures("alone")
+def test_state_of_shards_stays_on_a_device(tmp_path: Path) -> None:
+    plain, plain_optimizer = fsdp_run.make({})
+    model, original = fsdp_run.make({})
+    options = {"device": HostDevice("late"), "device_memory": "64MiB", "optimizer_state": "device", "params": "nvme"}
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        _, optimizer = manager.offload(model, original, **options)
+        for step in range(3):
+            expected = fsdp_run.train(plain, plain_optimizer, {}, None, step)
+            fsdp_run.same(fsdp_run.train(model, optimizer, {}, None, step), expected, f"step {step}")
+        fsdp_run.same_state(model, optimizer, plain, plain_optimizer, "at the end")
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_device_than_that_of_the_mesh_is_refused(tmp_path: Path) -> None:
+    elsewhere = HostDevice()
+    elsewhere.device = torch.device("meta")
+    with (
+        swapper.SwapManager(tmp_path, host_memory="64MiB") as manager,
+        pytest.raises(swapper.DeviceError, match=r"mesh computes on cpu: leave device= out"),
+    ):
+        manager.offload(*fsdp_run.make({}), device=elsewhere, device_memory="32MiB")
 
 
 @pytest.mark.usefixtures("alone")

@@ -13,8 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import devices
 import torch
-from infer.host_device import HostDevice
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -23,6 +23,7 @@ import swapper
 from e2e.keywords import for_offload
 from e2e.models import WIDTH, Net, finish_step, train_step
 from swapper.paging.residency import Residency
+from swapper.runtime.random_states import rng_states, set_rng_states
 from swapper.train.gradients.cold_grad import ColdGradient
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -80,8 +81,8 @@ class Twins:
         select: what the optimizer is given of a model.
         wait: True leaves the offload to the test, which calls `offload`.
         options: of SwapManager.offload. With SWAPPER_TEST_DEVICE=late (or another order of tests/infer/host_device.py) in the
-            environment, runs that can be are on a device, with a small budget there: whole suites can be run so. With
-            SWAPPER_TEST_STAYS too, gradients and state stay there (and tests fail that assert what was paged).
+            environment, or a real device's name, runs that can be are on it, with a small budget there: whole suites can be run
+            so. With SWAPPER_TEST_STAYS too, gradients and state stay there (and tests fail that assert what was paged).
     """
 
     def __init__(
@@ -114,8 +115,9 @@ class Twins:
         self.original = make_optimizer(select(self.swapped))
         self.optimizer: Any = self.original
         self.options = {"params": "nvme", "optimizer_state": "nvme", **options}
-        if order := os.environ.get("SWAPPER_TEST_DEVICE"):
-            self.options.setdefault("device", HostDevice(order))
+        devices.need_update_there(self.options)
+        if devices.NAME and "device" not in self.options:
+            self.options["device"] = devices.device_of_tests(devices.NAME)
             if os.environ.get("SWAPPER_TEST_STAYS"):
                 self.options.update(update_on="device", gradients="device", optimizer_state="device")
                 self.options.setdefault("device_memory", 64 << 20)
@@ -172,9 +174,9 @@ class Twins:
 
     def both(self, run: Callable[[Any, Any], Any]) -> Any:
         """Call `run(model, optimizer)` for both, from the same random state; assert the same result and return it."""
-        random_state = torch.get_rng_state()
+        random_states = rng_states()
         expected = run(self.plain, self.plain_optimizer)
-        torch.set_rng_state(random_state)
+        set_rng_states(random_states)
         actual = run(self.swapped, self.optimizer)
         assert_same(actual, expected)
         return expected
@@ -309,7 +311,7 @@ def assert_same(actual: Any, expected: Any, where: str = "result") -> None:
     if isinstance(expected, torch.Tensor):
         assert isinstance(actual, torch.Tensor), where
         assert actual.dtype == expected.dtype, where
-        assert torch.equal(actual, expected), f"{where} differs"
+        assert torch.equal(actual.to(expected.device), expected), f"{where} differs"
         return
     leaves, spec = pytree.tree_flatten(expected)
     if len(leaves) == 1 and leaves[0] is expected:

@@ -8,7 +8,22 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from gpu import activations, checkpoints, copies, drive, facts, inference, kernels, language_model, placed, training
+from gpu import (
+    activations,
+    checkpoints,
+    copies,
+    drive,
+    facts,
+    inference,
+    kernels,
+    language_model,
+    libraries,
+    placed,
+    recovery,
+    sharded,
+    training,
+    twins,
+)
 from gpu.bench import Measurement
 
 
@@ -41,6 +56,15 @@ FIGURES: dict[str, Figures] = {
         for name in language_model.WAYS
     },
     "llama-7b": Figures(language_model.seven, (language_model.SEVEN,), 110),
+    **{
+        f"fsdp2-{update}": Figures(partial(sharded.sharded, update), (sharded.figure_of(update),), 60)
+        for update in sharded.UPDATES
+    },
+    "fsdp2-offload": Figures(sharded.offloaded_by_fsdp, (sharded.OFFLOADED,), 60),
+    "killed": Figures(recovery.killed, (recovery.KILLED,), 60),
+    "short": Figures(recovery.short, (recovery.SHORT,), 45),
+    "twins": Figures(twins.twins, (twins.TWINS,), 60),
+    "libraries": Figures(libraries.libraries, tuple(map(libraries.figure_of, libraries.RUNS)), 60),
 }
 TESTS, TESTS_BEFORE, TESTS_S = "tests", "quantised", 150
 ORDER = [name for before in FIGURES for name in ((TESTS, before) if before == TESTS_BEFORE else (before,))]

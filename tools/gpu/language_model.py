@@ -147,10 +147,11 @@ def take_step(
     return float(loss.detach())
 
 
-def measured(bench: Bench, act: Callable[[], float]) -> tuple[list[float], float]:
-    """Return the losses of the first steps, and the seconds of the fastest of some more."""
-    losses, times = [act() for _ in range(1 if bench.is_rehearsal else CHECKED_STEPS)], []
-    for _ in range(1 if bench.is_rehearsal else TIMED_STEPS):
+def measured(bench: Bench, act: Callable[[], float], steps: int | None = None) -> tuple[list[float], float]:
+    """Return the losses of the first steps, and the seconds of the fastest of some more; `steps` of each, if that is given."""
+    checked, timed = (steps, steps) if steps else (1, 1) if bench.is_rehearsal else (CHECKED_STEPS, TIMED_STEPS)
+    losses, times = [act() for _ in range(checked)], []
+    for _ in range(timed):
         bench.synchronize()
         begin = time.perf_counter()
         act()

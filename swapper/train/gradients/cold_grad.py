@@ -292,6 +292,18 @@ def is_part(gradient: torch.Tensor) -> bool:
     return gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
+def stand_for(gradient: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor without data on `device` that stands for a gradient on another: torch allows a parameter no such `grad`."""
+    here = torch.empty((), dtype=gradient.dtype, device=device).expand(gradient.shape)
+    here.swapper_gradient_there = gradient  # type: ignore[attr-defined]
+    return here
+
+
+def behind(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient that a tensor stands for: by `stand_for`, or itself."""
+    return getattr(gradient, "swapper_gradient_there", gradient)
+
+
 def without_data(name: str, gradient: ColdGradient) -> StateError:
     """Return the error for a cold `gradient` assigned to a parameter that is not its own, or not its newest."""
     whose = "of an earlier backward" if gradient.swapper_name == name else f"that of {gradient.swapper_name}"

@@ -89,7 +89,7 @@ class DeviceGradients(PagedGradients):
 
     def _stand_in(self, slot: GradientSlot) -> torch.Tensor:
         spec = slot.place.slot.spec
-        here = torch.empty((), dtype=spec.dtype, device=self._on_device.device.device).expand(spec.shape)
+        here = torch.empty((), dtype=spec.dtype, device=self._on_device.shown_on).expand(spec.shape)
         here.swapper_where = "off the device"  # type: ignore[attr-defined]
         return here
 
@@ -97,6 +97,7 @@ class DeviceGradients(PagedGradients):
     def _move(self, slot: GradientSlot, gradient: torch.Tensor, adding: bool) -> None:
         key = id(slot.parameter)
         self._on_device.gradient_came(key)
+        gradient = gradient.to(self._on_device.device.device)  # one that the user has assigned to a shard
         earlier, here = self._take_sum(key), slot.content if adding and not slot.content.zero else None
         slot.content = GradientMeta()
         if here is None:

@@ -28,6 +28,7 @@ from swapper.train.gradients.cold_grad import (
     GradientMeta,
     GradientPart,
     GradientSlot,
+    behind,
     is_part,
     without_data,
 )
@@ -244,7 +245,7 @@ class PagedGradients:
             self._leave_with_graph(slot, gradient)
             return
         with defer_signals:
-            self._take_held(slot, gradient)
+            self._take_held(slot, behind(gradient))
 
     @torch.enable_grad()
     def _leave_with_graph(self, slot: GradientSlot, gradient: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
 from swapper.modules.groups import Group
-from swapper.modules.home import DeviceHome
+from swapper.modules.home import DeviceHome, GroupHome
 from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
@@ -81,6 +82,7 @@ class TrainingDevice(ModelDevice, Processor):
         downloads: copies gradients, and changes made on the device, to the host.
         memory: limits of what is there.
         order: of the streams that write gradients which stay, and the one that uses them.
+        shown_on: the device of the parameters, and of the gradients that stand for those that leave.
         updating: the stream of updates.
         alone: see [Note: threads of a backward].
 
@@ -105,6 +107,7 @@ class TrainingDevice(ModelDevice, Processor):
         device = budget.device
         self.alone = threading.RLock()
         self.updates = updates
+        self.shown_on = device.device
         self.max_pages = PAGES_ON_THEIR_WAY + min(max(spare_frames, 0) // 2, MORE_PAGES_ON_THEIR_WAY)
         self._budget = budget
         self._pager = pager
@@ -121,7 +124,7 @@ class TrainingDevice(ModelDevice, Processor):
         self._used: list[DeviceCopy] = []  # in this step, in order
         _open.add(self)
 
-    def home(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[DeviceHome, list[torch.Tensor]]:
+    def home(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[GroupHome, list[torch.Tensor]]:
         storage, views, spans = self.lay_out(places)
         image = self.add_image(group.index, group.name, storage, spans)
         self._images.append(image)
@@ -332,6 +335,26 @@ class TrainingDevice(ModelDevice, Processor):
         self.finish()
         super().close()
         self._images, self._used, self._copy_of, self._at = [], [], {}, {}
+
+
+class ShardDevice(TrainingDevice):
+    """Of a sharded model: FSDP2 gathers its parameters from host memory. Here are updates, and copies of gradients."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.shown_on = torch.device("cpu")
+
+    def home(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[GroupHome, list[torch.Tensor]]:
+        return Processor.home(self, group, places)
+
+    def gradient_came(self, parameter: int) -> None:
+        """No image is used by the kernels that made the gradient."""
+
+    def before_update(self, group: int) -> None:
+        """No image is outdated."""
+
+    def updates_in_place(self, group: int) -> bool:
+        return False
 
 
 def _check_others(budget: DeviceBudget) -> None:

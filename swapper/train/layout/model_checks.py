@@ -86,6 +86,11 @@ def _check_modules(model: nn.Module) -> None:
                 f"{name or type(module).__name__} makes sparse gradients, which have no fixed place: build the embedding with "
                 "sparse=False"
             )
+        if type(module).__module__.partition(".")[0] == "transformer_engine":
+            raise UnsupportedError(
+                f"{name or 'the model'} is a {type(module).__name__} of Transformer Engine, which may keep its weights in fp8 from "
+                "one forward to the next and write gradients past autograd: train in fp8 with torchao's convert_to_float8_training"
+            )
 
 
 def check_state(

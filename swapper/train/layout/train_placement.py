@@ -46,8 +46,8 @@ class StepKind:
 
     Attributes:
         update: when parameters are updated.
-        on_device: forwards and backwards run on an accelerator.
-        updates_there: so do updates.
+        on_device: parameters are copied to an accelerator for forwards and backwards.
+        updates_there: updates run on one.
         max_slice_bytes: of the largest state tensor of a slice that is updated there.
     """
 
@@ -155,6 +155,7 @@ def place_on_accelerator(
     gradients: str,
     optimizer_state: str,
     ahead_bytes: Mapping[int, int],
+    has_images: bool = True,
 ) -> DevicePlacement:
     """Return the groups that stay on a device from forward to backward, and those whose gradients and state stay there.
 
@@ -167,11 +168,13 @@ def place_on_accelerator(
         params: "device" if all of them must stay.
         gradients, optimizer_state: "device" if all must stay, "auto" if they may, else none does.
         ahead_bytes: by group, of the state that may go up early.
+        has_images: parameters are copied there for forwards and backwards; else FSDP2 gathers them.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
     """
-    images = {g.index: place_in_storage(p.nbytes for _, p in g.parameters)[1] for g in inventory.groups}
+    there = inventory.groups if has_images else ()
+    images = {g.index: place_in_storage(p.nbytes for _, p in g.parameters)[1] for g in there}
     units = [sorted(groups) for groups in working_sets(inventory.units)]
     where = [unit.name or type(unit.module).__name__ for unit in inventory.units]
     may_stay = optimizer_state in ("device", "auto")
@@ -290,4 +293,7 @@ def _frames_of_uses(
     leaving = int(not all(map(resident, inventory.grad_plans)))  # a page through which a gradient is written
     if step.on_device:
         most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
-    return most + leaving, 0 if step.update == "step" else most + leaving * step.on_device
+    elif step.updates_there:
+        leaving *= PAGES_ON_THEIR_WAY
+    meanwhile = leaving * (step.on_device or step.updates_there)
+    return most + leaving, 0 if step.update == "step" else most + meanwhile

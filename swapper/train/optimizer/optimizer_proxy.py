@@ -23,6 +23,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -38,6 +39,11 @@ from swapper.train.optimizer.own_code import is_known, may_draw
 
 NAMES = "param_names"
 """Settings of named parameters. As many as parameters, and only for people."""
+
+
+def _on_cpu_by_default() -> AbstractContextManager[object]:
+    """Return a context for new counters, which are in host memory, whatever the default device: torch 2.11 names none for them."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -115,7 +121,8 @@ class OptimizerProxy:
         proxy = object.__new__(type(self._optimizer))
         proxy.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
         chance = _chance() if self._may_draw else None
-        self._step(proxy)
+        with _on_cpu_by_default():
+            self._step(proxy)
         if len(proxy.state) != len(works):
             raise UnsupportedError(f"{kind_of(self._optimizer)} keeps state that belongs to none of its parameters")
         if not self._is_known:

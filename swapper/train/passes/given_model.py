@@ -101,6 +101,7 @@ class HookTargets:
         groups: of these.
         places: of tensors, by the name of the parameter and kind.
         kept_gradients: names of the parameters whose gradients stay autograd's own.
+        takes_on_device: gradients are copied from an accelerator, and by now perhaps not yet.
         without_averaging: why DDP cannot average gradients: see `averaging_refused`; "" if it can.
         updates: told of what is about to be used.
         passes: begins forwards, and the phases of a step.
@@ -112,6 +113,7 @@ class HookTargets:
     groups: list[GroupParameters]
     places: Mapping[tuple[str, str], TensorLocation]
     kept_gradients: frozenset[str]
+    takes_on_device: bool
     without_averaging: str
     updates: UpdateExecutor
     passes: PassOwner

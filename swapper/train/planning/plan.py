@@ -113,7 +113,7 @@ def plan_run(
         BudgetError: the budget is too small; names the smallest that works.
     """
     device, there = request.device, request.updates_there
-    step = StepKind(request.options.update, device is not None, there)
+    step = StepKind(request.options.update, device is not None and not request.model.is_sharded, there)
     of = partial(_plan_step, request, inventory, places, tuning, page_bytes, existing_files)
     if device is None or not there:
         return of(step)
@@ -166,12 +166,14 @@ def _plan_step(
             slice_bytes = step.slice_bytes(budget.page_bytes)
             other_bytes += ring_bytes(trainables, max(slice_bytes, MIN_SLICE_BYTES))  # the smallest, whatever pages are
             ahead_bytes = {of.group: group_state_bytes(of, slice_bytes) for of in trainables}
-        on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays, ahead_bytes)
+        on_device = place_on_accelerator(
+            inventory, device, other_bytes, options.params, *stays, ahead_bytes, has_images=step.on_device
+        )
         if (on_device.gradients, on_device.state) != (always.gradients, always.state):
             found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
-        check_averaging(
-            request.model.given, options.update, bool(without_gradients(inventory, on_device.gradients).grad_plans)
-        )
+        if step.on_device:  # FSDP2's gradients are averaged before they leave
+            leave = bool(without_gradients(inventory, on_device.gradients).grad_plans)
+            check_averaging(request.model.given, options.update, leave)
         inventory = inventory.with_state_staying(on_device.state)
         sections = sections_of(inventory, found, budget, layout)
     every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))
@@ -185,4 +187,5 @@ def _plan_step(
 def _stays_on_device(request: Request) -> tuple[str, str]:
     """Return which gradients and which state stay on the device: "device" for all, "auto" for those that fit, else none."""
     options, there = request.options, request.updates_there
-    return (options.gradients, options.optimizer_state) if there else ("host", "host")
+    gradients = "host" if request.model.is_sharded else options.gradients
+    return (gradients, options.optimizer_state) if there else ("host", "host")

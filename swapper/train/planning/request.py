@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.capabilities import Feature, check
-from swapper.device.device import Device
+from swapper.device.device import Device, open_device
 from swapper.device.kernels import ACCELERATORS, kernel, uses_kernel
 from swapper.device.model_device import DeviceBudget
-from swapper.errors import ConfigError, StateError, UnsupportedError
+from swapper.errors import ConfigError, DeviceError, StateError, UnsupportedError
 from swapper.io.drives import Drives
 from swapper.modules.groups import as_one
 from swapper.options import PLACEMENTS, UPDATES, Accelerator, ExternalWeights, parse_choice
@@ -24,9 +24,9 @@ from swapper.train.layout.inventory import Inventory, take_inventory
 from swapper.train.layout.state_codecs import MASTER, StateCodecs
 from swapper.train.optimizer.optimizer_set import OptimizerSet, members_of_given
 from swapper.train.passes.given_model import GivenModel
-from swapper.train.planning.update_place import faster_place
+from swapper.train.planning.update_place import check_updates_there, faster_place
 from swapper.train.sharded.sharded_model import ShardedModel
-from swapper.train.sharded.shards import is_sharded
+from swapper.train.sharded.shards import device_of, is_sharded
 from swapper.train.state.conditions import check_update
 from swapper.train.state.optim import NoOptimizer
 from swapper.train.updates.one_pass import AdamWKernel
@@ -107,7 +107,7 @@ class Request:
         given: the user's model, or several, and the optimizer, a list, or an object with several.
         given_optimizers: the user's own, or a NoOptimizer.
         model: what of it is paged.
-        device: the accelerator of forwards and backwards, and its budget; None: the CPU.
+        device: the accelerator of forwards and backwards, and its budget; None: the CPU. Of a sharded model: of updates.
         updates_there: so are updates.
         kernel: updates there instead of the optimizer, or None.
         frozen: the user's files of frozen parameters, or None.
@@ -136,20 +136,22 @@ class Request:
 
         Raises:
             ConfigError: options do not go together.
-            DeviceError: there is no such device.
+            DeviceError: there is no such device, or a sharded model computes on another one.
             UnsupportedError: `model` is no model, or several optimizers cannot have an option.
             CheckpointError: what `external` names is no checkpoint, or damaged.
             IoError: it cannot be read.
         """
-        device = DeviceBudget.parse(options.device, options.device_memory)
-        given = [NoOptimizer()] if optimizer is None else members_of_given(optimizer)
         accelerator = options.accelerator or Accelerator()
+        device = _device_of(model, options, accelerator)
+        given = [NoOptimizer()] if optimizer is None else members_of_given(optimizer)
         check(_asked(options, device, several=len(given) > 1, sharded=is_sharded(model)))
         of = (ShardedModel if is_sharded(model) else GivenModel)(as_one(model))
         used = of.optimizers_of(given)
         if options.state_codecs.of_key:
             of.check_rows(options.state_codecs.said)
         updates_there = device is not None and _updates_there(options, accelerator, device.device, used)
+        if of.is_sharded and not updates_there:
+            device = None  # FSDP2 has it
         kernel = None
         if accelerator.update_with == "kernel" and device is not None:
             kernel = AdamWKernel(accelerator.stochastic_rounding)
@@ -194,6 +196,22 @@ class Request:
         return found
 
 
+def _device_of(model: Any, options: OffloadOptions, accelerator: Accelerator) -> DeviceBudget | None:
+    """Return the device of the options, or of a sharded model's mesh, if updates may run there, and its budget.
+
+    Raises:
+        ConfigError, DeviceError: see `Request.of`.
+    """
+    device: str | torch.device | Device = options.device
+    if is_sharded(model):
+        given, where = open_device(device), device_of(model)
+        if given is not None and given.device != where:
+            raise DeviceError(f"device={str(device)!r}, and fully_shard's mesh computes on {where}: leave device= out")
+        if given is None and accelerator.update_on != "cpu":
+            device = where
+    return DeviceBudget.parse(device, options.device_memory)
+
+
 def _asked(options: OffloadOptions, device: DeviceBudget | None, several: bool, sharded: bool) -> frozenset[Feature]:
     """Return the features that these options ask for, of one or `several` optimizers and a whole or `sharded` model."""
     accelerator = options.accelerator or Accelerator()
@@ -208,7 +226,6 @@ def _asked(options: OffloadOptions, device: DeviceBudget | None, several: bool, 
         Feature.STOCHASTIC_ROUNDING: accelerator.stochastic_rounding is not None,
         Feature.ENCODED_MASTERS: MASTER in options.state_codecs.of_key,
         Feature.MASTERS: options.master_weights is not None,
-        Feature.ACCELERATOR: options.accelerator is not None,
         Feature.IN_FORWARD: options.update == "deferred",
         Feature.IN_BACKWARD: options.update == "backward",
         Feature.SEVERAL: several,
@@ -249,6 +266,8 @@ def _updates_there(
     needed = "device" in (options.gradients, options.optimizer_state) or accelerator.update_with == "kernel"
     try:
         _check_codecs_there(options, there)
+        for optimizer in optimizers if accelerator.update_with != "kernel" else ():
+            check_updates_there(optimizer, there)
     except UnsupportedError as error:
         if accelerator.update_on == "device" or needed:
             raise

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from swapper import _C
 from swapper.codecs import CODECS, CodedState
-from swapper.device.device import Device
+from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_storage import DeviceStorage
+from swapper.errors import UnsupportedError
 from swapper.io.registered import Registration, slabs
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
@@ -25,6 +26,8 @@ from swapper.train.updates.one_pass import MOMENTS, find_torchs_pass
 
 log = logging.getLogger("swapper")
 
+SIDE = 8
+"""Elements of each dimension of a tensor with which an optimizer is tried on a device."""
 ELEMENTS = 1 << 22  # of the trial: 16 MiB in fp32, more than a cache
 COPIED_BYTES = 256 << 20
 """Each way: enough for a link's full speed. A quarter of the free memory of a small device."""
@@ -45,6 +48,32 @@ def faster_place(optimizer: Optimizer, device: Device) -> str:
         place, on_cpu_s * 1e9 / ELEMENTS, gradients_s * 1e9 / ELEMENTS, device, copied_s * 1e9 / ELEMENTS,
     )  # fmt: skip
     return place
+
+
+def check_updates_there(optimizer: Optimizer, device: Device) -> None:
+    """Raise UnsupportedError if the optimizer updates a small tensor on the CPU, and fails with one on the device."""
+    if not device.is_there or not optimizer.param_groups or not optimizer.param_groups[0]["params"]:
+        return
+    shape = (SIDE,) * optimizer.param_groups[0]["params"][0].dim()
+    error = _failure(optimizer, shape, device.device)
+    if error is not None and _failure(optimizer, shape, torch.device("cpu")) is None:
+        raise UnsupportedError(
+            f"{kind_of(optimizer)} updates tensors of the CPU, and not of {device} ({type(error).__name__}: {error}): say "
+            "accelerator=swapper.Accelerator(update_on='cpu')"
+        )
+
+
+def _failure(optimizer: Optimizer, shape: tuple[int, ...], where: torch.device) -> Exception | None:
+    """Return the error of an update of such a tensor there; None if it succeeds."""
+    value, gradient = (torch.ones(shape, dtype=torch.float32, device=where) for _ in range(2))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            OptimizerProxy(copy_for_trial(optimizer)).update([Work(0, value, gradient, {})])
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as error:  # of anybody's code
+        return error
+    return None
 
 
 def copy_seconds(device: Device) -> float:

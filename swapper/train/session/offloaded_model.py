@@ -90,8 +90,8 @@ class OffloadedModel:
         self.hooks = self.passes.hooks
         placed.use(self)
         targets = HookTargets(
-            self.fault_handler, self.groups, placed.places, kept, without_averaging, self.updates, self.passes,
-            self._make_finish(), self._events,
+            self.fault_handler, self.groups, placed.places, kept, processor.is_device, without_averaging, self.updates,
+            self.passes, self._make_finish(), self._events,
         )  # fmt: skip
         self._binding = self.model.bind(targets)
         self.updates.watch(parameter for parameter, _ in self._trained())
@@ -162,7 +162,9 @@ class OffloadedModel:
         self.gradients.paged.before_step()
 
     def have_arrived(self, trainable: Trainable) -> bool:
-        return self.gradients.paged.have_arrived(trainable.parameters)
+        """Of shards on an accelerator never: when copies arrive differs, and all ranks begin with the same group, or none does."""
+        arrived = self.gradients.paged.have_arrived(trainable.parameters)
+        return arrived and not (self.model.is_sharded and self._processor.is_device)
 
     def _note_before(self) -> None:
         self.optimizer_state.expire("the next step")

@@ -40,7 +40,7 @@ from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import CLOSED, SessionEvents
-from swapper.train.groups.train_device import TrainingDevice
+from swapper.train.groups.train_device import ShardDevice, TrainingDevice
 from swapper.train.layout.content import CarriedSource, CommittedFiles
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.optimizer.optimizer_set import OptimizerSet
@@ -104,8 +104,9 @@ class TrainingSession:
         trainables = find_trainables(plan.inventory, find_places(everything))
         directory, device = self._directory, plan.request.device
         directory.require_space(plan.space_by_drive(max(plan.turns - len(origin.files), 0)))
-        for section in everything:  # the CPU updates gradients and state, which come for that
-            section.in_frames = device is not None and (section.plan.family == "param" or plan.request.updates_there)
+        for section in everything:  # the CPU updates gradients and state, which come for that; FSDP2 reads shards
+            by_device = plan.step.on_device if section.plan.family == "param" else plan.request.updates_there
+            section.in_frames = device is not None and by_device
         self._resources.open(
             [*self.sections, *(section for section in self._grad_sections if section.pages)],
             plan.budget,
@@ -141,7 +142,7 @@ class TrainingSession:
         host_side, request = self._resources.host_side, plan.request
         if request.device is None or plan.on_device is None or host_side is None:
             return Processor(self.pager)
-        return TrainingDevice(
+        return (ShardDevice if request.model.is_sharded else TrainingDevice)(
             request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there,
             plan.budget.spare_frames,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import nn
 from swapper.modules.leased_group import count_uses
 from swapper.tensors import torch_private
 from swapper.tensors.guarded_tensor import GuardedTensor, native, tensors_among
-from swapper.train.gradients.cold_grad import ColdGradient, refuse
+from swapper.train.gradients.cold_grad import ColdGradient, refuse, stand_for
 from swapper.train.sharded.shards import Shard
 
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ def _accumulate(parameter: nn.Parameter, cold: ColdGradient, gradient: torch.Ten
     parameter.grad = cold
     for before in (parameter._backward_hooks or {}).values():
         before(gradient)
-    parameter.grad = gradient
+    parameter.grad = gradient if gradient.device == parameter.device else stand_for(gradient, parameter.device)
     for after in (parameter._post_accumulate_grad_hooks or {}).values():
         after(parameter)
 

@@ -25,7 +25,7 @@ from swapper.modules.turns import is_in_backward
 from swapper.paging.section import own_storage
 from swapper.tensors.guarded_tensor import share_memory
 from swapper.tensors.torch_private import after_backward, backward_task
-from swapper.train.gradients.cold_grad import ColdGradient
+from swapper.train.gradients.cold_grad import ColdGradient, stand_for
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.passes.given_model import HookTargets
@@ -63,6 +63,8 @@ class ShardHooks:
                     self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))
             needed = list(dict.fromkeys(group_of[id(shard.local)] for shard in members))
             self._lease_around(param_group, needed)
+            if targets.takes_on_device:
+                _reduce_on_device(param_group, members)
             if updates.follows_backward:
                 self._follow_backward(param_group, needed)
         nbytes = memory_bytes(shards)
@@ -70,7 +72,9 @@ class ShardHooks:
             kept = [
                 group
                 for group, members in shards.by_group
-                if has_replicas(group) or any(shard.name in targets.kept_gradients for shard in members)
+                if has_replicas(group)
+                or targets.takes_on_device
+                or any(shard.name in targets.kept_gradients for shard in members)
             ]
             memory = give_memory([param_group for param_group, _ in shards.by_group], nbytes, kept)
             self._casts = partial(EmptyTensors, memory)
@@ -247,6 +251,35 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
         torch.utils.swap_tensors(parameter, real)  # keeps the object
     shard.fsdp_param._sharded_param_data = data
     parameter._local_tensor = local  # type: ignore[attr-defined]
+
+
+def _reduce_on_device(param_group: Any, shards: list[Shard]) -> None:
+    """Have FSDP2 leave reduced gradients on the device: `_take_gradient` copies them, and nobody waits for the copies."""
+    post_backward = param_group.post_backward
+
+    def reduce(*unused: Any) -> None:
+        own = [shard.fsdp_param for shard in shards if _may_stay(shard.parameter.grad)]
+        offloads = [fsdp_param.offload_to_cpu for fsdp_param in own]
+        for fsdp_param in own:
+            fsdp_param.offload_to_cpu = False
+            fsdp_param.to_sharded_dtensor = partial(_show, fsdp_param.to_sharded_dtensor)
+        try:
+            post_backward(*unused)
+        finally:
+            for fsdp_param, offload in zip(own, offloads, strict=True):
+                fsdp_param.offload_to_cpu = offload
+                del fsdp_param.to_sharded_dtensor
+
+    param_group.post_backward = reduce
+
+
+def _may_stay(earlier: Any) -> bool:
+    """Return whether a gradient may come on the device: not if it is added to one that the user has assigned, in host memory."""
+    return earlier is None or type(earlier._local_tensor) is LocalTensor
+
+
+def _show(to_dtensor: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:
+    return to_dtensor(stand_for(gradient, "cpu"))
 
 
 def _stay_there(fsdp_param: Any) -> None:

@@ -6,7 +6,9 @@ size of the largest rank's, and gathers from that. `FSDPParam.sharded_param`, th
 shard must be in memory while FSDP2 copies it into the all-gather's input, and at no other time.
 
 [Note: shards of a model on an accelerator] They lie in host memory, as with FSDP2's CPUOffloadPolicy, and by its means: FSDP2
-copies a shard there before it gathers it, and a reduced gradient from there before it shows it. So all else is as on the CPU.
+copies a shard there before it gathers it. A reduced gradient is copied to its place by swapper, and nobody waits for that; with
+updates on the CPU FSDP2 copies it, and waits. So a shard is a CPU tensor in both cases, and torch allows it no gradient on a
+device: it gets a tensor without data that refers to that (`stand_for`, gradients/cold_grad.py).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _PARTS = {
     ),
     "FSDPParam": (
         "sharded_param", "_sharded_param_data", "padded_sharded_param_size", "mesh_info", "fsdp_placement", "offload_to_cpu",
-        "pin_memory", "param_dtype", "orig_dtype", "_orig_size", "_module_info", "reset_sharded_param",
+        "pin_memory", "param_dtype", "orig_dtype", "_orig_size", "_module_info", "reset_sharded_param", "to_sharded_dtensor",
     ),
     "DTensor": ("_local_tensor", "_spec", "placements", "device_mesh"),
 }  # fmt: skip
@@ -155,6 +157,12 @@ def param_groups_of(model: nn.Module) -> list[Any]:
                 groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
             found.update({id(group): group for group in groups})
     return list(found.values())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device on which FSDP2 gathers a sharded model."""
+    groups = param_groups_of(model)
+    return groups[0].device if groups else torch.device("cpu")
 
 
 def shard_count(param_group: Any) -> int:

@@ -97,6 +97,10 @@ class DeviceSweep(Sweep):
         self._is_in_place = False  # of the group that is updated: see TrainingDevice.updates_in_place
         self._has_updated = False  # in this step
 
+    def begin(self, member: int) -> None:
+        self.on_device.device.refuse_capture("the optimizer's state")
+        super().begin(member)
+
     def update(self, update: GroupUpdate) -> None:
         """Update a group. Copies of its results may still be in flight, their pages leased: see `settle`."""
         group = update.trainable.group
