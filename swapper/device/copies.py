@@ -22,7 +22,7 @@ import torch
 
 from swapper.device.device import Device, QueuedCopy
 from swapper.device.device_storage import DeviceStorage, Span, place_in_storage
-from swapper.errors import DeviceError
+from swapper.errors import DeviceError, IoError
 from swapper.paging.pager import Pager
 from swapper.paging.residency import CLEAN, DIRTY, READING, WRITING
 from swapper.paging.schedule import Access
@@ -142,15 +142,27 @@ class Uploads:
             self._in_flight.append((queued.over, copy.access))
         self._times.add(queued)
 
+    def send_ahead(self, copy: PageCopy, storage: DeviceStorage) -> bool:
+        """Queue the copy of a page, if nothing has to wait for that. Return whether it is queued.
+
+        A write that has failed is raised by the next lease: whoever ends a use of something else could not take the error.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        self.give_back()
+        if not copy.is_held and (len(self._in_flight) >= self.max_in_flight or not copy.is_read()):
+            return False
+        try:
+            self.send(copy, storage)
+        except IoError as error:
+            self._pager.raise_later(error)
+            return False
+        return True
+
     def follow(self, event: torch.Event) -> None:
         """Have copies that are sent from now on wait for `event`: what they read comes from a device."""
         self._device.let_wait(self._stream, event)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether `send` would wait for an earlier copy."""
-        self.give_back()
-        return len(self._in_flight) >= self.max_in_flight
 
     def give_back(self) -> None:
         """Release the frames whose copies are over."""

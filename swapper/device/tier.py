@@ -237,10 +237,8 @@ class DeviceTier:
             if not image.storage.is_allocated and not self._can_take(image, sum(waiting.values())):
                 return
             while image.sent < len(image.copies):
-                copy = image.copies[image.sent]
-                if not copy.is_held and (self._uploads.is_full or not copy.is_read()):
+                if not self._uploads.send_ahead(image.copies[image.sent], image.storage):
                     return
-                self._uploads.send(copy, image.storage)
                 image.sent += 1
             image.storage.all_is_queued()
 

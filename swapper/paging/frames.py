@@ -390,6 +390,10 @@ class Frames:
             finally:
                 del failure  # its traceback refers to this frame, and to what the caller's frames hold
 
+    def keep_failure(self, failure: IoError) -> None:
+        """Have `raise_failure` raise this one, if it has none to raise."""
+        self._failure = self._failure or failure
+
     def _settle_write(self, page: Page) -> None:
         if self._counters.trace is not None:
             _note_transfer(self._counters.trace, "writes", page)
@@ -397,7 +401,7 @@ class Frames:
         ticket, page.ticket = page.ticket, None
         assert ticket is not None
         if ticket.error is not None:
-            self._failure = self._failure or ticket.error
+            self.keep_failure(ticket.error)
             self.unsaved[page.index] = ticket.error
             page.move(DIRTY)
             if page.next_owner is not None:

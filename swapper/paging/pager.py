@@ -304,6 +304,11 @@ class Pager:
             self._frames.settle()
             self._frames.raise_failure()
 
+    def raise_later(self, failure: IoError) -> None:
+        """Have the next lease raise what a lease has raised that nobody needs yet."""
+        with self._lock:
+            self._frames.keep_failure(failure)
+
     def add_pages(self, pages: Iterable[Page]) -> None:
         """Own these pages too: COLD ones, whose indices follow those before."""
         with self._lock:

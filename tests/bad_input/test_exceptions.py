@@ -74,7 +74,6 @@ def fail(pair: Twins, block: int, place: str) -> None:
 VARIANTS: list[dict[str, Any]] = [{"passes": 2}, {"checkpointing": False}, {"checkpointing": True}]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "options"),
     [*((place, {}) for place in PLACES), *((place, options) for place in PLACES[1::3] for options in VARIANTS)],

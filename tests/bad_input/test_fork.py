@@ -22,7 +22,6 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in HARMLESS])
 def test_touching_the_manager_in_a_child_raises_there(outcomes: dict[str, Any], way: str) -> None:
     outcome = outcomes[way]

@@ -21,7 +21,7 @@ def test_ctrl_c_at_any_place_of_a_step_leaves_it_whole_or_untaken(tmp_path: Path
 
 
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
-@pytest.mark.parametrize("way", ["signal", pytest.param("thread", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["signal", "thread"])
 def test_what_is_raised_at_any_instruction_of_a_step_leaves_it_whole_or_untaken(
     tmp_path: Path, update: str, way: str
 ) -> None:

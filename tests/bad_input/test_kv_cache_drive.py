@@ -35,7 +35,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     ).eval()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", "blocks", "late"])
 def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
     where: str, small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
@@ -89,3 +88,24 @@ def test_a_reorder_that_a_full_drive_ends_is_not_half_believed(
             model(ids[:, :1], cache=cache)
         cache.reset()
         assert torch.equal(model(ids, cache=cache).logits, expected)
+
+
+def test_a_write_that_fails_while_a_turn_ends_loses_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step raises it. At each token: the page of some is a new one, which its layer's next turn must read."""
+    model, ids = make(monkeypatch), torch.randint(2, 300, (1, 300))
+    there: dict[str, Any] = {"device": HostDevice("late"), "device_memory": "1.5MiB"}
+    with torch.no_grad(), KVCache(model, host_memory="4MiB", directory=tmp_path, **there) as cache:
+        expected = model(ids, use_cache=False).logits
+        model(ids[:, :280], cache=cache)
+        failed = 0
+        for count in range(280, 300):
+            cache._pages.owner.pager.raise_later(swapper.IoError("write", "x", 0, 1, errno.ENOSPC, "as asked for"))
+            while True:
+                try:
+                    logits = model(ids[:, count : count + 1], cache=cache).logits
+                    break
+                except swapper.IoError:
+                    failed += 1
+                    assert cache.get_seq_length() == count
+            torch.testing.assert_close(logits[:, 0], expected[:, count])
+        assert failed == 20

@@ -14,7 +14,6 @@ from bad_input.limits_run import USES
 TESTS = Path(__file__).parent.parent
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "option"), [("files", "ulimit -n"), ("addresses", "ulimit -v"), ("threads", "ulimit -u")]
 )

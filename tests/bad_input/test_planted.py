@@ -117,7 +117,6 @@ def test_a_fifo_in_place_of_a_file_does_not_hang(name: str, run: Path, tmp_path:
         assert str(run) in str(error)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["auto", "discard"])
 @pytest.mark.parametrize("begun", [False, True], ids=["fresh", "begun"])
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.replace(str(os.getpid()), "PID"))

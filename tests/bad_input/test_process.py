@@ -102,7 +102,6 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """By word, what its probe finds with the change and without it."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("word", EXPECTED)
 @pytest.mark.parametrize("number, which", [(0, "on"), (1, "off")])
 def test_what_is_off_is_not_changed_and_what_is_lost_is_what_the_page_says(
@@ -113,7 +112,6 @@ def test_what_is_off_is_not_changed_and_what_is_lost_is_what_the_page_says(
     assert expected.keys() >= found.keys() - {"output", "files", "callbacks"}, found
 
 
-@pytest.mark.slow
 def test_without_atexit_nothing_of_ours_is_called_at_the_end(results: dict[str, dict[str, Any]]) -> None:
     """Others' is: torch has its own."""
     assert (
@@ -121,14 +119,12 @@ def test_without_atexit_nothing_of_ours_is_called_at_the_end(results: dict[str, 
     )  # the engines', and the snapshot's
 
 
-@pytest.mark.slow
 def test_without_mallopt_glibc_gives_back_by_itself(results: dict[str, dict[str, Any]]) -> None:
     if sys.platform != "linux" or "stays" not in results["mallopt-on"]:
         pytest.skip("this C library has no mallopt")
     assert results["mallopt-on"]["stays"] > 0.9 > 0.5 > results["mallopt-off"]["stays"]
 
 
-@pytest.mark.slow
 def test_without_mlock_nothing_is_locked(results: dict[str, dict[str, Any]]) -> None:
     on, off = results["mlock-on"], results["mlock-off"]
     assert not off["locked"] and "SWAPPER_OFF=mlock" in off["refused"]
@@ -182,7 +178,6 @@ def test_nothing_else_changes_the_process(way: str) -> None:
         assert word not in CHANGES or f'is_off("{word}")' in (ROOT / name).read_text()
 
 
-@pytest.mark.slow
 def test_importing_swapper_changes_no_signal() -> None:
     program = """
 import signal

@@ -180,7 +180,6 @@ def test_copies_of_the_same_files_are_taken_and_a_resumed_run_needs_no_values(
         ], done.stderr
 
 
-@pytest.mark.slow
 def test_frozen_parameters_may_be_in_a_file_on_one_rank_and_copied_on_another(
     tmp_path: Path, checkpoints: Path
 ) -> None:
@@ -190,7 +189,6 @@ def test_frozen_parameters_may_be_in_a_file_on_one_rank_and_copied_on_another(
     assert sorted(done.stdout.splitlines()) == [f"rank {rank}: began at 0, ended at 1" for rank in range(2)]
 
 
-@pytest.mark.slow
 def test_what_may_differ_is_taken(tmp_path: Path) -> None:
     """Where bytes lie changes none of them."""
     done = run_python(
@@ -199,14 +197,12 @@ def test_what_may_differ_is_taken(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["rank 0: began at 0, ended at 2", "rank 1: began at 0, ended at 2"]
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     (said,) = launch(tmp_path, "absent=1", "timeout=2")
     assert "rank 0: StateError: rank 1 of 2 did not arrive at the making of a SwapManager" in said
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_two_processes_that_do_not_know_of_each_other_are_refused_one_directory(tmp_path: Path) -> None:
     with swapper.SwapManager(tmp_path, host_memory="16MiB"):
         (said,) = (
@@ -235,7 +231,6 @@ def test_a_network_file_system_is_told_of(
     assert "network" not in caplog.text
 
 
-@pytest.mark.slow
 def test_each_rank_tells_of_a_network_file_system_before_anything_begins(tmp_path: Path) -> None:
     """And of all that may be meant to be there: with a budget that is too small nothing is begun either."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as there:
@@ -246,7 +241,6 @@ def test_each_rank_tells_of_a_network_file_system_before_anything_begins(tmp_pat
     assert done.stdout.count("BudgetError") == 2
 
 
-@pytest.mark.slow
 def test_a_number_of_ranks_that_divides_nothing_is_taken(tmp_path: Path) -> None:
     """Three ranks have 171, 171 and 170 of 512 rows; what the plan names is what each needs."""
     done = run_python(Path(ranks_run.__file__), tmp_path, 3, "sharded", "memory=16MiB", "steps=1")

@@ -112,7 +112,6 @@ def faults_of(path: Path) -> int | None:
         return None
 
 
-@pytest.mark.slow
 def test_what_is_called_whole_is_read_by_all_and_is_what_was_saved(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,7 +208,6 @@ assert turns()[other] > asleep, "the pass began threads of its own"
 """
 
 
-@pytest.mark.slow
 def test_a_pass_runs_on_torchs_own_threads() -> None:
     """Threads of ours would share the processors with OpenMP's, which spin after each of torch's operations."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}

@@ -180,7 +180,6 @@ def test_codes_are_those_of_codecs_around_the_optimizer(lossy: tuple[str, ...]) 
 CAPABILITIES = ["default", *[name for name in ("avx2", "avx512") if name in _C.codec_isas()]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_torchs_own_instruction_sets_are_told_apart(capability: str) -> None:
     """As torch uses them on other processors."""

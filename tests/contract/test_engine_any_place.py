@@ -320,7 +320,6 @@ def repeating() -> Iterator[tuple[_C.Window, bytes]]:
     arena.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("backend", ["uring"])
 def test_one_operation_may_be_larger_than_4_gib(

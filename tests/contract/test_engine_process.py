@@ -170,7 +170,6 @@ def test_a_forked_child_gets_errors_and_exits_cleanly(backend: str, tmp_path: Pa
     assert (done.returncode, done.stdout) == (0, "child 0 parent True\n"), done.stderr
 
 
-@pytest.mark.slow
 def test_data_loader_workers_may_be_forked_during_reads(tmp_path: Path, run_python: RunPython) -> None:
     """Memory under direct I/O is shared and not inherited, so a fork in the middle loses no bytes."""
     done = run_python(
@@ -203,7 +202,6 @@ def test_data_loader_workers_may_be_forked_during_reads(tmp_path: Path, run_pyth
     assert (done.returncode, done.stdout) == (0, "".join(f"{backend} ok\n" for backend in BACKENDS)), done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del arena", "keep = [arena, keep_cycle]"])
 def test_an_engine_left_open_finishes_its_writes_at_exit(
     backend: str, tmp_path: Path, run_python: RunPython, ending: str

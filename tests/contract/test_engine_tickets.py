@@ -57,7 +57,6 @@ def test_an_operation_that_has_begun_is_not_called_off(engine: _C.Engine, arena:
     assert not nothing.cancel()
 
 
-@pytest.mark.slow
 def test_calling_off_races_with_beginning_and_one_of_them_wins(
     engine: _C.Engine, arena: _C.Arena, make_file: MakeFile
 ) -> None:
@@ -174,7 +173,6 @@ def test_the_eventfd_may_be_closed_and_must_be_one(
     assert caught.value.errno == 9
 
 
-@pytest.mark.slow
 def test_many_threads_submit_wait_and_call_off(engine: _C.Engine, arena: _C.Arena, make_file: MakeFile) -> None:
     content = os.urandom(MIB)
     file = make_file(content)

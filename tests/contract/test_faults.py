@@ -125,7 +125,6 @@ def test_what_was_written_under_guard_stays_when_the_memory_goes(file: _C.File, 
     assert window.written_at(0) == -1
 
 
-@pytest.mark.slow
 def test_threads_that_write_while_the_memory_comes_and_goes_lose_nothing(file: _C.File, content: bytes) -> None:
     """Each thread has bytes of its own, and finds in them what it wrote last."""
     arena = _C.Arena(8 << 20, lock=False)

@@ -98,7 +98,6 @@ def test_what_does_not_fit_is_named(act: Callable[[], object], message: str) -> 
         act()
 
 
-@pytest.mark.slow
 def test_without_triton_the_error_says_how_to_get_it(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

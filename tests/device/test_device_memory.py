@@ -288,7 +288,6 @@ def test_what_nobody_closes_is_forgotten_with_its_owner():
     assert runtime.registered == {}
 
 
-@pytest.mark.slow
 def test_what_is_still_registered_when_python_ends_is_given_back_and_does_not_hang(run_python):
     """Of a handle in a traceback, say: threads that Python no longer runs are neither begun nor waited for."""
     ended = run_python(
@@ -316,7 +315,6 @@ def test_what_is_still_registered_when_python_ends_is_given_back_and_does_not_ha
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given back given back ", "")
 
 
-@pytest.mark.slow
 def test_python_ends_while_the_driver_locks_a_slab(run_python):
     """The thread that asked for it is left alone; what was registered before is given back."""
     ended = run_python(

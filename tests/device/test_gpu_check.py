@@ -24,7 +24,6 @@ def gpu_check(*arguments: object, **environment: str) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.slow
 def test_without_a_device_it_says_so_and_exits_with_a_code_of_its_own() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
@@ -32,7 +31,6 @@ def test_without_a_device_it_says_so_and_exits_with_a_code_of_its_own() -> None:
     assert (ran.returncode, "there is no CUDA device" in ran.stdout) == (3, True), ran.stderr
 
 
-@pytest.mark.slow
 def test_a_rehearsal_gives_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All measurements in one process, which the tool would give one each."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -81,7 +79,6 @@ for figures in FIGURES.values():
 """
 
 
-@pytest.mark.slow
 def test_a_row_that_fails_loses_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one of each measurement, when it has been measured."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -102,7 +99,6 @@ def test_a_row_that_fails_loses_only_itself(tmp_path: Path, monkeypatch: pytest.
     assert told == {}
 
 
-@pytest.mark.slow
 def test_a_rehearsal_runs_the_tests_and_reports_every_row_marked_as_one(tmp_path: Path) -> None:
     """And a measurement that fails is told, and costs no other; nor does what a library prints, as cuFile does."""
     stub, out, drive = tmp_path / "triton", tmp_path / "out", tmp_path / "drive"
@@ -139,7 +135,6 @@ def test_a_rehearsal_runs_the_tests_and_reports_every_row_marked_as_one(tmp_path
     assert list(drive.iterdir()) == [], "something was left on the drive"
 
 
-@pytest.mark.slow
 def test_what_is_missing_is_named_before_anything_is_built(tmp_path: Path) -> None:
     """A Python without torch, and one with torch that lacks what swapper imports."""
     bare = subprocess.run([sys.executable, "-S", TOOL], capture_output=True, text=True, timeout=60, check=False)
@@ -152,7 +147,6 @@ def test_what_is_missing_is_named_before_anything_is_built(tmp_path: Path) -> No
     assert (ran.returncode, "has no rich" in ran.stderr) == (2, True), ran.stdout + ran.stderr
 
 
-@pytest.mark.slow
 def test_a_name_that_is_none_is_refused() -> None:
     ran = gpu_check("--rehearse", "--no-build", "--only", "copy")
     assert ran.returncode == 1 and "copies" in ran.stderr

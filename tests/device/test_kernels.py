@@ -44,7 +44,6 @@ def test_on_the_device(name: str) -> None:
     kernel_cases.CHECKS[kernel_cases.NAMES.index(name)]("cuda")
 
 
-@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu_into_correctly_rounded_arithmetic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

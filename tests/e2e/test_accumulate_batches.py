@@ -73,7 +73,6 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("net", NETS)
 def test_steps_are_bit_equal_in_the_smallest_budget(twins: MakeTwins, net: str) -> None:
     pair = twins(NETS[net]())
@@ -81,7 +80,6 @@ def test_steps_are_bit_equal_in_the_smallest_budget(twins: MakeTwins, net: str) 
     pair.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -138,7 +136,6 @@ def read_of_parameters(pair: Twins) -> int:
     return pair.manager.counters.read_bytes["param"]
 
 
-@pytest.mark.slow
 def test_each_page_of_parameters_is_read_at_most_twice_a_step(twins: MakeTwins) -> None:
     pair = twins(Net(depth=12).bfloat16(), master=True, gradients="nvme")  # in memory they would cache parameters
     train(pair, steps=2)

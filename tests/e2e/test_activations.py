@@ -284,7 +284,6 @@ def test_transforms_that_torch_refuses_there_are_refused_by_name(manager: swappe
     assert torch.equal(gradient, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that strikes in a destructor
 def test_after_an_exception_of_another_thread_gradients_are_right_or_refused(manager: swapper.SwapManager) -> None:
     model, value = Residual(), torch.randn(2, 128, WIDTH)

@@ -41,7 +41,6 @@ CASES = [
 WAYS = list(itertools.product(["step", "deferred", "backward"], ["host", "nvme"], SIZES))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("program", "alias"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_program_with_aliases_is_followed_or_refused(twins: MakeTwins, program: Any, alias: str) -> None:
     for update, gradients, size in random.Random(f"{program.__name__} {alias}").sample(WAYS, k=2):
@@ -49,7 +48,6 @@ def test_a_program_with_aliases_is_followed_or_refused(twins: MakeTwins, program
         programs.check(pair, program, alias, size, programs.may_refuse(program, alias, update, gradients, size))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_random_programs_with_aliases_are_followed_or_refused(tmp_path: Path, seed: int) -> None:
     programs.run_random(tmp_path, seed)

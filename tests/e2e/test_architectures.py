@@ -108,7 +108,6 @@ def test_training_with_updates_during_backward_is_bit_equal(
     pair.finish(paged=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["backward", "deferred", "step"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_deep_model_reads_what_was_planned(twins: MakeTwins, model: str, update: str) -> None:

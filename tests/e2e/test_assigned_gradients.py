@@ -164,7 +164,6 @@ WITH_DATA = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("place", PLACES)
 def test_assigned_gradients_are_those_that_are_used(pair: MakeTwins, place: str, update: str) -> None:

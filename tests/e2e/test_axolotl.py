@@ -14,7 +14,6 @@ from e2e.test_trainer import write_model_with_words
 from e2e.trainer_run import write_model
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("axolotl") is None, reason="axolotl is in no extra: its versions are its own"
     ),

@@ -77,7 +77,6 @@ def make(name: str) -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("params", ["nvme", "host"])
 @pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("name", MODELS)

@@ -23,7 +23,6 @@ def assert_refused(model: nn.Module) -> None:
         model(BATCH)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_recording_compiled_code_with_streamed_groups_is_refused(on_device: MakeTwins, mode: str) -> None:
     pair = on_device()
@@ -34,7 +33,6 @@ def test_recording_compiled_code_with_streamed_groups_is_refused(on_device: Make
     assert_refused(pair.swapped)
 
 
-@pytest.mark.slow
 def test_other_ways_to_ask_for_graphs_are_refused_and_other_compilers_are_not(on_device: MakeTwins) -> None:
     pair = on_device()
     assert_refused(torch.compile(pair.swapped, options={"triton.cudagraphs": True}))

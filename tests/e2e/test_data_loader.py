@@ -28,7 +28,6 @@ class Numbered(Dataset[torch.Tensor]):
         return (torch.arange(LENGTH) * (index + 3)) % VOCABULARY
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("params", ["nvme", "host"])
 def test_training_with_worker_processes_is_bit_equal(twins: MakeTwins, params: str) -> None:

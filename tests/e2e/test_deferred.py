@@ -33,7 +33,6 @@ def deferred(twins: MakeTwins) -> MakeTwins:
     return make
 
 
-@pytest.mark.slow
 def test_a_step_reads_the_parameters_once_less(twins: MakeTwins) -> None:
     def bytes_of(update: str) -> tuple[float, swapper.Plan]:
         torch.manual_seed(0)
@@ -87,7 +86,6 @@ def test_gather_finishes_the_step(deferred: MakeTwins) -> None:
     pair.finish()
 
 
-@pytest.mark.slow
 def test_state_that_is_looked_at_is_of_the_last_step(deferred: MakeTwins) -> None:
     pair = deferred(Net())
     pair.train(train_step, steps=1)

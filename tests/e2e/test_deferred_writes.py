@@ -97,7 +97,6 @@ def test_gradients_that_come_without_a_lease_have_what_waits_in_their_place_writ
     pair.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["snapshot", "evaluation", "state_dict", "gather"])
 def test_who_looks_between_forward_and_backward_finds_all_of_it(twins: MakeTwins, tmp_path: Path, what: str) -> None:
     pair = make(twins)

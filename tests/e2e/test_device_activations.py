@@ -45,7 +45,6 @@ def cache_of(activations: Any) -> Any:
     return activations._device_caches[CPU]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "options",
@@ -124,7 +123,6 @@ def test_to_host_leaves_tensors_of_the_cpu_alone(manager: swapper.SwapManager) -
     assert (activations.counters.storages, activations.counters.left_alone) == (0, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["late", "by chance 1"])
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 def test_together_with_the_pager(twins: MakeTwins, order: str, checkpointing: bool | None) -> None:
@@ -135,7 +133,6 @@ def test_together_with_the_pager(twins: MakeTwins, order: str, checkpointing: bo
     pair.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["late", "by chance 1"])
 @pytest.mark.parametrize("checkpointing", [None, False])
 def test_together_with_parameters_on_the_device(twins: MakeTwins, order: str, checkpointing: bool | None) -> None:

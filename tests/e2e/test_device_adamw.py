@@ -76,7 +76,6 @@ def with_kernel(on_device: MakeTwins, model: nn.Module | None = None, seed: int 
     return pair
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state", ["nvme", "host", "device"])
 @pytest.mark.parametrize("gradients", ["nvme", "host", "device"])
 def test_the_bits_are_those_of_its_plain_arithmetic_wherever_things_live(
@@ -132,7 +131,6 @@ def test_what_comes_out_is_near_torchs(on_device: MakeTwins) -> None:
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_it(on_device: MakeTwins, tmp_path: Path) -> None:
     pair = with_kernel(on_device, seed=3, commit_every=1, optimizer_state="nvme")
     pair.train(train_step, steps=2)

@@ -27,7 +27,6 @@ from swapper.train.groups.group_state import GroupState
 STATE = ["nvme", "device"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state", STATE)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw fused", "adamw amsgrad", "adamw maximize", "adafactor"])
 def test_any_optimizer_has_the_bits_that_it_has_on_the_cpu(tmp_path: Path, optimizer: str, state: str) -> None:
@@ -42,7 +41,6 @@ def with_maximize(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, maximize=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state", STATE)
 @pytest.mark.parametrize("kernel", [False, True])
 def test_split_masters_are_the_exact_ones(tmp_path: Path, state: str, kernel: bool) -> None:
@@ -54,7 +52,6 @@ def test_split_masters_are_the_exact_ones(tmp_path: Path, state: str, kernel: bo
     assert_same({**split[1], "masters": {}}, {**exact[1], "masters": {}})
 
 
-@pytest.mark.slow
 def test_state_crosses_the_link_encoded(tmp_path: Path) -> None:
     moved = {}
     for codec in ("exact", "8bit"):
@@ -130,7 +127,6 @@ def fail_in(run: Run, gradient: float) -> None:
         run.model(torch.randint(0, 100, (2, 8)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state", STATE)
 def test_state_is_edited_and_loaded_and_a_run_goes_on(tmp_path: Path, state: str) -> None:
     contents = []
@@ -204,7 +200,6 @@ def test_a_device_without_kernels_is_refused(tmp_path: Path) -> None:
             )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["split", "bf16", "8bit"])
 def test_tritons_kernels_have_the_bits_of_the_cpus(tmp_path: Path, codec: str) -> None:
     """By Triton's interpreter, in a process of its own: codecs and AdamW of a whole run."""

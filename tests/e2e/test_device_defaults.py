@@ -101,7 +101,6 @@ class Llama(nn.Module):
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["exact", "8bit"])
 def test_the_smallest_device_memory_is_what_the_largest_parameter_needs(tmp_path: Path, codec: str) -> None:
     model = Llama()
@@ -141,7 +140,6 @@ def auto_pair(on_device: MakeTwins, device: HostDevice) -> Twins:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("needed", [0, 600 * MIB])
 def test_from_the_second_step_on_what_steps_leave_of_the_memory_is_used(
     on_device: MakeTwins, monkeypatch: Any, caplog: pytest.LogCaptureFixture, needed: int

@@ -50,7 +50,6 @@ def bytes_of_steps(pair: Twins, steps: int) -> Counter[str]:
     return Counter({name: nbytes // steps for name, nbytes in (moved() - before).items()})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update_on, device_memory", [("cpu", MIB), ("device", 4 * MIB)])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_a_step_reads_what_was_planned_and_sends_nothing_twice(

@@ -29,7 +29,6 @@ def gradients_of(pair: Twins) -> DeviceGradients:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["host", "nvme"])
 @pytest.mark.parametrize("update_on", ["cpu", "device"])
 def test_they_are_copied_once_a_step_and_nothing_of_them_is_copied_back(
@@ -47,7 +46,6 @@ def test_they_are_copied_once_a_step_and_nothing_of_them_is_copied_back(
     pair.finish(paged=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["late", "by chance 1"])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_steps_of_other_numbers_of_backwards_are_bit_equal(on_device: MakeTwins, order: str, update: str) -> None:

@@ -26,7 +26,6 @@ __all__ = ["on_device"]
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_masters_and_scaling_are_bit_equal(on_device: MakeTwins, dtype: torch.dtype) -> None:
     pair = on_device(Net().to(dtype), master=dtype is torch.bfloat16)
@@ -75,7 +74,6 @@ def test_a_small_budget_brings_what_does_not_stay_twice_a_step(on_device: MakeTw
     pair.finish(paged=False)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_and_a_snapshot_opens_in_plain_torch(tmp_path: Path, on_device: MakeTwins) -> None:
     pair = on_device()
     pair.train(train_step, steps=3)
@@ -200,7 +198,6 @@ def test_all_of_the_parameters_cannot_be_on_a_device_that_is_too_small(on_device
         on_device(params="device", budget=64 * MIB)
 
 
-@pytest.mark.slow
 def test_two_managers_share_a_device_as_far_as_its_memory_goes(on_device: MakeTwins) -> None:
     device = HostDevice("late", capacity_bytes=5 * MIB)
     one, other = on_device(device=device), on_device(device=device)

@@ -97,7 +97,6 @@ def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_aga
     pair.finish(paged=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rate, place", [(0.0, "device"), (100.0, "cpu")])
 def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate: float, place: str) -> None:
     times = iter([0.5, rate])
@@ -202,7 +201,6 @@ class Scaled(Net):
         return super().forward(batch) * self.scale
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("state", ["nvme", "device"])
 @pytest.mark.parametrize("make_model", [Net, Scaled])

@@ -46,7 +46,6 @@ def backward(request: Any, on_device: MakeTwins) -> MakeTwins:
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update_on, memory", [("cpu", MIB * 3 // 2), ("device", 3 * MIB)])
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_a_budget_smaller_than_the_model_is_kept_to(
@@ -107,7 +106,6 @@ def assert_snapshot(pair: Twins, path: Path) -> None:
     assert_same(content["optimizer"]["state"], pair.plain_optimizer.state_dict()["state"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOKS)
 @pytest.mark.parametrize("place", ["nvme", "host"])
 def test_whoever_looks_sees_the_whole_step(deferred: MakeTwins, tmp_path: Path, name: str, place: str) -> None:
@@ -120,7 +118,6 @@ def test_whoever_looks_sees_the_whole_step(deferred: MakeTwins, tmp_path: Path, 
     pair.finish(paged=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("update_on", PLACES)
 def test_a_run_that_is_closed_goes_on(on_device: MakeTwins, update: str, update_on: str) -> None:
@@ -186,7 +183,6 @@ def test_a_deferred_update_that_fails_can_be_done_again(deferred: MakeTwins) -> 
     pair.finish(paged=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["update", "backward"])
 def test_a_backward_that_fails_is_undone(backward: MakeTwins, when: str) -> None:
     pair = backward()

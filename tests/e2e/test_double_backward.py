@@ -126,7 +126,6 @@ def test_a_graph_over_a_graph_finds_parameters_whose_frames_are_promised(twins: 
     pair.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])

@@ -132,7 +132,6 @@ def check_plain(model: nn.Module) -> None:
         pytest.skip("plain torch is not deterministic")
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "update"), list(zip(names(), itertools.cycle(UPDATES))))
 def test_training_is_bit_equal_within_the_smallest_budget(twins: MakeTwins, name: str, update: str) -> None:

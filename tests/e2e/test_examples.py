@@ -14,7 +14,6 @@ import torch
 from e2e.processes import killed_at_step, run_python, started_python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-pytestmark = pytest.mark.slow
 WORDS = ["the", "quick", "brown", "fox"]
 
 

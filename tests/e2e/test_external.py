@@ -122,7 +122,6 @@ def losses(model: Any, optimizer: Any) -> list[float]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_adapters_of_peft_on_a_published_model(tmp_path: Path, dtype: torch.dtype, on_meta: bool) -> None:
@@ -287,7 +286,6 @@ def test_a_state_dict_that_is_loaded_moves_only_what_it_changes(tmp_path: Path, 
     pair.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_snapshot_is_whole_and_one_without_them_names_them(tmp_path: Path, twins: MakeTwins, form: str) -> None:
     model = half_frozen()

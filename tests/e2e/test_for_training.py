@@ -136,7 +136,6 @@ def test_adapters_that_begin_from_the_models_values_are_refused(tmp_path: Path, 
         get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], **option))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

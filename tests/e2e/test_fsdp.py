@@ -45,19 +45,16 @@ def some_loops(number: int) -> list[str]:
     return random.Random(os.environ.get("SWAPPER_TEST_SEED")).sample(sorted(fsdp_run.CASES.keys() - {"plain"}), number)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_two_ranks_train_load_and_go_on(tmp_path: Path, update: str) -> None:
     run(tmp_path, 2, ["plain", *some_loops(1)], update)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_of_ranks_is_predicted_which_changes_nothing(tmp_path: Path, ranks: int) -> None:
     run(tmp_path, ranks, ["bf16 compute"], "step")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
@@ -77,7 +74,6 @@ def test_shards_of_models_on_accelerators(tmp_path: Path, update: str) -> None:
         assert said == [f"rank {rank}: same" for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_update_on_a_device_what_they_gather_from_host_memory(tmp_path: Path, ranks: int, update: str) -> None:
@@ -87,7 +83,6 @@ def test_ranks_update_on_a_device_what_they_gather_from_host_memory(tmp_path: Pa
     run(tmp_path, ranks, cases, update, FSDP_RUN_UPDATES=order)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_shards_of_tensors_that_are_split_already(tmp_path: Path, update: str) -> None:
     """FSDP2 over tensor parallelism, on a mesh of 2 x 2."""
@@ -97,12 +92,10 @@ def test_shards_of_tensors_that_are_split_already(tmp_path: Path, update: str) -
         assert len(said) == 2 and all("tensor parallelism cannot be resharded" in line for line in said), said
 
 
-@pytest.mark.slow
 def test_composable_replicas_of_ddp_are_exact_or_refused(tmp_path: Path) -> None:
     assert torchrun(2, replicated_run, tmp_path) == [f"rank {rank}: same" for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_whoever_looks_while_a_deferred_step_is_open_sees_what_plain_torch_has(tmp_path: Path, ranks: int) -> None:
     looks = (
@@ -113,7 +106,6 @@ def test_whoever_looks_while_a_deferred_step_is_open_sees_what_plain_torch_has(t
     assert torchrun(ranks, fsdp_open_step, tmp_path, *looks) == [f"rank {rank}: same" for rank in range(ranks)]
 
 
-@pytest.mark.slow
 def test_more_is_trained_on_all_ranks_or_on_none(tmp_path: Path) -> None:
     said = torchrun(2, fsdp_unfrozen, tmp_path)
     first, second = ([line for line in said if line.startswith(f"rank {rank}: ")] for rank in range(2))

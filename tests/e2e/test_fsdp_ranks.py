@@ -27,14 +27,12 @@ BUDGET = "memory=4MiB"
 """The smallest for the model of ranks_run.py, so that an update writes."""
 
 
-@pytest.mark.slow
 def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) -> None:
     done = run_python(Path(killed_ranks.__file__), tmp_path, 3, 1, 2, "fsdp")
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
 
 
-@pytest.mark.slow
 def test_killed_while_they_get_more_to_train_ranks_go_on_with_one_layout(tmp_path: Path) -> None:
     if why := stopped_calls.why_not():
         pytest.skip(why)
@@ -65,7 +63,6 @@ def restarted(
     return said
 
 
-@pytest.mark.slow
 def test_torchrun_restarts_ranks_of_which_one_is_killed_and_they_go_on_exactly(tmp_path: Path) -> None:
     (tmp_path / "killed").mkdir()
     (tmp_path / "well").mkdir()
@@ -76,7 +73,6 @@ def test_torchrun_restarts_ranks_of_which_one_is_killed_and_they_go_on_exactly(t
     assert len(killed) == 2 * (5 + 1)
 
 
-@pytest.mark.slow
 def test_torchrun_goes_on_with_another_number_of_ranks_that_is_asked_for(tmp_path: Path) -> None:
     restarted(tmp_path, 3, restarts=0, ok=False)
     refused = restarted(tmp_path, 0, size=3, restarts=0, ok=False)
@@ -90,7 +86,6 @@ def test_torchrun_goes_on_with_another_number_of_ranks_that_is_asked_for(tmp_pat
     assert two["rank 1, restart 0"] == {"5"} and two["rank 1, end"] == three["rank 2, end"] == three["rank 0, end"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine, errors", [("fsdp", 3), ("ddp", 5)])
 def test_transfers_that_fail_on_one_rank_leave_all_ranks_at_one_step(engine: str, errors: int, tmp_path: Path) -> None:
     done = run_python(Path(failed_ranks.__file__), tmp_path, 4, errors, 2, engine)
@@ -98,7 +93,6 @@ def test_transfers_that_fail_on_one_rank_leave_all_ranks_at_one_step(engine: str
     assert f"{errors} errors" in done.stdout and "all exact" in done.stdout
 
 
-@pytest.mark.slow
 def test_what_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: Path) -> None:
     """A step, for a drive without room, and then snapshots. The job that fails comes to where one that does not comes."""
     failing, well = tmp_path / "failing", tmp_path / "well"
@@ -134,7 +128,6 @@ def test_what_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: P
     assert [report.faults for report in verify(end)] == [[]] * 3
 
 
-@pytest.mark.slow
 def test_a_deferred_update_that_fails_on_one_rank_ends_all_and_they_go_on_from_one_step(tmp_path: Path) -> None:
     """It fails in a forward, where the others wait for that rank's shards: for a drive without room, when step 2 is open."""
     failing, well = tmp_path / "failing", tmp_path / "well"
@@ -152,7 +145,6 @@ def test_a_deferred_update_that_fails_on_one_rank_ends_all_and_they_go_on_from_o
         assert_same(one, other)
 
 
-@pytest.mark.slow
 def test_an_update_in_backward_that_fails_on_one_rank_is_undone_on_all_at_the_step(tmp_path: Path) -> None:
     """The failing rank goes on with that backward, in which the others wait for its gradients, and both repeat the step."""
     failing, well = tmp_path / "failing", tmp_path / "well"
@@ -184,7 +176,6 @@ def test_the_reason_of_the_rank_that_ended_first_is_told_on_the_others(tmp_path:
     assert "rank 1 ended first: ChecksumError" in done.stderr and "turn-" in done.stderr
 
 
-@pytest.mark.slow
 def test_the_plan_names_the_memory_of_fsdps_own_buffers(tmp_path: Path) -> None:
     """Within 10 % of what a step takes; what the allocator frees is given back at once."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
@@ -196,7 +187,6 @@ def test_the_plan_names_the_memory_of_fsdps_own_buffers(tmp_path: Path) -> None:
         assert 0.9 * int(measured) <= int(planned) <= 1.1 * int(measured), found
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_before_a_snapshot_is_noticed_there_at_once(tmp_path: Path) -> None:
     """Not by the timeout of torch.distributed, which would be named."""
     orders = ["steps=1", "sharded", BUDGET, "gone=1", f"snapshot={tmp_path / 'x'}", "timeout=9"]
@@ -206,7 +196,6 @@ def test_a_rank_that_is_killed_before_a_snapshot_is_noticed_there_at_once(tmp_pa
     assert gone == "rank 1: gone"
 
 
-@pytest.mark.slow
 def test_a_rank_that_has_left_a_collective_cannot_go_on(tmp_path: Path) -> None:
     """It tries again, while the other waits for its shards in another place of the forward: both would wait for ever."""
     done = run_python(Path(ranks_run.__file__), tmp_path, 2, "steps=2", "sharded", BUDGET, "torn=1:1", "retries")
@@ -225,11 +214,9 @@ def reshard(directory: Path, *sizes: int) -> None:
     assert said == {f"rank {rank} of {size}: same" for size in sizes for rank in range(size)}
 
 
-@pytest.mark.slow
 def test_a_snapshot_of_two_ranks_is_loaded_by_one(tmp_path: Path) -> None:
     reshard(tmp_path, 2, 1)
 
 
-@pytest.mark.slow
 def test_snapshots_are_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
     reshard(tmp_path, 2, 1, 3, 4)

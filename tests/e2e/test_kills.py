@@ -23,14 +23,12 @@ def test_a_run_whose_signal_handlers_raise_at_random_instants_goes_on_exactly(tm
     assert "all exact" in done.stdout
 
 
-@pytest.mark.slow
 def test_killed_at_random_instants_a_run_with_encoded_state_goes_on_exactly(tmp_path: Path) -> None:
     done = run_python(Path(killed_run.__file__), tmp_path, 5, 3, "8bit")
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
 
 
-@pytest.mark.slow
 def test_killed_at_random_instants_a_run_over_two_drives_goes_on_exactly(tmp_path: Path, second_drive: Path) -> None:
     done = run_python(Path(killed_run.__file__), tmp_path, 3, 3, second_drive)
     assert done.returncode == 0, done.stderr

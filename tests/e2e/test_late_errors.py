@@ -96,12 +96,9 @@ WAYS = [
     for name in ("lease", "wait", "make_ready")
     for then in ("repeat", "snapshot, repeat", "close", "snapshot, close")
 ]
-FAST = [("deferred", "lease", "snapshot, repeat")]
 
 
-@pytest.mark.parametrize(
-    ("update", "name", "then"), [pytest.param(*way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.parametrize(("update", "name", "then"), WAYS)
 def test_after_an_error_at_any_place_of_a_step_the_run_is_exact(
     tmp_path: Path, update: str, name: str, then: str
 ) -> None:
@@ -248,7 +245,6 @@ def test_masters_follow_a_change_from_outside_or_the_session_fails(tmp_path: Pat
     expected.manager.close()
 
 
-@pytest.mark.slow
 def test_random_errors_leave_no_state_of_two_steps(tmp_path: Path) -> None:
     done = run_python(Path(late_errors.__file__), tmp_path, 1, 4)
     assert done.returncode == 0 and "4 cases" in done.stdout and " 0 wrong" in done.stdout, done.stderr

@@ -62,7 +62,6 @@ def twins_on(on_device: MakeTwins, update_on: str, **options: Any) -> Twins:
     return on_device(Net(depth=10).bfloat16(), master=True, **given)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_pages_that_only_the_device_uses_are_not_mapped(on_device: MakeTwins, update: str) -> None:
     pair = twins_on(on_device, "device", update=update)

@@ -67,7 +67,6 @@ def train(
     return losses, directory / "out" / "checkpoint-3"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "lora", "options"),
     [
@@ -192,7 +191,6 @@ def fit_by_lightning(directory: Path, swapped: bool, checkpoint: Path | None = N
     return result, directory / "step=2.ckpt"
 
 
-@pytest.mark.slow
 def test_lightning_trains_and_resumes_from_its_checkpoint_as_with_plain_torch(tmp_path: Path) -> None:
     plain, plain_checkpoint = fit_by_lightning(tmp_path / "plain", False)
     ours, checkpoint = fit_by_lightning(tmp_path / "ours", True)
@@ -215,7 +213,6 @@ def check_same(ours: list[list[torch.Tensor]], plain: list[list[torch.Tensor]]) 
         assert len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ours", "deferred"])
 def test_lightnings_ddp_trains_and_resumes_from_its_checkpoint_as_without_swapper(tmp_path: Path, how: str) -> None:
     pytest.importorskip("lightning", reason="lightning is not installed: tools/setup test")
@@ -231,7 +228,6 @@ def test_lightnings_ddp_trains_and_resumes_from_its_checkpoint_as_without_swappe
     )
 
 
-@pytest.mark.slow
 def test_lightnings_model_parallel_strategy_trains_shards_as_without_swapper(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="lightning is not installed: tools/setup test")
     check_same(
@@ -240,7 +236,6 @@ def test_lightnings_model_parallel_strategy_trains_shards_as_without_swapper(tmp
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -275,7 +270,6 @@ def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp
         assert manager.step == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("library", ["torch", "accelerate", "trainer", "peft", "torchtitan"])
 def test_two_ranks_go_the_way_of_plain_torch(tmp_path: Path, library: str) -> None:
     if library == "torchtitan":

@@ -133,7 +133,6 @@ def test_sparse_embeddings_are_refused(twins: MakeTwins) -> None:
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_a_compiled_model_is_bit_equal_and_its_graphs_hold_no_hooks(twins: MakeTwins, update: str, when: str) -> None:
@@ -168,7 +167,6 @@ def run_ddp(directory: Path, updates: list[str], **variables: str) -> None:
         assert sorted(path.name for path in (directory / update).iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
 
 
-@pytest.mark.slow
 def test_two_processes_under_torchrun_with_ddp_are_bit_equal(tmp_path: Path) -> None:
     run_ddp(tmp_path, ["step", "deferred", "device"])
 

@@ -11,7 +11,6 @@ COMMAND = Path(__file__).resolve().parents[2] / "tools" / "test_memory"
 NOT_PERMITTED = 77
 
 
-@pytest.mark.slow
 def test_training_stays_within_its_budget_and_one_working_set(tmp_path: Path) -> None:
     command = [str(COMMAND), "--only", "Llama", "--width", "384", "--layers", "4", "--directory", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -42,7 +42,6 @@ def test_parameters_come_when_their_module_runs_and_not_again(twins: MakeTwins, 
     pair.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("make", [Dropping, Shuffled])
 def test_where_each_step_goes_another_way_little_is_read_for_nothing(

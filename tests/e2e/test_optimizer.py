@@ -117,7 +117,6 @@ def test_a_gradient_scaler_and_a_fused_optimizer_of_fp16_are_refused(twins: Make
     pair.check_pager()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"gradients": "nvme"}, {"update": "deferred"}], ids=str)
 @pytest.mark.parametrize("unscale", [False, True], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize("settings", [{"fused": True}, {"fused": True, "amsgrad": True}, {"fused": False}], ids=str)

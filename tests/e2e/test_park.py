@@ -110,7 +110,6 @@ def test_with_encoded_state_it_is_that_of_a_run_that_was_not_parked(tmp_path: Pa
     assert losses(tmp_path / "parked", True) == losses(tmp_path / "plain", False)
 
 
-@pytest.mark.slow
 def test_it_gives_the_pool_back_and_takes_it_again(tmp_path: Path) -> None:
     done = run_python(parked_run.__file__, "measure", tmp_path / "run", tmp_path / "losses")
     assert done.returncode == 0, done.stderr
@@ -120,7 +119,6 @@ def test_it_gives_the_pool_back_and_takes_it_again(tmp_path: Path) -> None:
     assert_expected(tmp_path / "losses")
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_while_parked_resumes_exactly(tmp_path: Path) -> None:
     with started_python(parked_run.__file__, "wait", tmp_path / "run", tmp_path / "losses") as process:
         assert process.stdout.readline() == "parked\n", process.stderr.read()

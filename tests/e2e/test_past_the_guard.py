@@ -93,7 +93,6 @@ def assert_shown(pair: Twins, read: Callable[[torch.Tensor], torch.Tensor]) -> N
     assert not wrong, f"{len(wrong)} of 24: {wrong}"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("room_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("update", ["step", "backward"])
@@ -128,7 +127,6 @@ def test_a_deferred_step_is_seen_once_it_is_finished(make: MakeTwins) -> None:
     pair.finish(paged=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", UPDATES)
 def test_another_thread_that_reads_all_the_time_sees_only_what_a_parameter_was_or_is(
     make: MakeTwins, update: str
@@ -184,7 +182,6 @@ def write(pair: Twins, number: int, at: int, value: float) -> None:
         plain.view(-1)[at] = value
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("room_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_what_is_written_between_steps_is_as_in_plain_torch(make: MakeTwins, update: str, room_bytes: int) -> None:

@@ -30,7 +30,6 @@ print(model(torch.ones(1, 256)).sum().item().hex())
 """
 
 
-@pytest.mark.slow
 def test_a_model_saved_inside_gather_is_read_where_there_is_no_swapper(
     twins: Callable[..., Twins], tmp_path: Path
 ) -> None:

@@ -257,7 +257,6 @@ def test_a_predicted_step_moves_what_is_planned_and_takes_the_time_of_what_limit
     assert computed.wall_s <= computed.total.computing_s + drive_s + pool_s
 
 
-@pytest.mark.slow
 def test_a_prediction_needs_to_know_the_drive(tmp_path: Path) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="8MiB") as manager:

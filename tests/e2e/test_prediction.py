@@ -79,7 +79,6 @@ def test_time_counts_for_the_module_that_takes_it_in_forward_and_in_backward() -
         assert seconds[phase, slow] > others
 
 
-@pytest.mark.slow
 def test_a_measured_pass_knows_the_most_that_is_in_memory_at_once() -> None:
     class Chain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +118,6 @@ def test_a_trial_of_paging_finds_what_threads_take_and_leaves_nothing_behind() -
     assert everything() == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["exact", "8bit"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind: str, codec: str) -> None:
@@ -144,7 +142,6 @@ def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind
     )
 
 
-@pytest.mark.slow
 def test_what_was_predicted_is_shown_beside_what_came(tmp_path: Path) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
@@ -185,7 +182,6 @@ def test_a_step_on_a_device_is_predicted_from_what_it_reaches(tmp_path: Path, up
     assert predicted.upload_s > 0 and predicted.download_s > 0 and predicted.savings
 
 
-@pytest.mark.slow
 def test_the_fastest_setting_on_a_device_is_planned(tmp_path: Path) -> None:
     model = layers()
     device = HostDevice("at once", 256 << 20)
@@ -199,7 +195,6 @@ def test_the_fastest_setting_on_a_device_is_planned(tmp_path: Path) -> None:
         layers_step(model, optimizer)
 
 
-@pytest.mark.slow
 def test_a_model_that_cannot_run_counts_its_products(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = layers()
     with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
@@ -224,7 +219,6 @@ def test_of_two_settings_the_fastest_is_planned_and_why_is_said(tmp_path: Path) 
         manager.fastest(model, **slow)
 
 
-@pytest.mark.slow
 def test_the_fastest_setting_is_the_one_whose_step_is_shortest(tmp_path: Path) -> None:
     model = layers()
     optimizer = adamw(model.parameters())
@@ -251,7 +245,6 @@ def test_the_fastest_setting_is_the_one_whose_step_is_shortest(tmp_path: Path) -
         manager.fastest(layers(), None, tokens=4, example=example, params="host", **slow)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codecs", [("exact",), ("8bit", "exact")], ids=str)
 @pytest.mark.parametrize("host_bytes", [10 << 20, 16 << 20, 64 << 20], ids=str)
 def test_what_is_chosen_is_what_is_predicted_and_what_is_done(

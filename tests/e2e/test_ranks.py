@@ -19,8 +19,6 @@ from e2e.processes import run_python, started_python
 from swapper.durability.ranks import CommitId, Held, choose
 from swapper.io.drives import Tuning, keep_tuning
 
-pytestmark = pytest.mark.slow  # each starts processes that train together
-
 
 def launch(directory: Path, *orders: str, size: int = 2, ok: bool = True, **variables: str) -> list[str]:
     """Run `orders` (see ranks_run.py) on all ranks at once. Returns what they said, a line or more of each, sorted."""

@@ -62,7 +62,6 @@ def unfreeze(block: int, **settings: Any) -> Callable[[Any, Any], None]:
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["host", "nvme"])
 @pytest.mark.parametrize("state", ["host", "nvme"])
 @pytest.mark.parametrize("params", ["host", "nvme"])
@@ -453,7 +452,6 @@ def test_killed_between_groups_of_two_optimizers_the_recipe_goes_on_exactly(tmp_
     assert found == expected[-len(found) :] and 2 <= len(found) <= 3
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_killed_while_groups_are_added_a_run_goes_on_exactly(tmp_path: Path) -> None:
     done = run_python(Path(regrouped_run.__file__), tmp_path, 41, 29)

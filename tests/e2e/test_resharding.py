@@ -26,18 +26,15 @@ def reshard(directory: Path, *arguments: object) -> None:
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("stage ")) == sorted(said)
 
 
-@pytest.mark.slow
 def test_each_rank_of_another_number_reads_its_rows(tmp_path: Path) -> None:
     reshard(tmp_path, *([1, 3] if runs_a_sample() else [2, 1, 3, 4]))
 
 
-@pytest.mark.slow
 def test_killed_meanwhile_the_ranks_before_stay_usable(tmp_path: Path) -> None:
     """Back to a number that has a directory of an earlier step, too."""
     reshard(tmp_path, 2, 1, 2, "killed")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["8bit", "bf16"])
 def test_encoded_state_goes_on_and_is_in_snapshots(tmp_path: Path, codec: str) -> None:
     """A rank of four has nothing of a parameter."""
@@ -48,7 +45,6 @@ def test_encoded_state_goes_on_and_is_in_snapshots(tmp_path: Path, codec: str) -
     assert sorted(done.stdout.splitlines()) == sorted(said)
 
 
-@pytest.mark.slow
 def test_models_that_are_whole_on_each_rank_go_on(tmp_path: Path) -> None:
     """By DDP. The directories of the ranks before would go back to an earlier step, and are not resumed by the way."""
     launch(tmp_path, BUDGET, "steps=2", "update=deferred", size=2)
@@ -64,7 +60,6 @@ def test_models_that_are_whole_on_each_rank_go_on(tmp_path: Path) -> None:
     assert launch(tmp_path, BUDGET, "resume=reshard", size=2)[0] == "rank 0: began at 5, ended at 5"
 
 
-@pytest.mark.slow
 def test_what_cannot_be_resharded_is_named_on_every_rank(tmp_path: Path) -> None:
     launch(tmp_path, "steps=1", "sharded", size=2)
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))

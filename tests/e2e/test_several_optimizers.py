@@ -57,7 +57,6 @@ def test_several_optimizers_equal_plain_torch(several: MakeTwins, make: Any, gra
     pair.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["exact", "split"])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -296,7 +295,6 @@ def test_a_gan_does_not_go_with_updates_in_backward(tmp_path: Path) -> None:
 # --- a training step --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "update", "first"), [("gan", "step", 2), ("pair", "deferred", 3), ("pair", "backward", 1)]
 )
@@ -528,7 +526,6 @@ def test_parameters_are_trained_later_by_one_of_several(several: MakeTwins) -> N
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_a_snapshot_has_a_state_dict_for_each(several: MakeTwins, tmp_path: Path, update: str) -> None:
     pair = several(Net(), by_turns(adamw_and_sgd), update=update)

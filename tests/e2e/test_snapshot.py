@@ -286,7 +286,6 @@ print(loss_of(model, torch.load(sys.argv[2])).item().hex())
 """
 
 
-@pytest.mark.slow
 def test_a_process_without_swapper_goes_on_from_it(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=2)

@@ -249,7 +249,6 @@ manager.snapshot(Path(sys.argv[1]) / "a.pt")
 """
 
 
-@pytest.mark.slow
 def test_a_program_that_ends_without_closing_still_gets_its_snapshot(tmp_path: Path) -> None:
     done = run_python("-c", FORGETFUL, tmp_path)
     assert done.returncode == 0, done.stderr

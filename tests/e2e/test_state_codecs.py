@@ -50,7 +50,6 @@ def test_split_masters_are_bit_equal_to_plain_torch(tmp_path: Path, update: str,
     pair.finish(paged=optimizer != "adafactor")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", [*LOSSY, {"exp_avg": "bf16", "exp_avg_sq": "variance8"}], ids=str)
 @pytest.mark.parametrize("place", list(PLACES)[1:])
 def test_results_do_not_depend_on_placement_budget_or_update_time(tmp_path: Path, codec: Any, place: str) -> None:
@@ -60,7 +59,6 @@ def test_results_do_not_depend_on_placement_budget_or_update_time(tmp_path: Path
     assert_same(content, expected[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "drives, threads, place", [(2, 3, "all on the drive"), (3, 1, "deferred"), (3, 2, "in backward")]
 )
@@ -101,7 +99,6 @@ def test_results_do_not_depend_on_drives_and_threads(
     assert_same({key: loaded["master"][key] for key in content["masters"]}, content["masters"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "nadam", "adamw amsgrad"])
 def test_other_optimizers_run_between_the_codecs(tmp_path: Path, optimizer: str) -> None:
     """torch.optim.AdamW is updated in one pass, and others by their own code."""
@@ -141,7 +138,6 @@ def test_updates_do_not_depend_on_the_number_of_threads(tmp_path: Path, make: An
     assert_same(contents[1][1], contents[0][1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["split", *LOSSY])
 def test_a_run_that_is_closed_continues_bit_for_bit(tmp_path: Path, codec: str) -> None:
     losses, content = run_of(tmp_path / "whole", codec, steps=4)
@@ -295,7 +291,6 @@ def test_several_models_have_their_masters_by_name(tmp_path: Path) -> None:
     assert not torch.equal(*masters.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     ["all on the drive", "parameters in memory", "on a device", "updated on a device", "on a device, also the state"],
@@ -423,7 +418,6 @@ def test_values_that_a_codec_cannot_hold_are_refused_by_name(tmp_path: Path) -> 
     run.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [torch.optim.AdamW, OwnAdamW])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_an_infinite_gradient_is_refused_by_a_code_of_8_bits_and_kept_by_others(
@@ -518,7 +512,6 @@ def test_a_run_keeps_its_codecs(tmp_path: Path, before: str, now: str) -> None:
     Run(tmp_path / "run", before, host_memory="64MiB").close()
 
 
-@pytest.mark.slow
 def test_shards_have_the_state_of_the_whole_model(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     done = run_python(*torchrun, Path(fsdp_codecs.__file__), tmp_path)

@@ -84,7 +84,6 @@ def test_plain_torch_goes_on_from_what_torch_save_made_of_it(
     pair.finish(paged=False)
 
 
-@pytest.mark.slow
 def test_it_takes_no_memory_and_neither_does_saving_it(twins: MakeTwins, tmp_path: Path) -> None:
     pair = twins(layers(1024, 10))  # 84 MB of state
     pair.train(step, steps=1)

@@ -133,7 +133,6 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place, update", [*((p, "step") for p in PLACES), ("nvme", "deferred"), ("nvme", "backward")])
 @pytest.mark.parametrize("make", [adamw, sgd])
 def test_changes_of_the_state_act_as_in_plain_torch(twins: MakeTwins, make: Any, place: str, update: str) -> None:

@@ -35,7 +35,6 @@ def evaluate(model: Any, batch: torch.Tensor) -> torch.Tensor:
         return loss_of(model, batch)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "checkpointing"), [*((way, None) for way in WAYS), ({}, False), ({}, True)], ids=name_of
 )

@@ -140,7 +140,6 @@ sys.exit(int(sys.argv[sys.argv.index("--code") + 1]))
 """
 
 
-@pytest.mark.slow
 def test_the_command_runs_a_script_and_leaves_a_trace_of_each_manager(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

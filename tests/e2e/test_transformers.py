@@ -84,7 +84,6 @@ def test_bf16_with_fp32_masters_is_bit_equal(twins: MakeTwins, name: str) -> Non
     pair.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

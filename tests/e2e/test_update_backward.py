@@ -20,7 +20,6 @@ MakeTwins = Callable[..., Twins]
 Run = Callable[[Any, Any], Any]
 
 
-@pytest.mark.slow
 def test_the_plan_says_what_a_step_moves(backward: MakeTwins) -> None:
     pair = backward(Net(depth=10).bfloat16(), partial(AdamW, lr=1e-3), master=True, wait=True)
     pair.budget = 6 << 20

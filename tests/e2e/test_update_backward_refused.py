@@ -50,7 +50,6 @@ LOOKS: dict[str, Callable[[Twins], Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOKS)
 @pytest.mark.parametrize("params", ["nvme", "host"])
 def test_nothing_can_be_looked_at_or_changed_between_backward_and_step(

@@ -24,7 +24,6 @@ def param_bytes_a_step(pair: Twins, run: Callable[[Any, Any], Any]) -> float:
     return read / params
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred"])
 def test_parameters_are_not_read_again_for_backward(twins: MakeTwins, update: str) -> None:
     def make() -> Twins:
@@ -38,7 +37,6 @@ def test_parameters_are_not_read_again_for_backward(twins: MakeTwins, update: st
     late.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("part", ["gradient", "view", "detached"])
 def test_a_gradient_that_somebody_keeps_keeps_its_values(twins: MakeTwins, update: str, part: str) -> None:

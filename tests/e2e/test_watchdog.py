@@ -67,7 +67,6 @@ def test_a_training_process_that_is_sent_sigusr1_says_where_it_stands_and_goes_o
         assert child.wait() == 0
 
 
-@pytest.mark.slow
 def test_a_wait_that_is_too_long_is_told_with_names_and_ages(tmp_path: Path) -> None:
     """The drive takes 4 MB a second: a page of some 100 KB, behind others, takes longer than the 20 ms that a wait may take."""
     capped = [str(ROOT / "tools" / "capped"), "--write", "4MB", "--directory", str(tmp_path), "--"]

@@ -54,7 +54,6 @@ def page_faults(directory: Path) -> list[int]:
     return faults
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(free_memory._libc, "mallopt"), reason="this C library has no mallopt")
 def test_memory_that_an_update_takes_each_time_is_not_given_back_in_between(tmp_path: Path) -> None:
     program = [sys.executable, __file__, str(tmp_path)]  # other tests leave holes in this process's heap

@@ -17,7 +17,6 @@ from swapper.errors import SwapperError
 MAIN = Path(fuzz.__file__)
 
 
-@pytest.mark.slow
 def test_some_cases_of_every_reader_are_clean(tmp_path: Path) -> None:
     done = run_python(MAIN, "--cases", 40, "--minutes", 1, "--seed", 7, "--found", tmp_path, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -68,7 +67,6 @@ def test_the_fuzzer_notices(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert [file.read_bytes() for file in place.iterdir()] == list(failure.files.values())
 
 
-@pytest.mark.slow
 def test_a_reproducer_is_made_small_and_a_seed_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(directory: Path) -> None:
         if b'"index"' in (directory / "drives.json").read_bytes():

@@ -480,7 +480,6 @@ def test_a_caller_that_waits_for_its_rows_of_an_embedding_lets_another_run(model
     assert is_clean(model)
 
 
-@pytest.mark.slow
 def test_callers_of_a_compiled_model(model, expected):
     compiled = torch.compile(model, backend="eager")
     clients = run_clients([lambda n=n: [compiled(INPUTS[n]) for _ in range(2)] for n in (0, 5)])

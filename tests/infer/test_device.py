@@ -50,7 +50,6 @@ def test_a_budget_for_all_of_it_gives_a_plain_model(saved, device, opened):
     assert (loaded.counters.bytes_read, loaded.counters.uploaded_bytes) == (read, copied)
 
 
-@pytest.mark.slow
 def test_what_the_device_can_hold_is_copied_once(saved, device, opened):
     reference = make()
     copied = []

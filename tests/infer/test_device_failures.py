@@ -49,7 +49,6 @@ def test_out_of_memory_in_the_middle_of_a_pass_is_tried_once_more(saved, device,
     check(model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_error_in_a_forward_leaves_nothing_behind(saved, device, opened, error):
     def stop(*_):

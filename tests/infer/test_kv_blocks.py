@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from itertools import product
 
 import pytest
 import torch
@@ -110,13 +109,8 @@ def test_sums_over_blocks_are_those_over_all_keys(kind, dtype, queries, softcap,
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, way, marks=[] if way == "greedy" or name == "grouped" else pytest.mark.slow)
-        for name, way in product(CONFIGS, WAYS)
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_generated_is_what_a_cache_in_memory_gives(name, way, small):
     model = make(name)
     before = model.config._attn_implementation

@@ -140,7 +140,6 @@ def test_what_is_generated_is_what_a_cache_in_memory_gives(name, dtype, way, sma
             assert cache.counters.read_bytes["kv"] > 0
 
 
-@pytest.mark.slow
 def test_encoder_and_decoder(small):
     torch.manual_seed(0)
     config = T5Config(
@@ -173,7 +172,6 @@ def test_weights_and_keys_are_on_the_drive(tmp_path, small):
         assert cache.counters.read_bytes["kv"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "sliding", "both"])
 def test_more_tokens_than_were_announced_are_moved(name, small):
     model, inputs = make(name), prompt(length=30)
@@ -182,7 +180,6 @@ def test_more_tokens_than_were_announced_are_moved(name, small):
         check_same(generate(model, inputs, cache, new_tokens=150), expected)
 
 
-@pytest.mark.slow
 def test_a_conversation_goes_on_and_is_taken_back(small):
     model, inputs = make("full"), prompt(batch=1)
     plain = DynamicCache(config=model.config)
@@ -396,7 +393,6 @@ def test_a_budget_below_one_layer_says_what_is_enough(small):
         check_same(generate(model, inputs, cache, new_tokens=3), expected)
 
 
-@pytest.mark.slow
 def test_a_budget_that_ends_in_a_generation_keeps_what_is_there(small):
     model, inputs = make("full"), prompt(length=200)
     with KVCache(model, **small) as cache:

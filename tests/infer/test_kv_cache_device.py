@@ -63,7 +63,6 @@ def test_what_is_generated_is_what_a_cache_in_memory_gives(name, way, there, ord
     assert device.used_bytes == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("there", LAYERS_THERE)
 @pytest.mark.parametrize("name", ["full", "sliding", "both"])
 def test_more_tokens_than_were_announced_are_moved(name, there, options):
@@ -231,7 +230,6 @@ def test_a_budget_that_is_too_small_says_what_is_enough(option, options):
         check_same(generate(model, inputs, cache, new_tokens=1), expected)
 
 
-@pytest.mark.slow
 def test_a_budget_that_ends_in_a_generation_keeps_what_is_there(options):
     model, inputs = make("full"), prompt(length=200)
     options["device_memory"] = "1MiB"

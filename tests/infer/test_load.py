@@ -54,7 +54,6 @@ def test_what_the_budget_can_hold_is_read_once(saved, budget):
     loaded.unload()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["3MiB", "5MiB", "1GiB"])
 def test_a_compiled_model_gives_what_it_gives_in_memory(saved, budget):
     """Rows, parts of matrices and hooks are called between compiled graphs. No optimisation: that gives other bits."""

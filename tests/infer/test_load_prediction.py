@@ -22,7 +22,6 @@ def path(tmp_path):
     return tmp_path / "model.safetensors"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("budget", [BUDGET, "12MiB", "64MiB"])
 def test_a_predicted_pass_reads_what_a_pass_reads(path, budget):
     model = on_meta()
@@ -46,7 +45,6 @@ def test_a_predicted_pass_reads_what_a_pass_reads(path, budget):
     loaded.unload()
 
 
-@pytest.mark.slow
 def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
     export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
     plain, coded = (
@@ -68,7 +66,6 @@ def test_weights_that_stay_take_time_at_each_use(path, tmp_path, monkeypatch):
     assert predicted.first.wall_s < 10  # all of them are read
 
 
-@pytest.mark.slow
 def test_what_is_read_by_parts_takes_the_drives_time_and_the_pool_is_all_there(path, tmp_path):
     export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
     plan = swapper.plan_load(on_meta(), tmp_path / "int8.safetensors", host_memory="4MiB")
@@ -83,7 +80,6 @@ def test_what_is_read_by_parts_takes_the_drives_time_and_the_pool_is_all_there(p
     assert token.total.read_wait_s > 0.8 * token.wall_s  # it is no computing
 
 
-@pytest.mark.slow
 def test_of_a_mixture_the_hit_rate_says_what_is_waited_for(tmp_path):
     save_file(Model().state_dict(), tmp_path / "model.safetensors")
     plan = swapper.plan_load(Model().to("meta"), tmp_path / "model.safetensors", host_memory="8MiB")

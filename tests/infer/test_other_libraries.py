@@ -57,7 +57,6 @@ def transformer() -> tuple[Any, dict[str, torch.Tensor]]:
     return model, {"hidden_states": torch.randn(1, 4, 8, 8), **inputs}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("make", "budget"), [(unet, "5MiB"), (transformer, "4MiB")])
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_of_diffusers_is_that_of_its_from_pretrained(
@@ -143,7 +142,6 @@ def bert(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_sentence_transformers_encode_as_they_do(bert: Path, tmp_path: Path) -> None:
     library = pytest.importorskip(
         "sentence_transformers", reason="sentence-transformers is not installed: tools/setup test"

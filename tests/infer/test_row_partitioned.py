@@ -50,7 +50,6 @@ def inputs_of(outputs):
     return [torch.arange(n).view(1, n) * 97 % outputs for n in (1, 3, 40)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 24])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -120,7 +119,6 @@ class Several(nn.Module):
         return [self.maps[index](x) for index in order]
 
 
-@pytest.mark.slow
 def test_the_map_that_came_next_is_read_ahead_and_any_other_is_right_too(tmp_path):
     torch.manual_seed(0)
     reference = Several().eval()

@@ -25,7 +25,6 @@ HOW = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("how", "whose", "dtype"), HOW)
 def test_a_sharded_checkpoint_runs_in_place_and_is_exported(tmp_path, how, whose, dtype):
     reference = make(dtype)

@@ -205,7 +205,6 @@ def test_embeddings_of_a_trained_model_are_those_in_memory():
     swapper.loaded(model).unload()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["by expert", "fused"])
 def test_of_a_mixture_only_the_experts_that_are_used_are_read(folders, tmp_path, saved):
     cls, folder = transformers.MixtralForCausalLM, folders("Mixtral")

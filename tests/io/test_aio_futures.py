@@ -113,7 +113,6 @@ def test_a_handle_that_is_dropped_finishes_what_it_began(path: Path) -> None:
     assert path.with_name("strided").read_bytes() == raw(tensor.view(2048, 4096).t())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "del handle", "raise SystemExit"])
 def test_a_process_that_ends_finishes_what_it_began(path: Path, run_python: RunPython, ending: str) -> None:
     done = run_python(

@@ -27,7 +27,6 @@ FAST = {"DS_PIN_MEMORY_BACKEND": "native", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "
 LAUNCH = [PYTHON, "-m", "swapper.integrations.deepspeed"]
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="no interpreter with deepspeed: tools/setup peers makes one"),
     pytest.mark.timeout(1800),
 ]

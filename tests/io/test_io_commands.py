@@ -129,7 +129,6 @@ echo ']}'
 """Prints what fio does for the jobs that it is asked for, of 250 MB/s each, for an eighth of a processor."""
 
 
-@pytest.mark.slow
 def test_bench_compares_with_fio_and_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "bin" / "fio", FIO)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
@@ -147,7 +146,6 @@ def test_bench_compares_with_fio_and_goes_on_without_it(tmp_path: Path, monkeypa
     assert refused.exit_code == 0 and "without fio: fio failed: fio: such blocks it refuses" in refused.output
 
 
-@pytest.mark.slow
 def test_bench_takes_steps_of_a_small_model_beside_plain_torch(tmp_path: Path) -> None:
     arguments = ["bench", str(tmp_path), "--seconds", "0.05", "--file-size", "16MiB", "--depths", "4", "--no-peers"]
     done = runner.invoke(app, [*arguments, "--json"])
@@ -194,7 +192,6 @@ def test_a_name_in_brackets_is_not_taken_for_markup(command: str) -> None:
     assert "/missing[/red] is not a directory" in done.output
 
 
-@pytest.mark.slow
 def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "START_S", 0.01)
     arguments = ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB"]

@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SOAK = Path(__file__).parents[2] / "tools" / "soak_io"
 
 
-@pytest.mark.slow
 def test_a_soak_of_four_seconds_leaks_nothing_and_loses_nothing(tmp_path: Path) -> None:
     command = [sys.executable, str(SOAK), str(tmp_path), "--minutes", str(4 / 60), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

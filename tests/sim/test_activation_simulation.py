@@ -167,7 +167,6 @@ BROKEN = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cache_class, what", BROKEN, ids=[cache_class.__name__ for cache_class, _ in BROKEN])
 def test_a_cache_that_breaks_a_rule_is_noticed_for_that_rule(cache_class, what):
     runs = (partial(_run, seed, program) for seed in range(200) for program in (train, wander))

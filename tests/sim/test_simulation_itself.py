@@ -22,7 +22,6 @@ from swapper.paging.section import Page
 SEEDS = range(40)
 
 
-@pytest.mark.slow
 def test_the_seeds_meet_every_case():
     seen: Counter[str] = Counter()
     for seed in SEEDS:

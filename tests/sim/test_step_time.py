@@ -21,7 +21,6 @@ CLIPPED: dict[str, Any] = {"clips": True, "bytes_an_element": 9}
 CODED_AND_CLIPPED: dict[str, Any] = {**CODED, "clips": True, "bytes_an_element": 7}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "batches, options, most",
     [
@@ -48,7 +47,6 @@ def test_a_step_takes_at_most_so_many_times_as_long_as_plain_torchs(
     assert run_steps(tmp_path, batches, **options).seconds <= most * plain.seconds
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_the_host_waits_for_nothing_where_state_is_in_host_memory(tmp_path: Path, update: str) -> None:
     step = run_steps(tmp_path, 4, update=update)

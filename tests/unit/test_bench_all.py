@@ -87,7 +87,6 @@ def rows(checkout: Path) -> dict[str, list[str]]:
     return {what: cells for what, _, *cells in figures["rows"]}
 
 
-@pytest.mark.slow
 def test_rows_are_measured_at_one_commit_and_kept_when_it_is_stopped(checkout: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "started")
     command = [sys.executable, checkout / "tools" / "bench_all"]

@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from swapper.codecs import CODECS
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_codec"
 
 
-@pytest.mark.slow
 def test_the_benchmark_of_the_codecs_runs(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     command = [sys.executable, TOOL, "--elements", "70000", "--rounds", "1", "--isa", "baseline", "--json", file]

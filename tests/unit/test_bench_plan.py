@@ -71,7 +71,6 @@ def test_of_a_row_without_a_cap_the_run_with_the_median_error_counts(
     assert found["predicted_s"] == (1.1 if runs == 3 else 1.3)
 
 
-@pytest.mark.slow
 def test_a_row_is_predicted_and_measured_and_not_run_again(tool: dict[str, Any], tmp_path: Path) -> None:
     figures = tmp_path / "rows.json"
     name = next(row.name for row in tool["ROWS"] if row.size == "20M" and row.cap is None)

@@ -109,7 +109,6 @@ def test_the_exit_code_is_the_commands(permitted, tmp_path):
     assert run("--directory", tmp_path, "--", "no-such-command").returncode == 127
 
 
-@pytest.mark.slow
 def test_writes_and_reads_are_capped_and_counted(permitted, tmp_path):
     nbytes, cap = 32 << 20, 32 * MB
     report = tmp_path / "report.json"

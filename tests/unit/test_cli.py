@@ -127,7 +127,6 @@ def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision
         assert set(torch.load(kept, mmap=True, weights_only=True)) >= {"model", "optimizer", "master"}
 
 
-@pytest.mark.slow
 def test_the_demo_of_ranks_is_killed_resumes_and_is_plain_fsdp2_bit_for_bit(tmp_path):
     (tmp_path / "place").mkdir()
     done = run("demo", *SMALL, "--precision", "fp32", "--ranks", "2", "--directory", tmp_path / "place", "--json")
@@ -141,7 +140,6 @@ def test_the_demo_of_ranks_is_killed_resumes_and_is_plain_fsdp2_bit_for_bit(tmp_
     assert sum(measured["written_bytes"]) > 0  # a write that ends in the next step counts there
 
 
-@pytest.mark.slow
 def test_the_demo_of_one_rank_is_killed_and_resumes_and_what_differs_is_said(tmp_path):
     """Of more ranks, and as a command: above."""
     config = GptConfig(vocabulary=256, context=16, layers=2, width=64)
@@ -170,7 +168,6 @@ def processes_with(text):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number, ranks):
     arguments = ["demo", *SMALL, "--steps", "100000", "--directory", tmp_path, "--ranks", ranks]
@@ -195,7 +192,6 @@ def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_the_example_runs_as_it_is(tmp_path):
     size = ["--steps", "3", "--parameters", "2000000", "--context", "32"]
     for _ in range(2):  # the second run takes the place of the first
@@ -269,7 +265,6 @@ print(memory.growth_bytes)
 """
 
 
-@pytest.mark.slow
 def test_peak_memory_sees_what_is_gone_again(run_python):
     if not Path("/proc/self/smaps_rollup").exists():
         pytest.skip("no /proc/self/smaps_rollup here")

@@ -158,7 +158,6 @@ def test_what_does_not_stay_in_the_pool_takes_the_drives_time_and_streamed_param
     assert streamed.wall_s >= 2 * parameter_bytes / 1e9  # up in forward and in backward
 
 
-@pytest.mark.slow
 def test_a_step_of_7_b_in_4_gb_of_device_memory_takes_longer_than_its_products_and_less_than_with_hooks_that_wait() -> (
     None
 ):

@@ -65,7 +65,6 @@ def run(program: str, *arguments: str, **set_up: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_while_there_is_a_run_what_is_free_stays_until_a_look() -> None:
     printed = run(FREE)
     if "no mallopt" in printed:
@@ -141,7 +140,6 @@ print((heap.anonymous_bytes() - before) / (128 << 20))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before, least, most", [("in use", 0.9, 1.2), ("in passing", -0.1, 0.1)])
 def test_when_a_backward_begins_only_what_was_in_use_when_one_began_stays(
     before: str, least: float, most: float

@@ -190,7 +190,6 @@ def test_whatever_reads_a_file_refuses_them(data: bytes, tmp_path: Path) -> None
             load(old)
 
 
-@pytest.mark.slow
 def test_in_a_directory_of_dcp_and_of_an_item_they_are_refused(tmp_path: Path) -> None:
     from swapper.checkpoint.dcp_reader import StorageReader
 
@@ -201,7 +200,6 @@ def test_in_a_directory_of_dcp_and_of_an_item_they_are_refused(tmp_path: Path) -
                 read(tmp_path)
 
 
-@pytest.mark.slow
 def test_what_real_checkpoints_have_is_taken() -> None:
     shared = {"betas": (0.9, 0.999), "lr": 1e-3}
     tree = {

@@ -39,7 +39,6 @@ def test_offload_prints_one_line_of_what_was_chosen(tmp_path: Path, run_python: 
     assert line.startswith("swapper: offload: Linear, ") and "SGD: params on host, gradients on host; " in line
 
 
-@pytest.mark.slow
 def test_a_program_with_logging_of_its_own_gets_no_line(tmp_path: Path, run_python: RunPython) -> None:
     text = f"import logging; logging.basicConfig(); offload({str(tmp_path)!r})[0].close()"
     assert run(run_python, text) == []

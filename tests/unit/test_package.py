@@ -64,7 +64,6 @@ def test_every_module_is_imported_with_the_declared_dependencies_alone() -> None
     assert [module for module, library in refused if library not in re.split(r"[._]", module)] == []
 
 
-@pytest.mark.slow
 def test_the_source_distribution_has_every_file_of_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the hook that pip and build call; it compiles nothing."""
     backend = pytest.importorskip("scikit_build_core.build", reason="scikit-build-core is not installed: tools/setup")

@@ -230,7 +230,6 @@ tensors[0].sum()
 """
 
 
-@pytest.mark.slow
 def test_located_data_is_not_touched() -> None:
     """Memory that cannot be read: the tail is made, and the one read after it ends the process."""
     result = subprocess.run([sys.executable, "-c", UNREADABLE], capture_output=True, text=True, check=False)

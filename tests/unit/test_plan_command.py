@@ -82,7 +82,6 @@ def machine(host_bytes: int, **more: Any) -> Machine:
     return Machine(host_bytes, DRIVE, flops=1e12, updates=1e9, **more)
 
 
-@pytest.mark.slow
 def test_plan_predicts_a_step_from_a_models_function_alone() -> None:
     found = figures(SOURCE, *GIVEN, "--endurance", "1TB")
     assert found["places"]["state"] == "nvme" and found["bytes_are_exact"]
@@ -154,7 +153,6 @@ def test_a_forecast_has_the_plan_that_offload_carries_out(codec: str, tmp_path: 
             assert (found.space_bytes, found.commit_bytes) == (plan.space_bytes, plan.commit_bytes)
 
 
-@pytest.mark.slow
 def test_each_pass_reads_parameters_again_and_updates_once() -> None:
     forecaster = Forecaster(meta_gpt(), 64)
     for update in ("step", "deferred", "backward"):
@@ -237,7 +235,6 @@ def test_of_settings_only_those_stay_that_no_other_beats() -> None:
     assert undominated([inexact, best]) == [best] and undominated([best, cheaper]) == [best, cheaper]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("host_bytes", [24 << 20, 64 << 20, 160 << 20])
 def test_the_table_has_each_placement_that_none_beats(host_bytes: int) -> None:
     forecaster, on = Forecaster(meta_gpt(), 64), machine(host_bytes)

@@ -95,7 +95,6 @@ def test_headers_that_begin_next_to_4_gib_equal_those_of_torch(tmp_path, cursor_
     assert entries[1].header_offset == ZIP64_LIMIT + cursor_minus_limit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 65534, 65535, 65536, 70000])
 def test_directories_of_many_entries_are_read_back_whole(tmp_path, count) -> None:
     crc32 = zlib.crc32(b"abc")
