@@ -133,7 +133,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
         ({"params": "device", "device": HostDevice(), "device_memory": "32MiB"}, "params='device'"),
         ({"gradients": "device", "device": HostDevice(), "device_memory": "32MiB"}, "gradients='device'"),
     ],
-    ids=str,
+    ids=["masters", "params", "gradients"],
 )
 def test_what_is_not_done_yet_is_refused_by_name(
     tmp_path: Path, alone: None, options: dict[str, object], named: str
