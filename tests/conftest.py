@@ -21,6 +21,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -38,6 +39,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that starts thi
 hypothesis.settings.register_profile("swapper", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("swapper")
 
+LEFT_OUT: list[str] = []
+"""Of a sample: how many cases, and how many tests."""
 ROOM_BYTES = 6 << 30
 """Bytes of the files of a whole run at any moment, and half of it more (4.0 GiB, three processes, 2026-11-22)."""
 
@@ -87,6 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             kept |= cases.keys()
         elif runs_now(test, costs.get(test, 0), seed):
             kept |= choose(cases, round(len(cases) ** 0.33), seed)
+    ran = {name.partition("[")[0] for name in kept}
+    LEFT_OUT[:] = [f"{len(items) - len(kept)} of {len(items)} cases", f"{len(tests) - len(ran)} of {len(tests)} tests"]
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
 
@@ -97,12 +102,29 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Save what coverage has measured, if it does: xdist kills a process that is not at its end ten seconds after this."""
+    """Save what coverage has measured, if it does: xdist kills a process that is not at its end ten seconds after this. Send
+    what this process has left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = LEFT_OUT
     if hasattr(session.config, "workerinput") and "COVERAGE_RUN" in os.environ:
         import coverage
 
         if (measured := coverage.Coverage.current()) is not None:
             measured.save()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a process of xdist left out: all leave out the same."""
+    LEFT_OUT[:] = node.workeroutput.get("left_out", LEFT_OUT) if hasattr(node, "workeroutput") else LEFT_OUT
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what a sample left out, and how it is repeated."""
+    if LEFT_OUT:
+        left_out = ", with ".join(LEFT_OUT)
+        terminalreporter.write_line(f"left out of this sample: {left_out} that take long; tools/test --all runs them")
+        terminalreporter.write_line(f"SWAPPER_TEST_SEED={os.environ['SWAPPER_TEST_SEED']} tools/test repeats it")
 
 
 def pytest_unconfigure() -> None:

@@ -145,7 +145,7 @@ class Uploads:
     def send_ahead(self, copy: PageCopy, storage: DeviceStorage) -> bool:
         """Queue the copy of a page, if nothing has to wait for that. Return whether it is queued.
 
-        A write that has failed is raised by the next lease: whoever ends a use of something else could not take the error.
+        A write that has failed is raised by the next lease instead: at the end of another use nothing can be taken back.
 
         Raises:
             DeviceError: the device failed.
