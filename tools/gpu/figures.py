@@ -14,6 +14,7 @@ from gpu import (
     copies,
     drive,
     facts,
+    generation,
     inference,
     kernels,
     language_model,
@@ -56,6 +57,10 @@ FIGURES: dict[str, Figures] = {
         for name in language_model.WAYS
     },
     "llama-7b": Figures(language_model.seven, (language_model.SEVEN,), 110),
+    **{
+        f"generate-{name}": Figures(partial(generation.generation, name), generation.figures_of(name), 90)
+        for name in generation.WAYS
+    },
     **{
         f"fsdp2-{update}": Figures(partial(sharded.sharded, update), (sharded.figure_of(update),), 60)
         for update in sharded.UPDATES
