@@ -165,6 +165,7 @@ class HostDevice(Device):
         self.taken = {}  # by storage: the moment it was allocated
         self.filled = {}  # by storage: the moments of copies into it
         self.used = {}  # by storage: the moments of kernels that `use` told of
+        self.sources = []  # of the copies that are being queued
         self.coming = []  # host memory that copies are to fill: its begin and end, and the moment
 
     @property
@@ -222,6 +223,13 @@ class HostDevice(Device):
     def _copying(self, stream):
         return nullcontext()  # to enter a stream means kernels, here
 
+    def copy(self, pieces, stream):
+        self.sources = [source for _, source in pieces]  # which a copy may be cut from
+        try:
+            return super().copy(pieces, stream)
+        finally:
+            self.sources = []
+
     def _copy(self, target, source, stream):
         stream.queued_bytes += source.numel()
         key = target.untyped_storage()._cdata
@@ -245,7 +253,10 @@ class HostDevice(Device):
             stream.run(len(stream.operations))
 
     def copy_to_host(self, target, source, stream):
-        compute, alive, content = self._module.current, weakref.ref(source), checksum(source)
+        wholes = (one for one in self.sources if one.data_ptr() <= source.data_ptr() < end_of(one))
+        whole = next(wholes, source)
+        begin, nbytes = source.data_ptr() - whole.data_ptr(), source.numel()
+        compute, alive, content = self._module.current, weakref.ref(whole), checksum(source)
         assert source.untyped_storage().nbytes(), "a copy of memory that is not there"
         key = source.untyped_storage()._cdata
         assert stream.clock[compute] >= compute.clock[compute], "a copy that does not wait for the kernels before it"
@@ -257,9 +268,10 @@ class HostDevice(Device):
 
         def run():
             self.coming.remove(coming)
-            source = alive()
-            is_there = source is not None and source.untyped_storage().nbytes()
+            whole = alive()
+            is_there = whole is not None and whole.untyped_storage().nbytes()
             assert is_there, "memory was released before its copy was over"
+            source = whole[begin : begin + nbytes]
             assert checksum(source) == content, "memory was changed before its copy was over"
             target.copy_(source)
 
