@@ -75,7 +75,7 @@ def costs_s() -> dict[str, float]:
 
 
 def take_over() -> None:
-    """Write COSTS anew, with what the last whole run measured."""
+    """Write to COSTS what the last whole run measured."""
     cases: dict[str, list[float]] = defaultdict(list)
     for line in FILE.read_text().splitlines()[1:]:
         cpu, _, case = line.split("\t")

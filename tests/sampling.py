@@ -42,8 +42,9 @@ def seed_of_commit() -> str:
 
 
 def runs_now(test: str, cost_s: float, seed: str) -> bool:
-    """Return whether a test belongs to a sample: one whose case takes more than FREE_S only with so many seeds that it takes that
-    on average, and with SELDOM of them at least.
+    """Return whether a test belongs to a sample.
+
+    One whose case takes more than FREE_S runs with the share of seeds with which it takes FREE_S on average, at least SELDOM.
 
     Args:
         test: its name, without that of a case.

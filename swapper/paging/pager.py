@@ -305,7 +305,7 @@ class Pager:
             self._frames.raise_failure()
 
     def raise_later(self, failure: IoError) -> None:
-        """Have the next lease raise what a lease has raised that nobody needs yet."""
+        """Have the next lease raise the failure of a write, which a lease for later has raised: nobody needs that page yet."""
         with self._lock:
             self._frames.keep_failure(failure)
 

@@ -98,9 +98,15 @@ def config_of(bench: Bench) -> Any:
         (3, 128, 256, 2, 512) if bench.is_rehearsal else (bench.size(32, 0), 4096, 11008, 32, 32000)
     )
     return LlamaConfig(
-        num_hidden_layers=layers, hidden_size=width, intermediate_size=hidden, num_attention_heads=heads,
-        vocab_size=vocabulary, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_attention_heads=heads,
+        vocab_size=vocabulary,
+        eos_token_id=None,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
 
 
 def generate(bench: Bench, model: Any, count: int) -> tuple[torch.Tensor, float]:

@@ -46,9 +46,13 @@ def llama() -> Any:
 
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config)
 
 
@@ -104,9 +108,15 @@ def by_trl(bench: Bench, place: Path, is_ours: bool) -> list[float]:
 
 def _arguments(bench: Bench, place: Path) -> dict[str, Any]:
     return {
-        "output_dir": str(place / "out"), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1,
-        "save_strategy": "no", "report_to": [], "use_cpu": bench.on_cpu, "disable_tqdm": True,
-    }  # fmt: skip
+        "output_dir": str(place / "out"),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": bench.on_cpu,
+        "disable_tqdm": True,
+    }
 
 
 def _class_of(trainer: type, bench: Bench, place: Path, is_ours: bool) -> Any:
@@ -166,9 +176,15 @@ def by_lightning(bench: Bench, place: Path, is_ours: bool) -> list[float]:
 
     module = Module()
     trainer = lightning.Trainer(
-        accelerator="cpu" if bench.on_cpu else "gpu", devices=1, max_steps=STEPS, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=place,
-    )  # fmt: skip
+        accelerator="cpu" if bench.on_cpu else "gpu",
+        devices=1,
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=place,
+    )
     trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=2))
     if module.manager is not None:
         module.manager.close()

@@ -122,7 +122,7 @@ def log_lines() -> Iterator[list[str]]:
 
 
 def short(bench: Bench) -> Iterator[Row]:
-    """Leave so little memory beside swapper's that the second step's operations find none; the loop repeats the step."""
+    """Leave so little memory next to swapper's that the second step's operations find none; the loop repeats the step."""
     steps = 4
     found: list[float] = []
     device = device_of(bench)
