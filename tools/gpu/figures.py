@@ -24,6 +24,7 @@ from gpu import (
     sharded,
     training,
     twins,
+    zero,
 )
 from gpu.bench import Measurement
 
@@ -66,6 +67,7 @@ FIGURES: dict[str, Figures] = {
         for update in sharded.UPDATES
     },
     "fsdp2-offload": Figures(sharded.offloaded_by_fsdp, (sharded.OFFLOADED,), 60),
+    **{f"zero-{stage}": Figures(partial(zero.zero, stage), zero.figures_of(stage), 90) for stage in zero.STAGES},
     "killed": Figures(recovery.killed, (recovery.KILLED,), 60),
     "short": Figures(recovery.short, (recovery.SHORT,), 45),
     "twins": Figures(twins.twins, (twins.TWINS,), 60),
