@@ -261,10 +261,10 @@ class OptimizerProxies:
         return self._of_group[number].kind
 
     def _number(self) -> None:
-        self._of_group: list[OptimizerProxy] = []
+        self._of_group: dict[int, OptimizerProxy] = {}
         for proxy, groups in zip(self._proxies, self._optimizers.ranges, strict=True):
             proxy.first = groups.start
-            self._of_group += [proxy] * len(groups)
+            self._of_group.update(dict.fromkeys(groups, proxy))
 
 
 class _Watched(list[Any]):
