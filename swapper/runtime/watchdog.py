@@ -52,10 +52,10 @@ class Watchdog:
         _watching.add(self)
         _take_signal()
 
-    def ask(self, why: str) -> None:
-        """Have a dump logged soon."""
+    def ask(self) -> None:
+        """Have a dump logged soon: the signal came."""
         if os.getpid() == self._pid:
-            self._queue.put(why)
+            self._queue.put("SIGUSR1")
 
     def stop(self) -> None:
         """End the thread. Idempotent."""
@@ -100,7 +100,7 @@ def describe_waits(counters: Counters) -> str:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     watchdogs = list(_watching)
     for watchdog in watchdogs:
-        watchdog.ask("SIGUSR1")
+        watchdog.ask()
     if not watchdogs:  # the last run was dropped and not closed: do what the system does by default
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -237,7 +237,7 @@ class OptimizerProxies:
             return [(self._proxies[0], works)] if works else []
         by_proxy: dict[OptimizerProxy, list[Work]] = {}
         for work in works:
-            by_proxy.setdefault(self._proxy(work.settings), []).append(work)
+            by_proxy.setdefault(self._of_group[work.settings], []).append(work)
         return by_proxy.items()
 
     def changed_setting(self, member: int) -> str | None:
@@ -245,7 +245,7 @@ class OptimizerProxies:
 
     def settings(self, number: int) -> Mapping[str, Any]:
         """Return the settings of a group in this step. Do not change them."""
-        return self._proxy(number).settings(number)
+        return self._of_group[number].settings(number)
 
     def counts_on_device(self, number: int) -> bool:
         """Return True if a group's update needs its counters, which are single numbers, on the parameters' device."""
@@ -258,14 +258,13 @@ class OptimizerProxies:
 
     def kind(self, number: int) -> str:
         """Return the qualified class name of a group's optimizer."""
-        return self._proxy(number).kind
+        return self._of_group[number].kind
 
     def _number(self) -> None:
+        self._of_group: dict[int, OptimizerProxy] = {}
         for proxy, groups in zip(self._proxies, self._optimizers.ranges, strict=True):
             proxy.first = groups.start
-
-    def _proxy(self, number: int) -> OptimizerProxy:
-        return next(proxy for proxy in reversed(self._proxies) if number >= proxy.first)
+            self._of_group.update(dict.fromkeys(groups, proxy))
 
 
 class _Watched(list[Any]):

@@ -112,13 +112,13 @@ def _try(optimizer: Optimizer) -> tuple[float, int] | None:
     proxy = OptimizerProxy(copy_for_trial(optimizer))
     tensor = torch.zeros(ELEMENTS, dtype=torch.float32, device="cpu")
     work = Work(0, tensor, torch.ones(ELEMENTS, dtype=torch.float32, device="cpu"), {})
-    in_one_pass = find_torchs_pass(kind_of(optimizer), settings := optimizer.param_groups[0])
+    in_one_pass = find_torchs_pass(kind_of(optimizer), optimizer.param_groups[0])
 
     def update() -> None:
         gradient = torch.ones(ELEMENTS, dtype=torch.float32, device="cpu")
         if in_one_pass is not None and work.state:
             states = {key: CodedState(CODECS["fp32"], (work.state[key],)) for key in MOMENTS}
-            in_one_pass(tensor, gradient, states, 1.0, settings)
+            in_one_pass(tensor, gradient, states, 1.0)
             return
         work.gradient = gradient
         with torch.no_grad():

@@ -133,10 +133,11 @@ class TrainingStep:
             raise StateError(f"{verb} in the middle of a training step, which goes on until {until}: wait for its end")
 
     def _waiting(self) -> str:
-        waiting = [self._optimizers.describe_member(member) for member in self._all if member not in self._done]
+        waiting = set(range(len(self._optimizers.members))) - self._done
         if not waiting:
             return "the iteration is over whose manager.one_step failed"
-        return f"{' and '.join(waiting)} {'has' if len(waiting) == 1 else 'have'} stepped"
+        names = map(self._optimizers.describe_member, sorted(waiting))
+        return f"{' and '.join(names)} {'has' if len(waiting) == 1 else 'have'} stepped"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -152,11 +153,7 @@ class TrainingStep:
     @property
     def is_over(self) -> bool:
         """True if nothing more belongs to it, unless a context of `hold` says so."""
-        return not self._is_held and len(self._done) == len(self._all)
-
-    @property
-    def _all(self) -> range:
-        return range(len(self._optimizers.members))
+        return not self._is_held and len(self._done) == len(self._optimizers.members)
 
     @property
     def _done(self) -> set[int]:
@@ -180,16 +177,17 @@ class TrainingStep:
             step, has_begun = self._counters.step + 1, run.model.updates.has_begun_early
             with self._told(run, has_begun or self.is_open):
                 run = self._prepare(run, member, train_more)
+            model = run.model
             if is_first := not self.is_open:
                 if not has_begun:
                     self.begin(run)
-                self._learn, self.is_open = run.model.updates.in_order, True
+                self._learn, self.is_open = model.updates.in_order, True
                 self._steps.clear()
-            is_alone = not run.model.updates.is_open or (has_begun and is_first)
+            is_alone = not model.updates.is_open or (has_begun and is_first)
             self._steps[member] += 1
             try:
                 with self._on_all_ranks(step):
-                    run.model.before_update()
+                    model.before_update()
                     yield run
                     run.placed.processor.after_update()
                     if self.is_over:
@@ -234,14 +232,15 @@ class TrainingStep:
 
     def _prepare(self, run: TrainingSession, member: int, train_more: Callable[[], TrainingSession]) -> TrainingSession:
         """Check that the step can be taken, and return the session that takes it."""
-        if run.model.gathering.is_open:
+        model = run.model
+        if model.gathering.is_open:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
         self.check(member)
-        run.model.passes.abandon()
-        if not self.is_open or run.model.updates.has_open(member):
-            run.model.finish_update(in_order=True)
-        run.model.follow_groups()
-        if run.model.has_more_to_train:
+        model.passes.abandon()
+        if not self.is_open or model.updates.has_open(member):
+            model.finish_update(in_order=True)
+        model.follow_groups()
+        if model.has_more_to_train:
             run = train_more()
         run.model.check_step(member)
         return run

@@ -111,9 +111,9 @@ class UpcastBuffer:
 # --- one pass ---------------------------------------------------------------------------------------------------------
 
 States = Mapping[str, CodedState]
-OnePass = Callable[[torch.Tensor, torch.Tensor, States, float, Mapping[str, Any]], int]
-"""Updates (parameters, gradients, state by key, number of the step, settings of the parameter's group), flat; returns how many
-elements the codes cannot hold."""
+OnePass = Callable[[torch.Tensor, torch.Tensor, States, float], int]
+"""Updates (parameters, gradients, state by key, number of the step), flat, by the settings of a group; returns how many elements
+the codes cannot hold."""
 
 
 def find_pass(
@@ -127,7 +127,7 @@ def find_pass(
         entries: of its state.
     """
     if is_fused(kind, settings, places):
-        return update_fused
+        return functools.partial(update_fused, settings)
     return find_torchs_pass(kind, settings) if _fits(places, entries) else None
 
 
@@ -141,7 +141,7 @@ def is_fused(kind: str, settings: Mapping[str, Any], places: ParameterLocations)
 
 
 def update_fused(
-    param: torch.Tensor, gradient: torch.Tensor, states: States, step: float, settings: Mapping[str, Any]
+    settings: Mapping[str, Any], param: torch.Tensor, gradient: torch.Tensor, states: States, step: float
 ) -> int:
     """See OnePass and [Note: fused AdamW]."""
     moments, numbers = (states["exp_avg"], states["exp_avg_sq"]), _adamw_step(step, settings)
@@ -183,7 +183,7 @@ def find_torchs_pass(kind: str, settings: Mapping[str, Any]) -> OnePass | None:
     """Return the pass that does what an optimizer does with these settings of a group, None if there is none."""
     if not _has_torchs_arithmetic(kind, settings) or (arithmetic := find_arithmetic()) is None:
         return None
-    return functools.partial(update_as_torch, arithmetic)
+    return functools.partial(update_as_torch, arithmetic, settings)
 
 
 def _has_torchs_arithmetic(kind: str, settings: Mapping[str, Any]) -> bool:
@@ -215,11 +215,11 @@ def _fits(places: ParameterLocations, entries: Mapping[str, Any]) -> bool:
 
 def update_as_torch(
     arithmetic: TorchArithmetic,
+    settings: Mapping[str, Any],
     param: torch.Tensor,
     gradient: torch.Tensor,
     states: States,
     step: float,
-    settings: Mapping[str, Any],
 ) -> int:
     """See OnePass and [Note: as torch does]."""
     numbers = step_of(step, settings)

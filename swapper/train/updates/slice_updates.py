@@ -157,7 +157,6 @@ class SliceUpdates:
             self._gradient_part(update, number, begin, end).contiguous(),
             states,
             float(before + 1),
-            self._proxies.settings(trainable.settings[number]),
         )
         if lost:
             raise not_held(lost, places)
