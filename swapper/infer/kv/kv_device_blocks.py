@@ -32,7 +32,7 @@ BLOCKS_THERE = 2
 
 
 @dataclass(slots=True)
-class _Block:
+class _BlockImage:
     """Tokens [begin, end) of a layer, and their image on the device."""
 
     image: DeviceCopy
@@ -64,7 +64,7 @@ class DeviceBlockRows(BlockRows):
         self._budget = budget
         self._uploads = Uploads(budget.device, pager, host.of, counters)
         self._tier = DeviceTier(budget.device, self._uploads, budget.nbytes, counters)
-        self._blocks: dict[Rows, dict[int, _Block]] = {}  # by their numbers, those of tokens that are not forgotten
+        self._blocks: dict[Rows, dict[int, _BlockImage]] = {}  # by number
         self._order: list[DeviceCopy] = []
 
     # --- a turn -------------------------------------------------------------------------------------------------------
@@ -75,7 +75,8 @@ class DeviceBlockRows(BlockRows):
         images = []
         for index in sorted(self._layers):
             rows = self._layers[index]
-            images += [block.image for block in self._fit(rows, rows.end).values()]
+            self._fit(rows)
+            images += [block.image for _, block in sorted(self._blocks[rows].items())]
         if images != self._order:
             self._order = images
             self._tier.expect(images)
@@ -87,17 +88,16 @@ class DeviceBlockRows(BlockRows):
 
     def room(self, rows: Rows, added: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         self.leased, self._access = rows, Access(None, ())
-        self._image_tokens(rows)
+        self._fit(rows)  # no copy reads what is written now
         for first, last in spans(rows.end, rows.end + added, self._block_tokens(rows)):
             with self._leased(rows.access(first, first, last - first)):
                 yield first, last, rows.section.memory
 
     def blocks(self, rows: Rows, begin: int, end: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         tokens = self._image_tokens(rows)
-        blocks = self._fit(rows, end)
         for first, last in spans(begin, end, tokens):
             number = first // tokens
-            block = blocks[number]
+            block = self._blocks[rows][number]
             image, base = block.image, block.begin
             self._lease(image)
             try:
@@ -105,7 +105,7 @@ class DeviceBlockRows(BlockRows):
             finally:
                 image.waits = True
                 self._tier.release(image)
-                self._set_span(rows, block, *_span(rows, number, tokens, rows.end))
+                self._set_span(rows, block, *_span(rows, number, tokens))
                 image.waits = False
                 self._tier.prepare_next()
         self._check_saved(rows)
@@ -138,22 +138,21 @@ class DeviceBlockRows(BlockRows):
             self._pager.end_failures()  # of other writes: one error is enough
             raise
 
-    def _fit(self, rows: Rows, end: int) -> dict[int, _Block]:
-        """Return the blocks of a layer that have its tokens before `end`, by number. Those that have others are filled anew."""
+    def _fit(self, rows: Rows) -> None:
+        """Have blocks of all tokens of a layer. Those that have others now are filled again."""
         tokens = self._image_tokens(rows)
         blocks = self._blocks.setdefault(rows, {})
-        numbers = range(rows.first // tokens, -(-end // tokens) if end > rows.first else 0)
+        numbers = range(rows.first // tokens, -(-rows.end // tokens) if rows.end > rows.first else 0)
         for number in blocks.keys() - set(numbers):
             self._tier.remove(blocks.pop(number).image)
         for number in numbers:
             block = blocks.get(number)
             if block is None:
-                block = blocks[number] = _Block(self._new_image(rows, number))
-            span = _span(rows, number, tokens, end)
+                block = blocks[number] = _BlockImage(self._new_image(rows, number))
+            span = _span(rows, number, tokens)
             if span != (block.begin, block.end):
                 self._tier.invalidate(block.image)
                 self._set_span(rows, block, *span)
-        return dict(sorted(blocks.items()))
 
     def _new_image(self, rows: Rows, number: int) -> DeviceCopy:
         with torch.inference_mode(False):
@@ -163,7 +162,7 @@ class DeviceBlockRows(BlockRows):
         self._tier.add(image)
         return image
 
-    def _set_span(self, rows: Rows, block: _Block, begin: int, end: int) -> None:
+    def _set_span(self, rows: Rows, block: _BlockImage, begin: int, end: int) -> None:
         """Have the image of a block, without memory now, be filled with tokens [begin, end) from now on."""
         if (begin, end) != (block.begin, block.end):
             block.begin, block.end, row = begin, end, rows.shape.nbytes
@@ -188,9 +187,9 @@ class DeviceBlockRows(BlockRows):
         return min(nbytes // smallest, max(MAX_BLOCK_BYTES // row, 1), MAX_BLOCK_TOKENS)
 
 
-def _span(rows: Rows, number: int, tokens: int, end: int) -> tuple[int, int]:
-    """Return which tokens before `end` a block of `tokens` tokens has."""
-    return max(number * tokens, rows.first), min((number + 1) * tokens, end)
+def _span(rows: Rows, number: int, tokens: int) -> tuple[int, int]:
+    """Return which tokens of a layer a block of `tokens` tokens has."""
+    return max(number * tokens, rows.first), min((number + 1) * tokens, rows.end)
 
 
 def _copies_of(rows: Rows, begin: int, end: int) -> list[PageCopy]:
