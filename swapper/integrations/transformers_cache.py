@@ -26,7 +26,8 @@ from swapper.device.model_device import DeviceBudget
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.infer.kv import kv_file
 from swapper.integrations.transformers_attention import set_on
-from swapper.integrations.transformers_layers import LayerPages, PagedLayer, PagedSlidingLayer
+from swapper.integrations.transformers_layers import LayerPages, PagedLayer
+from swapper.integrations.transformers_sliding import PagedSlidingLayer
 from swapper.io.engines import is_in_memory
 from swapper.options import parse_host_memory
 from swapper.runtime.counters import Counters
@@ -54,9 +55,9 @@ class KVCache(DynamicCache):
         directory: of the scratch file, on a drive. None: the directory for temporary files.
         max_tokens: of the longest sequence, prompt and output. It may be exceeded, by copying. None: the model's
             `max_position_embeddings`, at most 65,536.
-        attention: "blocks": one layer may be larger than `host_memory`, which needs a few blocks of it. The model computes
-            attention block by block until this cache is closed: its attention is "swapper_blocks", an online softmax in fp32,
-            whose results are other ones in the last bits. On a CPU. None: whole layers, exact.
+        attention: "blocks": one layer may be larger than `host_memory`, which needs a few blocks of it, or `device_memory`, which
+            needs two. The model computes attention block by block until this cache is closed: its attention is "swapper_blocks",
+            an online softmax in fp32, whose results are other ones in the last bits. None: whole layers, exact.
         backend: of the engine; see `SwapManager`.
 
     Attributes:
@@ -66,7 +67,7 @@ class KVCache(DynamicCache):
         ConfigError: an option makes no sense, or the directory is in memory.
         DeviceError: there is no such device.
         UnsupportedError: the model has layers whose cache is not just keys and values, or computes attention by code of its own
-            and should do it by blocks, or on an accelerator.
+            and should do it by blocks.
     """
 
     def __init__(
@@ -95,10 +96,6 @@ class KVCache(DynamicCache):
         reserved = max_tokens or min(known or MIN_RESERVED_TOKENS, MAX_RESERVED_TOKENS)
         host_bytes = parse_host_memory(host_memory)
         budget = DeviceBudget.parse(_device_of(model) if device is None else device, device_memory)
-        if attention is not None and budget is not None:
-            raise UnsupportedError(
-                f'attention="blocks" is for keys on a CPU, and not on {budget.device}: one layer must fit in device_memory'
-            )
         self._pages = LayerPages(
             host_bytes,
             host_memory == "auto",

@@ -35,7 +35,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     ).eval()
 
 
-@pytest.mark.parametrize("where", ["cpu", "blocks", "late"])
+@pytest.mark.parametrize("where", ["cpu", "blocks", "late", "late blocks"])
 def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
     where: str, small_drive: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +55,7 @@ def test_a_drive_that_is_full_in_a_generation_keeps_the_text(
         "cpu": {},
         "blocks": {"attention": "blocks"},
         "late": {"device": HostDevice("late"), "device_memory": "1.5MiB"},
+        "late blocks": {"device": HostDevice("late"), "device_memory": "128KiB", "attention": "blocks"},
     }[where]
     with KVCache(model, host_memory="4MiB", directory=drive, **there) as cache:
         with pytest.raises(swapper.IoError) as caught:

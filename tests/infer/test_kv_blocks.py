@@ -21,7 +21,6 @@ from transformers import (
 )
 
 import swapper
-from infer.host_device import HostDevice
 from infer.test_kv_cache import DECODER, WAYS, generate, prompt
 from infer.test_kv_cache import make as make_of_8_layers
 from swapper import KVCache
@@ -320,8 +319,6 @@ def test_what_it_does_not_do_is_refused_by_name(small):
         KVCache(model, **{**small, "attention": "pages"})
     with pytest.raises(swapper.ConfigError, match="set on a model"):
         KVCache(model.config, **small)
-    with pytest.raises(swapper.UnsupportedError, match="on a CPU"):
-        KVCache(model, device=HostDevice("late"), device_memory="2MiB", **small)
     assert model.config._attn_implementation == "sdpa"
 
 

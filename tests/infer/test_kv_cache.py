@@ -27,6 +27,8 @@ from transformers import (
 
 import swapper
 from swapper import KVCache
+from swapper.infer.kv import kv_file, kv_rows
+from swapper.infer.kv.kv_rows import PADDING_BYTES
 from swapper.integrations.transformers import from_pretrained
 
 SMALL = "2MiB"
@@ -348,7 +350,7 @@ def test_a_changed_byte_is_found(layer, saved, small):
 def test_files_that_are_no_contexts_are_refused(saved, small, tmp_path):
     model, path, inputs, _ = saved()
     raw = path.read_bytes()
-    torch.save({"kv_cache": {"format": 2, "model": "", "position": 3}}, tmp_path / "later.pt")
+    torch.save({"kv_cache": {"format": 3, "model": "", "position": 3}}, tmp_path / "later.pt")
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     torch.save(torch.load(path), tmp_path / "saved again.pt")
     (tmp_path / "cut.pt").write_bytes(raw[: len(raw) // 2])
@@ -362,6 +364,31 @@ def test_files_that_are_no_contexts_are_refused(saved, small, tmp_path):
         os.utime(path)
         with pytest.raises(swapper.CheckpointError, match="was changed while it is in use"):
             generate(model, inputs, cache)
+
+
+def test_rows_are_padded_with_zeros_and_files_without_padding_go_on(saved, small, monkeypatch):
+    """Of format 1, whose rows have no padding."""
+    model, path, inputs, expected = saved()
+    keys, row = torch.load(path)["layers"]["0"]["keys"], 2 * 2 * 4 * 64
+    assert keys.stride()[2] == row + PADDING_BYTES // 4
+    rows = torch.empty(0).set_(keys.untyped_storage()).view(99, -1)
+    assert rows[:, :row].count_nonzero() > 99 * row // 2
+    assert rows[:, row:].view(torch.int32).count_nonzero() == 0
+    raw = path.read_bytes()
+    assert saved()[1].read_bytes() == raw
+    monkeypatch.setattr(kv_rows, "PADDING_BYTES", 0)
+    monkeypatch.setattr(kv_file, "FORMAT", 1)
+    saved()
+    monkeypatch.undo()
+    assert torch.load(path)["layers"]["0"]["keys"].stride()[2] == row
+    for repeats in (1, 2):
+        with KVCache.open(path, model, tokens=inputs["input_ids"], **small) as cache:
+            check_same(generate(model, inputs, cache), expected)
+            if repeats == 2:
+                for one in (cache, expected.past_key_values):
+                    one.batch_repeat_interleave(2)
+                ids = {"input_ids": expected.sequences.repeat_interleave(2, 0)}
+                check_same(generate(model, ids, cache), generate(model, ids, expected.past_key_values))
 
 
 def test_an_existing_file_is_kept_if_that_is_asked_for(saved, small):

@@ -14,9 +14,9 @@ from infer.host_device import ORDERS, HostDevice
 from sampling import examples
 
 from swapper.device.model_device import DeviceBudget
-from swapper.infer.kv import kv_blocks, kv_device
+from swapper.infer.kv import kv_blocks, kv_device, kv_device_blocks
 from swapper.infer.kv.kv_pages import KeyValuePages
-from swapper.infer.kv.kv_rows import RowShape
+from swapper.infer.kv.kv_rows import PADDING_BYTES, RowShape
 from swapper.runtime.counters import Counters
 
 ROW_LIMIT = 400
@@ -100,6 +100,8 @@ class Twin:
         """Compare the bytes of a saved context."""
         if self.rows.count:
             memory = torch.cat([piece.clone() for piece in self.pages.pieces(self.rows)])
+            shape = self.rows.shape
+            assert not memory.view(-1, shape.nbytes)[:, shape.nbytes - shape.padding :].any()
             keys, values = self.rows.shape.views(memory, 0, self.rows.count)
             assert torch.equal(keys, self.keys)
             assert torch.equal(values, self.values)
@@ -110,7 +112,7 @@ class Twin:
         assert torch.equal(values, self.values)
 
 
-@pytest.mark.parametrize("where", ["cpu", "blocks", *ORDERS])
+@pytest.mark.parametrize("where", ["cpu", "blocks", *ORDERS, *(f"{order}, blocks" for order in ORDERS)])
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_use(seed: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(seed)
@@ -120,12 +122,21 @@ def test_random_use(seed: int, where: str, tmp_path: Path, monkeypatch: pytest.M
     host_bytes = random.choice([2, 4]) << 20
     device_bytes = int(random.choice([1.2, 3, 6, 12]) * (1 << 20))
     monkeypatch.setattr(kv_device, "PACKED_BYTES", random.choice([0, 1 << 13, 1 << 20]))
-    by_blocks = where == "blocks"
-    monkeypatch.setattr(kv_blocks, "MAX_BLOCK_TOKENS", random.choice([7, 50, 2048]))
-    budget = None if by_blocks or where == "cpu" else DeviceBudget(HostDevice(where), device_bytes)
+    by_blocks, order = where.endswith("blocks"), where.removesuffix(", blocks")
+    for module in (kv_blocks, kv_device_blocks):
+        monkeypatch.setattr(module, "MAX_BLOCK_TOKENS", random.choice([7, 50, 2048]))
+    if by_blocks:
+        device_bytes //= random.choice([1, 8, 40])
+    budget = DeviceBudget(HostDevice(order), device_bytes) if order in ORDERS else None
     pages = KeyValuePages(host_bytes, tmp_path, None, layer_count, "auto", counters(), budget, by_blocks)
     shapes = [
-        RowShape(random.randint(1, 2), (2, random.choice([16, 40, 64])), (random.randint(1, 3), 64), dtype)
+        RowShape(
+            random.randint(1, 2),
+            (2, random.choice([16, 40, 64])),
+            (random.randint(1, 3), 64),
+            dtype,
+            random.choice([0, PADDING_BYTES]),
+        )
         for _ in range(layer_count)
     ]
     if random.random() < 0.7:

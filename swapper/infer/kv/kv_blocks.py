@@ -37,15 +37,15 @@ class BlockRows(HostRows):
         if before and rows.kept is not None:
             begin = max(begin, end - rows.kept)
         made, found = rows.access(rows.begin, rows.end, before).fresh, []
-        for access in (_writing(rows, *span) for span in _spans(end, end + added, tokens)):
+        for access in (_writing(rows, *span) for span in spans(end, end + added, tokens)):
             if not access.fresh <= made:
                 found.append(replace(access, fresh=access.fresh - made))
                 made |= access.fresh
-        return found + [_reading(rows, *span) for span in _spans(begin, end, tokens)]
+        return found + [_reading(rows, *span) for span in spans(begin, end, tokens)]
 
     def room(self, rows: Rows, added: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         self.leased, self._access = rows, Access(None, ())
-        for first, last in _spans(rows.end, rows.end + added, self._block_tokens(rows)):
+        for first, last in spans(rows.end, rows.end + added, self._block_tokens(rows)):
             with self._leased(_writing(rows, first, last)):
                 yield first, last, rows.section.memory
 
@@ -56,7 +56,7 @@ class BlockRows(HostRows):
             IoError: a page could not be read.
             ChecksumError: a saved context was damaged.
         """
-        for first, last in _spans(begin, end, self._block_tokens(rows)):
+        for first, last in spans(begin, end, self._block_tokens(rows)):
             with self._leased(_reading(rows, first, last)):
                 yield first, last, rows.section.memory
         self._check_saved(rows)
@@ -95,8 +95,8 @@ class BlockRows(HostRows):
         return min(max((pages - (not is_aligned)) * page_bytes // row, 1), MAX_BLOCK_TOKENS)
 
 
-def _spans(begin: int, end: int, tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield [begin, end) in parts that end at multiples of `tokens`."""
+def spans(begin: int, end: int, tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield [begin, end) in parts that end at multiples of `tokens`, but the last."""
     while begin < end:
         last = min(begin - begin % tokens + tokens, end)
         yield begin, last

@@ -1,14 +1,15 @@
 """Writes and reads a saved context: the keys and values of a KVCache as a torch checkpoint, whose rows are read in place.
 
-`torch.load(path)` returns {"kv_cache": {"format": 1, "model": ..., "position": ...}, "layers": {"0": {"keys": ..., "values": ...},
-...}, "tokens": ...}. Keys and values have shape (batch, heads, tokens, width), as views of rows ([Note: rows], kv_rows.py).
+`torch.load(path)` returns {"kv_cache": {"format": 2, "model": ..., "position": ...}, "layers": {"0": {"keys": ..., "values": ...},
+...}, "tokens": ...}. Keys and values have shape (batch, heads, tokens, width), as views of rows ([Note: rows], kv_rows.py). Their
+stride from token to token is that of a row with its padding; files of format 1 have none.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from swapper.io.replacing import replacing
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.layout import ExternalBytes
 
-FORMAT = 1
+FORMAT = 2
+READ_FORMATS = (1, FORMAT)
 COPIED_BYTES = 128 << 10
 """Bytes that are copied out of frames at once."""
 _MAX_TOKENS = 1 << 40
@@ -127,7 +129,7 @@ def read(path: str | os.PathLike[str]) -> SavedContext:
         views = dict(file.skeleton.tensors())
         version, model, position = (leaves.get(f"kv_cache.{name}") for name in ("format", "model", "position"))
         if (
-            version != FORMAT
+            version not in READ_FORMATS
             or not isinstance(model, str)
             or type(position) is not int
             or not 0 <= position < _MAX_TOKENS
@@ -161,8 +163,9 @@ def _saved_rows(file: TorchFile, name: str) -> SavedRows:
     ):
         raise CheckpointError(f"{file.path}: keys and values of {name} are not those of a saved context")
     shape = RowShape(keys.shape[0], (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype)
+    shape = replace(shape, padding=max(keys.stride[2] - shape.numel, 0) * keys.dtype.itemsize)
     count, record = keys.shape[2], file.record(keys.storage)
-    if count * shape.nbytes <= 0:
+    if count * shape.numel <= 0:
         raise CheckpointError(f"{file.path}: {name} has no tokens")
     for view, expected in zip((keys, values), shape.views(_on_meta(shape, count), 0, count), strict=True):
         has = (view.dtype, tuple(view.shape), tuple(view.stride), view.element_offset)

@@ -1,7 +1,7 @@
 """Keeps the rows of keys and values in pages: in host memory as far as a budget goes, the rest in a scratch file (kv_rows.py).
 
 Where kernels use them is their home: those pages (kv_home.py), block by block (kv_blocks.py), or memory of a device
-(kv_device.py).
+(kv_device.py), or that block by block (kv_device_blocks.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from swapper.errors import StateError
 from swapper.formats.sources import FileStamp
 from swapper.infer.kv.kv_blocks import BlockRows
 from swapper.infer.kv.kv_device import DeviceRows
+from swapper.infer.kv.kv_device_blocks import DeviceBlockRows
 from swapper.infer.kv.kv_home import HostRows, read_ahead_pages
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, RowShape, SavedRows
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
@@ -27,8 +28,8 @@ from swapper.paging.section import EXTERNAL, Section
 from swapper.runtime.counters import Counters
 
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64 << 10, 4 << 20
-LAST_PAGES_SHARE = 1 / 16
-"""Of the frames: the last pages of all layers, which stay, take about this part of them."""
+LAST_PAGES_SHARE = 1 / 32
+"""Of the frames: the last pages of all layers, which stay, take about this part of them, and half of that is empty."""
 HEAD_BYTES = 32 << 20
 """Bytes of the frames that are populated before the first use; the rest is while it goes on: a choice."""
 
@@ -44,7 +45,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         backend: of the engine.
         counters: to update.
         budget: of the device that has the keys; None: they are on the CPU.
-        by_blocks: layers are read block by block; on the CPU.
+        by_blocks: layers are read block by block.
 
     Raises:
         IoError: the directory refuses.
@@ -90,7 +91,7 @@ class KeyValuePages(Resources[KeyValueFile]):
             if budget is None or self.host_side is None:
                 self._home = BlockRows(*own) if by_blocks else HostRows(*own)
             else:
-                self._home = DeviceRows(budget, self.host_side, counters, *own)
+                self._home = (DeviceBlockRows if by_blocks else DeviceRows)(budget, self.host_side, counters, *own)
         except BaseException:
             self.close()
             raise
@@ -123,8 +124,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         begin, end = rows.begin, rows.end
         for first, last, memory in self._home.room(rows, added):
             rows.over = begin  # an error in this step takes its tokens back, and no others
-            for whole, new in zip(rows.shape.views(memory, first, last), (keys, values), strict=True):
-                whole.copy_(new[:, :, first - end : last - end])
+            rows.shape.write(memory, first, *(new[:, :, first - end : last - end] for new in (keys, values)))
             self._home.keep(rows, last)
         rows.end = end + added
         if rows.kept is not None:
@@ -279,8 +279,7 @@ class KeyValuePages(Resources[KeyValueFile]):
             parts = [part.index_select(0, pick.to(part.device)) for part in parts]
         count = last - first
         with self._home.using(target, to, to, count) as memory:
-            for whole, part in zip(target.shape.views(memory, to, to + count), parts, strict=True):
-                whole.copy_(part)
+            target.shape.write(memory, to, *parts)
 
     def pieces(self, rows: Rows) -> Iterator[torch.Tensor]:
         """Yield the bytes of a layer's rows, uint8, piece by piece; each is whole until the next."""
