@@ -272,3 +272,13 @@ def test_deepspeeds_own_tests_of_its_handles_pass(tmp_path: Path) -> None:
     done = run(command, cwd=CHECKOUT / "tests")
     summary = done.stdout.splitlines()[-1]
     assert done.returncode == 0 and "passed" in summary and "failed" not in summary, done.stdout[-4000:]
+
+
+def test_gpu_check_measures_zero_beside_swapper(tmp_path: Path) -> None:
+    tool = PEERS.parents[2] / "tools" / "gpu_check"
+    options = ["--rehearse", "--no-build", "--directory", str(tmp_path), "--json", str(tmp_path / "rows.json")]
+    ran = run([PYTHON, str(tool), *options, "--only", "zero-2", "zero-3"])
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["rehearsed"] * 4
+    assert all("losses equal" in row["number"] and "DeepSpeed" in row["number"] for row in rows)
