@@ -166,7 +166,7 @@ class OffloadTrainerMixin:
     def _run(self, step: Callable[[object], object], inputs: object) -> object:
         """Run a micro-batch. The first one of a step is run again, as if it had not begun, where it found no memory on a device.
 
-        swapper uses less of that each time (device/model_device.py). Later ones have gradients to add to, which a backward
+        swapper uses less of that each time (train/groups/memory_use.py). Later ones have gradients to add to, which a backward
         that failed has changed.
         """
         trainer: Any = self

@@ -71,8 +71,7 @@ class Turns:
     @property
     def is_mine(self) -> bool:
         """Whether this thread is inside."""
-        inside = self._owners.get(None)
-        return inside is not None and inside.thread is threading.current_thread()
+        return self.owner is threading.current_thread()
 
     def take(self, frame: FrameType | None = None, part: Callable[[], str | None] = lambda: None) -> bool:
         """Wait until no other thread is inside. Returns whether the turn is new: False if this thread had it already.

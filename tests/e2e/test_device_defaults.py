@@ -144,7 +144,7 @@ def auto_pair(on_device: MakeTwins, device: HostDevice) -> Twins:
 def test_from_the_second_step_on_what_steps_leave_of_the_memory_is_used(
     on_device: MakeTwins, monkeypatch: Any, caplog: pytest.LogCaptureFixture, needed: int
 ) -> None:
-    monkeypatch.setattr("swapper.device.model_device.MIN_FREE_BYTES", 0)
+    monkeypatch.setattr("swapper.train.groups.memory_use.MIN_FREE_BYTES", 0)
     monkeypatch.setattr("swapper.device.tier.MIN_FREE_BYTES", 0)
     device = HostDevice("late", 9 * MIB)
     pair = auto_pair(on_device, device)

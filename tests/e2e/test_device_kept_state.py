@@ -109,7 +109,7 @@ def test_groups_that_stay_are_updated_whole(on_device: MakeTwins, monkeypatch: A
         return update(self, run)
 
     monkeypatch.setattr(DeviceSweep, "_update_by_kernels", note)
-    monkeypatch.setattr("swapper.device.model_device.WHOLE_SHARE", 1)
+    monkeypatch.setattr("swapper.train.groups.memory_use.WHOLE_SHARE", 1)
     pair = on_device(params="host", gradients="device", **{**KEPT, "device_memory": 16 * MIB})
     pair.train(train_step, steps=1)
     assert len(updated) == len(pair.manager.current.run.plan.inventory.groups)

@@ -41,7 +41,7 @@ from torch import nn
 from swapper.device.copies import CopyTimes, Downloads, PageCopy
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_storage import DeviceStorage, Span
-from swapper.device.model_device import PAGES_ON_THEIR_WAY, DeviceBudget, DevicePlacement, MemoryUse, ModelDevice
+from swapper.device.model_device import PAGES_ON_THEIR_WAY, DeviceBudget, DevicePlacement, ModelDevice
 from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
@@ -55,6 +55,7 @@ from swapper.paging.store.page_files import checksum_of
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
 from swapper.tensors.guarded_tensor import tensors_among
+from swapper.train.groups.memory_use import MemoryUse
 from swapper.train.groups.processor import Processor
 
 MORE_PAGES_ON_THEIR_WAY = 14

@@ -115,7 +115,7 @@ class ParameterLocations:
 
     @property
     def has_master(self) -> bool:
-        return "master" in self.state or "master" in self.coded
+        return "master" in self.state or self.has_coded_master
 
     @property
     def has_coded_master(self) -> bool:

@@ -1,6 +1,6 @@
 """Uses an offloaded model: its hooks, gradients, passes and updates, from the end of `adopt` to its closing.
 
-The parts: gradients (grads.py), updates (executor.py) and their rollback (placed_model.py), passes (pass_lifecycle.py). Where
+The parts: gradients (grads.py), updates (executor.py) and their rollback (step_rollback.py), passes (pass_lifecycle.py). Where
 parameters and state lie is placed_model.py's.
 """
 

@@ -1,15 +1,9 @@
-"""Moves a model's parameters and its optimizer's state to their sections, answers accesses to them there, and undoes a step.
-
-A step that failed half-way, or was never finished: pages and sections are restored from the last commit (session_slot.py), the rest
-here: settings of the optimizer, the set of parameters with state, and state on a device.
-"""
+"""Moves a model's parameters and its optimizer's state to their sections, and answers accesses to them there."""
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,72 +20,13 @@ from swapper.train.groups.session_guard import SessionEvents, SessionGuard
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.layout.model_checks import find_shared_attributes
-from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.passes.fault_handler import ModelInUse, ParameterFaultHandler
 from swapper.train.planning.plan import Plan
 from swapper.train.state.conditions import Membership
-from swapper.train.state.optim import packed_groups
 from swapper.train.state.optimizer_state import OptimizerState
+from swapper.train.steps.step_rollback import StepRollback
 
 log = logging.getLogger("swapper")
-
-
-@dataclass
-class StepRollback:
-    """Owns the optimizers' settings and entries from before the last step.
-
-    Attributes:
-        events: of the session, which restores sections.
-    """
-
-    optimizers: OptimizerSet
-    optimizer_state: OptimizerState
-    sections: Sequence[Section]
-    events: SessionEvents
-    _before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # settings and entries
-
-    def note(self) -> None:
-        """Note that a step begins."""
-        self._before = self._settings(), self.optimizer_state.entries.pack()
-
-    def note_settings(self) -> None:
-        """Note that a step begun in backward is taken: its settings may differ from those at its first update."""
-        if self._before is not None:
-            self._before = self._settings(), self._before[1]
-
-    def undo_step(self) -> None:
-        """Restore the rest; all sections have been restored to the state before the last step."""
-        self.optimizer_state.forget_kept()
-        if self._before is not None:
-            settings, entries = self._before
-            self.restore_settings(settings)
-            self.optimizer_state.entries.unpack(entries)
-
-    def undo_updates(self, names: Collection[str], error: BaseException, ahead: int) -> bool:
-        """Restore parameters after updates outside of `optimizer.step()` failed. Return True if they are restored.
-
-        Args:
-            names: of the parameters.
-            ahead: their step is this many after the last counted one.
-        """
-        sections = self.sections_of(names)
-        if self._before is None or not self.events.undo_update(sections, error, ahead):
-            return False
-        self.optimizer_state.forget_kept({section.plan.group for section in sections})
-        self.optimizer_state.entries.unpack(self._before[1], names)
-        return True
-
-    def sections_of(self, names: Collection[str]) -> list[Section]:
-        """Return the sections with anything of the parameters `names`."""
-        return [one for one in self.sections if any(slot.spec.owner in names for slot in one.plan.slots)]
-
-    def restore_settings(self, param_groups: list[dict[str, Any]]) -> None:
-        """Restore earlier settings of the optimizer's groups."""
-        for ours, saved in zip(self.optimizers.param_groups, param_groups, strict=True):
-            ours.update({key: value for key, value in saved.items() if key != "params"})
-
-    def _settings(self) -> list[dict[str, Any]]:
-        return copy.deepcopy(packed_groups(self.optimizers.param_groups))
 
 
 class PlacedModel:
@@ -128,9 +63,8 @@ class PlacedModel:
         self.places = find_places([*sections, *grad_sections])
         self.trainables = find_trainables(inventory, self.places)
         self.membership = Membership(self.optimizers, self.trainables, inventory.names, inventory.optimizer_of)
-        state_sections = [section for section in sections if section.plan.family == "state"]
         self.optimizer_state = OptimizerState(
-            self.membership, inventory, self.trainables, self.places, state_sections, pager, self.guard,
+            self.membership, inventory, self.trainables, self.places, self._sections_of("state"), pager, self.guard,
             self.settle_update, processor, plan.request.manager.drives.directories[0],
             uses_gradients_up=plan.request.options.update == "backward",
         )  # fmt: skip
@@ -140,6 +74,9 @@ class PlacedModel:
             inventory, self.trainables, self.groups, self.places, pager, self.guard, self, changes_itself(model.module)
         )
         self._in_use: ModelInUse | None = None
+
+    def _sections_of(self, family: str) -> list[Section]:
+        return [section for section in self.sections if section.plan.family == family]
 
     def adopt(self, content: SectionSource | None) -> None:
         """Move everything to its sections, group by group.
@@ -151,9 +88,8 @@ class PlacedModel:
         follows = not self.processor.is_device and not self.plan.request.model.is_sharded
         attributes = find_shared_attributes(self.plan.request.model.module) if follows else []
         state_sections: dict[int, list[Section]] = {}
-        for section in self.sections:
-            if section.plan.family == "state":
-                state_sections.setdefault(section.plan.group, []).append(section)
+        for section in self._sections_of("state"):
+            state_sections.setdefault(section.plan.group, []).append(section)
 
         def nbytes(group: Group) -> int:
             return group.nbytes + sum(section.plan.nbytes for section in state_sections.get(group.index, ()))
