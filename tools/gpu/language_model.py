@@ -11,7 +11,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -243,14 +243,11 @@ def run_plain(bench: Bench, way: Way, sizes: Sizes, tokens: torch.Tensor) -> dic
     return found
 
 
-def run_swapped(
-    bench: Bench,
-    way: Way,
-    figures: Sequence[str],
-    sizes: Sizes,
-    tokens: torch.Tensor,
-    plain: dict[int, tuple[list[float], float]],
-) -> Iterator[Row]:
+@contextmanager
+def swapped(
+    bench: Bench, way: Way, sizes: Sizes, tokens: torch.Tensor
+) -> Iterator[tuple[Callable[[int], tuple[list[float], float]], swapper.SwapManager]]:
+    """Offload a model. Yields what returns the losses and the seconds of steps of that many micro-batches, and the manager."""
     model = make_model(bench, sizes, "cpu")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     host_bytes = parameters * (4 if way.needs_drive else 4 + 2 + STATE_BYTES) * 5 // 4 + roomy(bench)
@@ -266,14 +263,29 @@ def run_swapped(
         model, optimizer = manager.offload(model, given, **options)
         clip = clip_of(way, model)
 
+        def measure(count: int) -> tuple[list[float], float]:
+            return measured(bench, partial(take_step, model, optimizer, tokens, count, clip, manager.accumulate))
+
+        yield measure, manager
+
+
+def run_swapped(
+    bench: Bench,
+    way: Way,
+    figures: Sequence[str],
+    sizes: Sizes,
+    tokens: torch.Tensor,
+    plain: dict[int, tuple[list[float], float]],
+) -> Iterator[Row]:
+    with swapped(bench, way, sizes, tokens) as (measure, manager):
+
         def row(figure: str, count: int) -> Iterator[Row]:
             plain_losses, plain_s = plain[count]
-            losses, taken_s = measured(
-                bench, partial(take_step, model, optimizer, tokens, count, clip, manager.accumulate)
-            )
+            losses, taken_s = measure(count)
             stats, limit, drive = manager.stats(), 1.0, ""
             if way.needs_drive:
-                writes, reads = drive_rates(bench, Path(place) / "rate", bench.size(1 << 30, 1 << 20))
+                with tempfile.TemporaryDirectory(dir=bench.directory) as place:
+                    writes, reads = drive_rates(bench, Path(place) / "rate", bench.size(1 << 30, 1 << 20))
                 drive_s = max(stats.read_bytes / reads, stats.written_bytes / writes)
                 limit, drive = min(1.0, plain_s / max(drive_s, 1e-9)), f", the drive needs {drive_s:.2f} s"
             is_equal, ratio, bar = losses == plain_losses, plain_s / taken_s, way.bars[count]
