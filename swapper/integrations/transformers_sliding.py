@@ -11,7 +11,7 @@ from swapper.integrations.transformers_layers import PagedLayer
 
 
 class PagedSlidingLayer(PagedLayer, DynamicSlidingWindowLayer):
-    """The same of a layer that sees the last `sliding_window` tokens.
+    """Keeps keys and values in pages, as PagedLayer does, of a layer that sees the last `sliding_window` tokens.
 
     Args: as of `PagedLayer`.
 

@@ -201,28 +201,33 @@ def test_masks_and_keys_of_other_callers(blocks_of_50):
 # --- saved contexts, and what fails -----------------------------------------------------------------------------------
 
 
-def test_a_saved_context_goes_on_by_blocks_and_a_changed_byte_is_found(small, tmp_path):
-    model, path = make("grouped"), tmp_path / "context.pt"
+def check_saved(options, path):
+    """Save a context and go on; then change a byte of the file, which is found."""
+    model = make("grouped")
     inputs = {name: one.clone() for name, one in prompt(8, 300).items()}
     inputs["attention_mask"][:] = 1
     plain = DynamicCache(config=model.config)
-    with KVCache(model, **small) as cache, torch.no_grad():
+    with KVCache(model, **options) as cache, torch.no_grad():
         for one in (cache, plain):
             model(inputs["input_ids"][:, :299], cache=one)
             if one is cache:
                 cache.save(path, tokens=inputs["input_ids"])
                 model.set_attn_implementation("sdpa")
     expected = generate(model, inputs, plain, 6)
-    with KVCache.open(path, model, tokens=inputs["input_ids"], **small) as cache:
+    with KVCache.open(path, model, tokens=inputs["input_ids"], **options) as cache:
         check_close(generate(model, inputs, cache, 6), expected)
     keys = torch.load(path)["layers"]["2"]["keys"]
     raw = path.read_bytes()
     at = raw.index(keys[1, 1, 60].numpy().tobytes())
     path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-    with KVCache.open(path, model, **small) as cache:
+    with KVCache.open(path, model, **options) as cache:
         with pytest.raises(swapper.ChecksumError, match="layer 2"):
             generate(model, inputs, cache, 1)
         assert {layer.get_seq_length() for layer in cache.layers} == {299}
+
+
+def test_a_saved_context_goes_on_by_blocks_and_a_changed_byte_is_found(small, tmp_path):
+    check_saved(small, tmp_path / "context.pt")
 
 
 def test_a_block_that_cannot_be_read_takes_the_step_back(small, monkeypatch):

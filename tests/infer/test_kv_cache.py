@@ -182,6 +182,14 @@ def test_more_tokens_than_were_announced_are_moved(name, small):
         check_same(generate(model, inputs, cache, new_tokens=150), expected)
 
 
+def next_turn(sequences, *caches):
+    """Take the last seven tokens back, and return the inputs of a turn that goes on from there."""
+    for one in caches:
+        one.crop(-7)
+    ids = torch.cat([sequences[:, :-6], prompt(1, 9)["input_ids"]], 1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def test_a_conversation_goes_on_and_is_taken_back(small):
     model, inputs = make("full"), prompt(batch=1)
     plain = DynamicCache(config=model.config)
@@ -189,10 +197,7 @@ def test_a_conversation_goes_on_and_is_taken_back(small):
         for _ in range(3):
             first, expected = (generate(model, inputs, one) for one in (cache, plain))
             check_same(first, expected)
-            for one in (cache, plain):
-                one.crop(-7)
-            ids = torch.cat([expected.sequences[:, :-6], prompt(1, 9)["input_ids"]], 1)
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            inputs = next_turn(expected.sequences, cache, plain)
         cache.reset()
         assert cache.get_seq_length() == 0
         check_same(generate(model, prompt(), cache), generate(model, prompt(), None))
@@ -352,10 +357,18 @@ def test_files_that_are_no_contexts_are_refused(saved, small, tmp_path):
     raw = path.read_bytes()
     torch.save({"kv_cache": {"format": 3, "model": "", "position": 3}}, tmp_path / "later.pt")
     torch.save(model.state_dict(), tmp_path / "weights.pt")
-    torch.save(torch.load(path), tmp_path / "saved again.pt")
+    content = torch.load(path)
+    torch.save(content, tmp_path / "saved again.pt")
+    keys = content["layers"]["0"]["keys"]
+    batch, heads, row, width = keys.stride()
+    for name, stride in (("far apart.pt", row + 16), ("overlapping.pt", row - 16)):
+        content["layers"]["0"]["keys"] = keys[:, :, :90].as_strided(
+            (*keys.shape[:2], 90, keys.shape[3]), (batch, heads, stride, width)
+        )
+        torch.save(content, tmp_path / name)
     (tmp_path / "cut.pt").write_bytes(raw[: len(raw) // 2])
     (tmp_path / "text.pt").write_text("no zip")
-    for name in ("later.pt", "weights.pt", "cut.pt", "text.pt"):
+    for name in ("later.pt", "weights.pt", "cut.pt", "text.pt", "saved again.pt", "far apart.pt", "overlapping.pt"):
         with pytest.raises(swapper.CheckpointError, match=name):
             KVCache.open(tmp_path / name, model, **small)
     with pytest.raises(swapper.IoError):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import swapper
 from infer.host_device import ORDERS, HostDevice
-from infer.test_kv_cache import CONFIGS, WAYS, check_dropping, check_same, generate, make, prompt
+from infer.test_kv_cache import CONFIGS, WAYS, check_dropping, check_same, generate, make, next_turn, prompt
 from swapper import KVCache
 from swapper.infer.kv import kv_device
 from swapper.infer.kv.kv_rows import PADDING_BYTES
@@ -83,10 +83,7 @@ def test_a_conversation_goes_on_and_is_taken_back(there, options):
         for _ in range(3):
             first, expected = (generate(model, inputs, one) for one in (cache, plain))
             check_same(first, expected)
-            for one in (cache, plain):
-                one.crop(-7)
-            ids = torch.cat([expected.sequences[:, :-6], prompt(1, 9)["input_ids"]], 1)
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            inputs = next_turn(expected.sequences, cache, plain)
         cache.reset()
         assert cache.get_seq_length() == 0
         check_same(generate(model, prompt(1), cache), generate(model, prompt(1), None))

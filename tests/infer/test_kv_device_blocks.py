@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 import swapper
 from infer.host_device import ORDERS, HostDevice
-from infer.test_kv_blocks import BATCH, CONFIGS, check_close, make
-from infer.test_kv_cache import WAYS, check_same, generate, prompt
+from infer.test_kv_blocks import BATCH, CONFIGS, check_close, check_saved, make
+from infer.test_kv_cache import WAYS, check_same, generate, next_turn, prompt
 from swapper import KVCache
 from swapper.infer.kv import kv_attention, kv_blocks, kv_device_blocks
 
@@ -67,10 +67,7 @@ def test_a_conversation_goes_on_and_is_taken_back(options):
             expected = generate(model, inputs, plain)
             model.set_attn_implementation("swapper_blocks")
             check_close(found, expected)
-            for one in (cache, plain):
-                one.crop(-7)
-            ids = torch.cat([expected.sequences[:, :-6], prompt(1, 9)["input_ids"]], 1)
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            inputs = next_turn(expected.sequences, cache, plain)
         cache.reset()
         assert cache.get_seq_length() == 0
 
@@ -103,28 +100,7 @@ def test_the_next_block_is_copied_while_one_is_attended_over_and_nobody_waits_fo
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_saved_context_goes_on_by_blocks_and_a_changed_byte_is_found(order, options, tmp_path):
-    model, path = make("grouped"), tmp_path / "context.pt"
-    inputs = {name: one.clone() for name, one in prompt(8, 300).items()}
-    inputs["attention_mask"][:] = 1
-    options["device"] = HostDevice(order)
-    plain = DynamicCache(config=model.config)
-    with KVCache(model, **options) as cache, torch.no_grad():
-        for one in (cache, plain):
-            model(inputs["input_ids"][:, :299], cache=one)
-            if one is cache:
-                cache.save(path, tokens=inputs["input_ids"])
-                model.set_attn_implementation("sdpa")
-    expected = generate(model, inputs, plain, 6)
-    with KVCache.open(path, model, tokens=inputs["input_ids"], **options) as cache:
-        check_close(generate(model, inputs, cache, 6), expected)
-    keys = torch.load(path)["layers"]["2"]["keys"]
-    raw = path.read_bytes()
-    at = raw.index(keys[1, 1, 60].numpy().tobytes())
-    path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-    with KVCache.open(path, model, **options) as cache:
-        with pytest.raises(swapper.ChecksumError, match="layer 2"):
-            generate(model, inputs, cache, 1)
-        assert {layer.get_seq_length() for layer in cache.layers} == {299}
+    check_saved({**options, "device": HostDevice(order)}, tmp_path / "context.pt")
 
 
 def test_a_budget_below_two_blocks_says_what_is_enough(options):

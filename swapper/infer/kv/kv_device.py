@@ -25,7 +25,7 @@ from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage,
 from swapper.device.model_device import DeviceBudget
 from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
-from swapper.errors import BudgetError, DeviceError, IoError
+from swapper.errors import BudgetError, DeviceError
 from swapper.infer.kv.kv_home import HostRows
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, has_content
 from swapper.io.tensor_bytes import round_up
@@ -92,12 +92,7 @@ class DeviceRows(HostRows):
         if images != self._order:
             self._order = images
             self._tier.expect(images)
-        streamed = [image for image in images if not (image.stays and image.is_filled)]
-        cycle = [copy.access for image in streamed for copy in image.copies]
-        if cycle != self._cycle:
-            self._cycle = cycle
-            to_come = [copy.access for image in streamed for copy in image.copies[image.sent :]]
-            self._pager.expect(to_come + [copy.access for image in streamed for copy in image.copies[: image.sent]])
+        self._expect_copies([image for image in images if not (image.stays and image.is_filled)])
 
     def lease(self, rows: Rows, added: int) -> torch.Tensor:
         image = _image(rows)
@@ -207,11 +202,8 @@ class DeviceRows(HostRows):
     def _lease(self, image: DeviceCopy) -> None:
         while self._images_held and not self._tier.has_room(image):
             self._downloads.wait_for_oldest()
-        try:
+        with self._one_error():
             self._tier.lease(image)
-        except IoError:
-            self._pager.end_failures()  # of other writes: one error is enough
-            raise
 
     def _end_use(self, rows: Rows) -> None:
         """End a lease of an image. If it was the last one, what is in pages by now fills it next time."""

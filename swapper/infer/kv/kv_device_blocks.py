@@ -17,7 +17,7 @@ from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage,
 from swapper.device.model_device import DeviceBudget
 from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
-from swapper.errors import BudgetError, IoError
+from swapper.errors import BudgetError
 from swapper.infer.kv.kv_attention import MAX_BLOCK_TOKENS
 from swapper.infer.kv.kv_blocks import MAX_BLOCK_BYTES, BlockRows, spans
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows
@@ -41,7 +41,7 @@ class _BlockImage:
 
 
 class DeviceBlockRows(BlockRows):
-    """Owns the images of one cache's blocks, and their copies. Rows that are read otherwise are in host memory.
+    """Owns the images of one cache's blocks, and their copies. A layer that is read whole (`layer.keys`) is in host memory.
 
     Args:
         budget: of the device.
@@ -80,11 +80,7 @@ class DeviceBlockRows(BlockRows):
         if images != self._order:
             self._order = images
             self._tier.expect(images)
-        cycle = [copy.access for image in images for copy in image.copies]
-        if cycle != self._cycle:
-            self._cycle = cycle
-            to_come = [copy.access for image in images for copy in image.copies[image.sent :]]
-            self._pager.expect(to_come + [copy.access for image in images for copy in image.copies[: image.sent]])
+        self._expect_copies(images)
 
     def room(self, rows: Rows, added: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         self.leased, self._access = rows, Access(None, ())
@@ -99,7 +95,8 @@ class DeviceBlockRows(BlockRows):
             number = first // tokens
             block = self._blocks[rows][number]
             image, base = block.image, block.begin
-            self._lease(image)
+            with self._one_error():
+                self._tier.lease(image)
             try:
                 yield first - base, last - base, image.storage.read(0, image.storage.nbytes)
             finally:
@@ -130,13 +127,6 @@ class DeviceBlockRows(BlockRows):
         self._uploads.close()
 
     # --- images -------------------------------------------------------------------------------------------------------
-
-    def _lease(self, image: DeviceCopy) -> None:
-        try:
-            self._tier.lease(image)
-        except IoError:
-            self._pager.end_failures()  # of other writes: one error is enough
-            raise
 
     def _fit(self, rows: Rows) -> None:
         """Have blocks of all tokens of a layer. Those that have others now are filled again."""

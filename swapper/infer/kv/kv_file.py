@@ -21,7 +21,7 @@ from swapper.formats.sources import FileStamp, opened
 from swapper.formats.torch_file import TorchFile, read_open_file
 from swapper.formats.torch_writer import StorageRef, leading_records, pickle_state
 from swapper.infer.kv.kv_pages import KeyValuePages
-from swapper.infer.kv.kv_rows import Rows, RowShape, SavedRows
+from swapper.infer.kv.kv_rows import PADDING_BYTES, Rows, RowShape, SavedRows
 from swapper.io.replacing import replacing
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.layout import ExternalBytes
@@ -163,7 +163,8 @@ def _saved_rows(file: TorchFile, name: str) -> SavedRows:
     ):
         raise CheckpointError(f"{file.path}: keys and values of {name} are not those of a saved context")
     shape = RowShape(keys.shape[0], (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype)
-    shape = replace(shape, padding=max(keys.stride[2] - shape.numel, 0) * keys.dtype.itemsize)
+    padding = (keys.stride[2] - shape.numel) * keys.dtype.itemsize
+    shape = replace(shape, padding=padding if padding == PADDING_BYTES else 0)
     count, record = keys.shape[2], file.record(keys.storage)
     if count * shape.numel <= 0:
         raise CheckpointError(f"{file.path}: {name} has no tokens")

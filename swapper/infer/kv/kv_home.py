@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from swapper import _C
+from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ChecksumError, IoError
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, SavedRows
 from swapper.io.tensor_bytes import round_up
@@ -145,12 +146,26 @@ class HostRows:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _acquire(self, access: Access) -> None:
+    @contextmanager
+    def _one_error(self) -> Iterator[None]:
+        """Drop failures of other writes where one is raised: one error is enough."""
         try:
-            self._pager.acquire(access)
+            yield
         except IoError:
-            self._pager.end_failures()  # of other writes: one error is enough
+            self._pager.end_failures()
             raise
+
+    def _acquire(self, access: Access) -> None:
+        with self._one_error():
+            self._pager.acquire(access)
+
+    def _expect_copies(self, images: Sequence[DeviceCopy]) -> None:
+        """Expect the pages of images in this order, again and again, from the first page on that is not copied yet."""
+        cycle = [copy.access for image in images for copy in image.copies]
+        if cycle != self._cycle:
+            self._cycle = cycle
+            to_come = [copy.access for image in images for copy in image.copies[image.sent :]]
+            self._pager.expect(to_come + [copy.access for image in images for copy in image.copies[: image.sent]])
 
     def _check_saved(self, rows: Rows) -> None:
         """Raise ChecksumError if the layer's bytes of the saved context were all read, and are not those that were saved."""
