@@ -78,10 +78,9 @@ class ThreadsBackend final : public Backend {
  private:
   void start_one() {
     const SignalsBlocked blocked;
-    threads_.emplace_back([this] {
-      pthread_setname_np(pthread_self(), "swapper-rw");
-      work();
-    });
+    threads_.emplace_back([this] { work(); });
+    // Here, not in the thread: until that runs it would have the name of the engine's thread.
+    pthread_setname_np(threads_.back().native_handle(), "swapper-rw");
   }
 
   void work() {
