@@ -20,16 +20,20 @@ def open_files() -> dict[Path, str]:
     return found
 
 
-_ENDING = 0x4  # PF_EXITING, of what /proc/PID/stat has as flags
+_ENDING, _KERNELS = 0x4, 0x10  # PF_EXITING and PF_IO_WORKER, of what /proc/PID/stat has as flags
 
 
 def live_threads() -> list[str]:
-    """Return the names of this process's threads, without those that are ending: one that was joined is listed a moment longer."""
+    """Return the names of this process's threads.
+
+    Not those that are ending: one that was joined is listed a moment longer. Nor the kernel's workers of io_uring, which end when
+    they are idle, and until they first run have the name of the thread that they work for.
+    """
     names = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(") ")
-            if not int(fields.split(" ")[6]) & _ENDING:
+            if not int(fields.split(" ")[6]) & (_ENDING | _KERNELS):
                 names.append(name)
     return names
 
