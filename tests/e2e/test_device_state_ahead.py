@@ -31,8 +31,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     take = StateAhead.take
 
-    def note(self: StateAhead, group: int, number: int) -> Any:
-        slot = take(self, group, number)
+    def note(self: StateAhead, *of: Any) -> Any:
+        slot = take(self, *of)
         found.append(slot is not None)
         return slot
 
@@ -42,9 +42,12 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_it_is_used_and_changes_no_bit(on_device: MakeTwins, used: list[bool], update: str, order: str) -> None:
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_it_is_used_and_changes_no_bit(
+    on_device: MakeTwins, used: list[bool], update: str, order: str, gradients: str
+) -> None:
     """Nothing is looked at between steps, so copies of the step before may still be queued."""
-    pair = on_device(Net(tied=True), order=order, update=update, **STAYING)
+    pair = on_device(Net(tied=True), order=order, update=update, **{**STAYING, "gradients": gradients})
     batches = [tokens() for _ in range(4)]
     for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.swapped, pair.optimizer)):
         for batch in batches:
@@ -125,7 +128,7 @@ def test_a_step_that_fails_leaves_none_behind(
     batch = tokens()
     loss_of(pair.swapped, batch).backward()
     with monkeypatch.context() as patch:
-        patch.setattr(StateAhead, "take", lambda self, group, number: (_ for _ in ()).throw(RuntimeError("a fault")))
+        patch.setattr(StateAhead, "take", lambda self, *of: (_ for _ in ()).throw(RuntimeError("a fault")))
         with pytest.raises(RuntimeError, match="a fault"):
             pair.optimizer.step()
     step_again(pair, batch)

@@ -10,6 +10,7 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from e2e.processes import run_python
 from e2e.twins import named_budget
 from swapper.device.device import Device
 from swapper.train.sharded.shards import param_groups_of
+from swapper.train.updates.device_slots import StateAhead
 
 
 def torchrun(ranks: int, program: ModuleType, *arguments: object, **variables: str) -> list[str]:
@@ -334,7 +336,6 @@ def test_a_rank_alone_goes_the_way_of_plain_fsdp2(
     assert capfd.readouterr().out == f"rank 0, {case}: same\n"
 
 
-@pytest.mark.whole
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
@@ -365,6 +366,32 @@ def test_state_of_shards_stays_on_a_device(tmp_path: Path) -> None:
             expected = fsdp_run.train(plain, plain_optimizer, {}, None, step)
             fsdp_run.same(fsdp_run.train(model, optimizer, {}, None, step), expected, f"step {step}")
         fsdp_run.same_state(model, optimizer, plain, plain_optimizer, "at the end")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_state_of_shards_goes_up_to_a_device_before_their_gradients_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    found: list[bool] = []
+    take = StateAhead.take
+
+    def note(self: StateAhead, *of: Any) -> Any:
+        slot = take(self, *of)
+        found.append(slot is not None)
+        return slot
+
+    monkeypatch.setattr(StateAhead, "take", note)
+    plain, plain_optimizer = fsdp_run.make({})
+    model, original = fsdp_run.make({})
+    where: Any = {"params": "host", "optimizer_state": "host", "update": update}
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        _, optimizer = manager.offload(model, original, **where, device=HostDevice("late"), device_memory="64MiB")
+        for step in range(3):
+            expected = fsdp_run.train(plain, plain_optimizer, {}, None, step)
+            fsdp_run.same(fsdp_run.train(model, optimizer, {}, None, step), expected, f"step {step}")
+        fsdp_run.same_state(model, optimizer, plain, plain_optimizer, "at the end")
+    assert any(found)
 
 
 @pytest.mark.usefixtures("alone")

@@ -81,6 +81,7 @@ class TrainingDevice(ModelDevice, Processor):
         max_pages: maximum of frames leased for gradients at once.
         downloads: copies gradients, and changes made on the device, to the host.
         memory: limits of what is there.
+        staying_gradients: groups whose gradients stay there.
         order: of the streams that write gradients which stay, and the one that uses them.
         shown_on: the device of the parameters, and of the gradients that stand for those that leave.
         updating: the stream of updates.
@@ -112,6 +113,7 @@ class TrainingDevice(ModelDevice, Processor):
         self._budget = budget
         self._pager = pager
         self.downloads = Downloads(device, counters, placement.down_bytes)
+        self.staying_gradients = placement.gradients
         self.memory = MemoryUse(budget, placement, self.tier, counters)
         self.order = StreamOrder(device)
         self._counters = counters

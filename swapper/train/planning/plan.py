@@ -31,7 +31,7 @@ from swapper.train.planning.plan_text import describe
 from swapper.train.planning.planned_step import PlannedStep, sections_of
 from swapper.train.planning.request import Request
 from swapper.train.state.conditions import check_averaging
-from swapper.train.updates.device_slots import group_state_bytes, ring_bytes
+from swapper.train.updates.device_slots import group_ahead_bytes, ring_bytes
 
 SLICE_SHARE = 256
 """A slice that is updated on a device has at most a 256th of device_memory of its largest state tensor: a choice. Three slices with
@@ -165,7 +165,8 @@ def _plan_step(
             trainables = find_trainables(inventory, find_places(sections))
             slice_bytes = step.slice_bytes(budget.page_bytes)
             other_bytes += ring_bytes(trainables, max(slice_bytes, MIN_SLICE_BYTES))  # the smallest, whatever pages are
-            ahead_bytes = {of.group: group_state_bytes(of, slice_bytes) for of in trainables}
+            only_state = step.on_device and stays[0] != "host"
+            ahead_bytes = {of.group: group_ahead_bytes(of, slice_bytes, only_state) for of in trainables}
         on_device = place_on_accelerator(
             inventory, device, other_bytes, options.params, *stays, ahead_bytes, has_images=step.on_device
         )

@@ -9,7 +9,8 @@ by Python, or if the slot has too little memory.
 [Note: state ahead] The link idles until a step's first gradients are there, and a forward that follows waits for the groups
 that it needs first. So in what may be a step's last backward their state goes up already, into memory that nothing else has:
 `ahead_bytes` of the plan. It is that of the step before, and stays so until the update: whatever reads or changes state in
-between waits for updates first (`Sweep.settle`), which invalidates it. An update that finds its state there only queues kernels.
+between waits for updates first (`Sweep.settle`), which invalidates it. An update that finds its state there only queues kernels,
+and copies of what else the slice needs: gradients and parameters in host memory, as shards have.
 
 A slice has the same memory in each step, so the copies of the next step wait on their stream, and the host for nothing.
 """
@@ -82,10 +83,13 @@ _Placed = tuple[TensorLocation, int, int, bool, bool]
 """A tensor's elements [begin, end), and whether they are copied up and down."""
 
 
-def parts_of(update: GroupUpdate, part: Slice, gradient_of: Gradient, is_in_place: bool) -> list[SlicePart]:
+def parts_of(
+    update: GroupUpdate, part: Slice, gradient_of: Gradient, is_in_place: bool, has_state: bool = False
+) -> list[SlicePart]:
     """Return the parts of a slice that are in the slot during its update: state, gradients, parameters unless `is_in_place`.
 
     Each kind is together, as in its section: neighbors there, if they are of whole DEVICE_ALIGNMENT_BYTES, are neighbors here.
+    If the slot `has_state`, that is not copied up.
     """
     gradients: list[_Placed] = []
     params: list[_Placed] = []
@@ -95,7 +99,7 @@ def parts_of(update: GroupUpdate, part: Slice, gradient_of: Gradient, is_in_plac
             gradients.append((gradient_of(update.trainable.parameters[piece.parameter])[0], *elements, True, False))
         if not is_in_place:
             params.append((places.param, *elements, places.has_coded_master or not places.has_master, True))
-    return _in_slot([*_state_of(update.trainable, part), *gradients, *params])
+    return _in_slot([*_state_of(update.trainable, part, not has_state), *gradients, *params])
 
 
 def state_parts(trainable: Trainable, part: Slice) -> list[SlicePart]:
@@ -103,12 +107,12 @@ def state_parts(trainable: Trainable, part: Slice) -> list[SlicePart]:
     return _in_slot(_state_of(trainable, part))
 
 
-def _state_of(trainable: Trainable, part: Slice) -> list[_Placed]:
+def _state_of(trainable: Trainable, part: Slice, copied_up: bool = True) -> list[_Placed]:
     found: list[_Placed] = []
     for piece in part.pieces:
         places = trainable.places[piece.parameter]
         if not places.state_stays:
-            found += [(*stored, True, True) for stored in places.stored(piece.begin, piece.end)]
+            found += [(*stored, copied_up, True) for stored in places.stored(piece.begin, piece.end)]
     return found
 
 
@@ -143,9 +147,14 @@ def state_slice_bytes(trainable: Trainable, part: Slice) -> int:
     return max(round_up(max(ends, default=0), DEVICE_ALIGNMENT_BYTES), DEVICE_ALIGNMENT_BYTES)
 
 
-def group_state_bytes(trainable: Trainable, slice_bytes: int) -> int:
-    """Return the bytes of the state of all slices of a group."""
-    return sum(state_slice_bytes(trainable, part) for part in trainable.all_slices(slice_bytes))
+def group_ahead_bytes(trainable: Trainable, slice_bytes: int, only_state: bool) -> int:
+    """Return the bytes that the slots of all slices of a group take whose state goes up early.
+
+    Args:
+        only_state: gradients and parameters are there already; else the slots have room for them.
+    """
+    needed = state_slice_bytes if only_state else device_slice_bytes
+    return sum(needed(trainable, part) for part in trainable.all_slices(slice_bytes))
 
 
 def ring_bytes(trainables: Sequence[Trainable], slice_bytes: int) -> int:
@@ -229,12 +238,19 @@ class StateAhead:
     """Owns the slots of slices whose state goes up early. All methods are called on the stream of updates.
 
     Args:
-        may_fetch: returns True if the update of a group needs nothing but its state copied, from memory that stays where it is.
+        may_fetch: returns True if the state of a group is in memory that stays where it is.
+        needed_bytes: returns the bytes of a slot for a slice.
     """
 
-    def __init__(self, on_device: TrainingDevice, may_fetch: Callable[[Trainable], bool]) -> None:
+    def __init__(
+        self,
+        on_device: TrainingDevice,
+        may_fetch: Callable[[Trainable], bool],
+        needed_bytes: Callable[[Trainable, Slice], int],
+    ) -> None:
         self._on_device = on_device
         self._may_fetch = may_fetch
+        self._needed_bytes = needed_bytes
         self._taken_bytes = 0
         self._slots: dict[tuple[int, int], UpdateSlot] = {}  # by group and number of the slice
         self._is_over = False  # nothing more is fetched before the next step
@@ -263,7 +279,7 @@ class StateAhead:
         """Allocate the slots of a group. Return False if there is no memory for them."""
         if (trainable.group, 0) in self._slots:
             return True
-        needed = [state_slice_bytes(trainable, part) for part in parts]
+        needed = [self._needed_bytes(trainable, part) for part in parts]
         if self._taken_bytes + sum(needed) > self._on_device.memory.ahead_bytes:
             return False
         slots = {}
@@ -277,10 +293,10 @@ class StateAhead:
         self._slots |= slots
         return True
 
-    def take(self, group: int, number: int) -> UpdateSlot | None:
-        """Return the slot with the state of a slice, if it is there; the update changes it."""
+    def take(self, group: int, number: int, needed_bytes: int) -> UpdateSlot | None:
+        """Return the slot with the state of a slice, if it is there and has this memory; the update changes it."""
         slot = self._slots.get((group, number))
-        if slot is None or not slot.has_state:
+        if slot is None or slot.storage is None or not slot.has_state or slot.storage.nbytes < needed_bytes:
             return None
         slot.has_state = False
         return slot

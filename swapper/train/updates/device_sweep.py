@@ -54,6 +54,7 @@ from swapper.train.updates.device_slots import (
     parts_of,
     pieces_on_host,
     slot_bytes,
+    state_slice_bytes,
 )
 from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, update_by_kernel
 from swapper.train.updates.sweep import Sweep
@@ -84,7 +85,7 @@ class DeviceSweep(Sweep):
         self._kernel = kernel
         self._ring = UpdateRing(on_device)
         self._results = Results(on_device, self._pager, self._counters)
-        self._ahead = StateAhead(on_device, self._needs_only_state)
+        self._ahead = StateAhead(on_device, self._has_state_in_place, self._ahead_bytes)
         on_device.memory.free_ahead = self._free_ahead
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slice: counters in host memory, and new ones
         # Of a slice: what is in the slot, by its begin.
@@ -121,8 +122,12 @@ class DeviceSweep(Sweep):
                 is_whole = self._is_all_there(update)
                 for number, part in enumerate(self._slices(update, is_whole)):
                     access = self._access(update.trainable, part)
-                    if not is_whole and (slot := self._slot_ahead(update, number)) is not None:
-                        self._results.keep(group, self._update_on_device(update, part, access, slot, is_there=True))
+                    if not is_whole and (slot := self._slot_ahead(update, number, part)) is not None:
+                        send = self._update_on_device(update, part, access, slot, is_there=True)
+                        if self._is_in_place:
+                            self._results.keep(group, send)
+                        else:
+                            send()  # the next gather waits for its parameters
                         continue
                     nbytes = 0 if is_whole else device_slice_bytes(update.trainable, part)
                     slot = self._ring.next(nbytes, bool(access.pages))
@@ -149,16 +154,22 @@ class DeviceSweep(Sweep):
                 slices = ((of, of.all_slices(self._page_bytes)) for of in islice(elsewhere, groups))
                 self._ahead.fetch(slices, self._results.down_at)
 
-    def _needs_only_state(self, trainable: Trainable) -> bool:
-        are_there = self.on_device.updates_in_place(trainable.group) and all(of.grad is None for of in trainable.places)
-        return are_there and not any(part.access.pages for part in trainable.all_slices(self._page_bytes))
+    def _has_state_in_place(self, trainable: Trainable) -> bool:
+        return not any(part.access.pages for part in trainable.all_slices(self._page_bytes))
 
-    def _slot_ahead(self, update: GroupUpdate, number: int) -> UpdateSlot | None:
-        """Return a slot with the state of a slice of the update, if that is on the device already."""
-        is_whole = all(update.active) and self._is_in_place
-        if not is_whole or any(type(gradient) is ColdGradient for gradient in update.gradients):
+    def _ahead_bytes(self, trainable: Trainable, part: Slice) -> int:
+        """Return the bytes of a slot that gets the state of a slice early."""
+        group = trainable.group
+        only_state = self.on_device.updates_in_place(group) and group in self.on_device.staying_gradients
+        return (state_slice_bytes if only_state else device_slice_bytes)(trainable, part)
+
+    def _slot_ahead(self, update: GroupUpdate, number: int, part: Slice) -> UpdateSlot | None:
+        """Return a slot with the state of a slice of the update, and room for the rest, if that is on the device already."""
+        if not all(update.active):
             return None
-        return self._ahead.take(update.trainable.group, number)
+        only_state = self._is_in_place and not any(type(gradient) is ColdGradient for gradient in update.gradients)
+        needed_bytes = (state_slice_bytes if only_state else device_slice_bytes)(update.trainable, part)
+        return self._ahead.take(update.trainable.group, number, needed_bytes)
 
     def give_back(self, then: Access | None = None) -> None:
         if then is not None:
@@ -265,9 +276,9 @@ class DeviceSweep(Sweep):
         self._pager.wait(access)
         started = time.monotonic()
         try:
-            parts = parts_of(update, part, self.gradient_of, self._is_in_place)
+            parts = parts_of(update, part, self.gradient_of, self._is_in_place, has_state=is_there)
             up = list(self._on_host(p for p in parts if p.copied_up))
-            if not is_there:
+            if up or not is_there:
                 self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
             self._views = {(p.place, p.begin): p.view(storage) for p in parts}
