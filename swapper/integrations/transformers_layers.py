@@ -124,7 +124,7 @@ class PagedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add tokens; return keys and values of all that attention sees, whole until the next layer's turn.
+        """Add tokens; return keys and values of all that attention sees, to be dropped before the next layer's turn.
 
         Args:
             key_states, value_states: of the new tokens, of shape (batch, heads, tokens, width).
@@ -141,9 +141,7 @@ class PagedLayer(DynamicLayer):
             rows = self._rows_for(key_states, value_states)
             if pages.decoder is not None:
                 return pages.add(rows, self.seen, key_states, value_states)
-            keys, values = pages.owner.append(rows, key_states, value_states)
-        visible = keys.shape[2] if self.seen is None else self.seen + key_states.shape[2]
-        return keys[:, :, -visible:], values[:, :, -visible:]
+            return pages.owner.append(rows, key_states, value_states, self.seen)
 
     def undo(self, added: int, before: int) -> None:
         """Take a step back that has added `added` tokens to `before`."""

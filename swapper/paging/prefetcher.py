@@ -162,6 +162,8 @@ class Prefetcher:
         self._write_back = write_back
         self._window_pages = pool.frame_count if window_pages is None else max(window_pages, 1)
         self._one_at_a_time = one_at_a_time
+        # What is over makes room for what comes next, all of it: the resident set stays.
+        self._max_ahead = pool.frame_count if one_at_a_time else self._window_pages
         self._next = 0  # all accesses before this position are prefetched
         self._distance = PrefetchDistance()
         self._choose_resident_set()
@@ -264,7 +266,7 @@ class Prefetcher:
                         if page.section.transient:
                             continue  # its content does not exist yet
                         return
-                    if len(ahead) >= self._window_pages and not self._pool.has_free():
+                    if len(ahead) >= self._max_ahead and not self._pool.has_free():
                         return  # [Note: what stays]
                     if not self._claim(page, fresh, self._next):
                         return

@@ -28,8 +28,10 @@ from transformers import (
 import swapper
 from swapper import KVCache
 from swapper.infer.kv import kv_file, kv_rows
+from swapper.infer.kv.kv_home import HostRows
 from swapper.infer.kv.kv_rows import PADDING_BYTES
 from swapper.integrations.transformers import from_pretrained
+from swapper.integrations.transformers_layers import PagedLayer
 
 SMALL = "2MiB"
 """Of the keys and values of each test, which are more."""
@@ -226,6 +228,55 @@ def test_keys_that_are_read_after_a_reorder_stay(small):
         for mine, theirs in zip(cache.layers, plain.layers, strict=True):
             assert torch.equal(mine.keys.clone(), theirs.keys)
         assert torch.equal(model(ids[:, :1], cache=cache).logits, model(ids[:, :1], cache=plain).logits)
+
+
+def test_a_layers_turn_ends_when_nobody_has_its_keys(small, monkeypatch):
+    model, ids = make("full"), prompt()["input_ids"]
+    plain, is_over, kept = DynamicCache(config=model.config), [], []
+    update = PagedLayer.update
+
+    def keep(layer, *arguments, **options):
+        keys, values = update(layer, *arguments, **options)
+        if layer.index == 2:
+            kept.append(values[:, 1:, 5:].transpose(1, 2))
+        return keys, values
+
+    with KVCache(model, **small) as cache, torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *_: is_over.append(cache._pages.owner._home.leased is None))
+        model(ids, cache=cache)
+        assert all(is_over)
+        is_over.clear()
+        monkeypatch.setattr(PagedLayer, "update", keep)
+        logits = model(ids[:, :1], cache=cache).logits
+        assert is_over == [True, True, False, True, True, True, True, True]
+        for tokens in (ids, ids[:, :1]):
+            expected = model(tokens, cache=plain).logits
+        assert torch.equal(logits, expected)
+        assert torch.equal(kept[0], plain.layers[2].values[:, 1:, 5:].transpose(1, 2))
+
+
+def test_a_ctrl_c_while_a_turn_ends_is_raised_in_the_next_one(small, monkeypatch):
+    model, ids = make("full"), prompt()["input_ids"]
+    plain, release, interrupted = DynamicCache(config=model.config), HostRows.release, []
+
+    def interrupt(home):
+        rows = release(home)
+        if rows is not None and rows.index == 2 and not interrupted:
+            interrupted.append(rows)
+            raise KeyboardInterrupt
+        return rows
+
+    with KVCache(model, **small) as cache, torch.no_grad():
+        model(ids, cache=cache)
+        monkeypatch.setattr(HostRows, "release", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :1], cache=cache)
+        assert interrupted and cache.get_seq_length() == ids.shape[1]
+        logits = model(ids[:, :1], cache=cache).logits
+        for tokens in (ids, ids[:, :1]):
+            expected = model(tokens, cache=plain).logits
+        assert torch.equal(logits, expected)
 
 
 def test_the_last_page_is_not_written_at_each_token(small):

@@ -1,6 +1,6 @@
 """Has a layer's keys and values where kernels use them while it has its turn: in the windows of its pages, on a CPU.
 
-[Note: order of layers] A step leases the layers one after the other, each until the next one's keys come: its attention is over
+[Note: order of layers] A step leases the layers one after the other, each until nobody has its keys and values: attention is over
 then. What a step will use is known when it begins, and what the next will: the pager expects that. Pages that a step makes are
 in its accesses as fresh, in those of the next one as read.
 """
@@ -23,8 +23,8 @@ from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
 from swapper.runtime.sizes import format_bytes
 
-READ_AHEAD_SHARE, MIN_READ_AHEAD_PAGES = 1 / 32, 8
-"""Of the frames, and at least: what is read of the next layer while one computes. What is read in its turn takes its frames."""
+READ_AHEAD_SHARE, MIN_READ_AHEAD_PAGES = 1 / 128, 8
+"""Of the frames, and at least: what is read of the next layer while attention has one. Then it takes that one's frames."""
 
 
 def read_ahead_pages(frame_count: int) -> int:

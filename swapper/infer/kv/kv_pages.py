@@ -7,7 +7,9 @@ Where kernels use them is their home: those pages (kv_home.py), block by block (
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, ExternalBytes, PoolSize
 from swapper.paging.schedule import Schedule
 from swapper.paging.section import EXTERNAL, Section
 from swapper.runtime.counters import Counters
+from swapper.tensors.torch_private import uses_of_storage
 
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64 << 10, 4 << 20
 LAST_PAGES_SHARE = 1 / 32
@@ -64,6 +67,7 @@ class KeyValuePages(Resources[KeyValueFile]):
     ) -> None:
         device = None if budget is None else budget.device
         super().__init__(counters, near=device)
+        self._ends_early = device is None and not by_blocks
         page_bytes = _page_bytes(host_bytes, layer_count)
         self._size = PoolSize(page_bytes, host_bytes // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES // page_bytes)
         self._layers: dict[int, Rows] = {}
@@ -72,6 +76,8 @@ class KeyValuePages(Resources[KeyValueFile]):
         self._unused: dict[int, list[Section]] = {}  # by size, sections of rows that were given up
         self._last_layer = -1
         self._thread: int | None = None
+        self._shown: tuple[weakref.ref[torch.Tensor], ...] = ()  # keys and values whose end ends the turn
+        self._late: BaseException | None = None  # raised there
         self._broken_by = ""  # what struck while rows were rewritten in place
         counters.pool_bytes, counters.frame_bytes = self._size.pool_bytes, page_bytes
         try:
@@ -98,24 +104,34 @@ class KeyValuePages(Resources[KeyValueFile]):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def append(self, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add tokens to a layer. Return the keys and values of all, whole until the next layer's turn: views, or if these are the
-        first, contiguous tensors with what was given.
+    def append(
+        self, rows: Rows, keys: torch.Tensor, values: torch.Tensor, seen: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens to a layer. Return the keys and values of all that attention sees: views, or if these are the first,
+        contiguous tensors with what was given. The turn ends when nobody has them, or with the next layer's.
 
         Args:
             rows: of the layer, of `open_rows`, with room for them.
             keys, values: of the new tokens, of shape (batch, heads, tokens, width).
+            seen: how many tokens before them attention gets; None: all.
 
         Raises:
             IoError: a page could not be read or written. The layer is as it was before.
             BudgetError: the pool is too small for the layer's pages.
             StateError: two threads use the cache at once.
         """
-        begin, is_first = rows.begin, rows.count == 0
+        begin, is_first = rows.begin if seen is None else max(rows.begin, rows.end - seen), rows.count == 0
         self.add(rows, keys, values)
         if is_first:
+            if self._ends_early:
+                self.end_turn()
             return keys.contiguous(), values.contiguous()  # attention takes a tenth less time than with rows
-        return rows.shape.views(self._home.memory(rows), begin, rows.end)
+        memory = self._home.memory(rows)
+        shown = rows.shape.views(memory, begin, rows.end)
+        if self._ends_early:
+            gone = partial(self._one_is_gone, memory, _uses(memory))
+            self._shown = tuple(weakref.ref(one, gone) for one in shown)
+        return shown
 
     def add(self, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add tokens to a layer, which has its turn now. Args: as of `append`. Raises as it does."""
@@ -146,7 +162,8 @@ class KeyValuePages(Resources[KeyValueFile]):
             yield rows.shape.views(memory, first, last)
 
     def read(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of a layer, as `append` does."""
+        """Return the keys and values of a layer, whole until the next layer's turn."""
+        self._shown = ()
         if not self._home.has_all(rows):
             self._begin_turn(rows, 0)
             self._home.lease(rows, 0)
@@ -154,12 +171,29 @@ class KeyValuePages(Resources[KeyValueFile]):
 
     def end_turn(self) -> None:
         """End the lease of the layer that had its turn."""
+        self._shown = ()
         rows = self._home.release()
         if rows is not None and rows.kept is not None:
             self.pager.forget(rows.section.indices_of(0, rows.over * rows.shape.nbytes)[:-1])
 
+    def _one_is_gone(self, memory: torch.Tensor, uses: int, gone: object) -> None:
+        """End the turn if keys and values are gone, and all views of them: attention is over. Python calls this, wherever it is.
+
+        Args:
+            uses: of the layer's memory when both were there. The one that goes still counts.
+        """
+        if threading.get_ident() != self._thread or _uses(memory) >= uses:
+            return
+        try:
+            self.end_turn()
+        except BaseException as error:  # which Python would only print
+            self._late = error
+
     def _begin_turn(self, rows: Rows, added: int) -> None:
         self.end_turn()
+        late, self._late = self._late, None
+        if late is not None:
+            raise late
         if self._broken_by:
             raise StateError(
                 f"{self._broken_by} was raised while a KVCache was reordered: call reset(), and prefill again"
@@ -210,6 +244,7 @@ class KeyValuePages(Resources[KeyValueFile]):
 
     def read_ahead(self) -> None:
         """Begin to read what the first step will use."""
+        self._shown = ()
         self._home.expect(1)
 
     def close_rows(self, rows: Rows) -> None:
@@ -302,6 +337,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         return self._new_section(index, nbytes, None)
 
     def _new_section(self, index: int, nbytes: int, external: ExternalBytes | None) -> Section:
+        self._shown = ()
         plan = SectionPlan(index, "kv", torch.uint8, (), nbytes, external)
         section = Section(plan, self._file_bytes, self._size.page_bytes, self._page_count)
         self._file_bytes += nbytes
@@ -313,11 +349,17 @@ class KeyValuePages(Resources[KeyValueFile]):
 
     def close(self, stay: Collection[int] = ()) -> None:
         """Close memory, file and engine. Views of keys and values may not be used any more."""
+        self._shown = ()
         if "_home" in vars(self):
             self._home.close()
         self._layers.clear()
         self._unused.clear()
         super().close(stay)
+
+
+def _uses(memory: torch.Tensor) -> int:
+    """Return how many tensors are on this memory, plus a constant."""
+    return uses_of_storage(memory.untyped_storage()._cdata)
 
 
 def _page_bytes(host_bytes: int, layer_count: int) -> int:
