@@ -276,7 +276,7 @@ class DeviceSweep(Sweep):
         self._pager.wait(access)
         started = time.monotonic()
         try:
-            parts = parts_of(update, part, self.gradient_of, self._is_in_place, has_state=is_there)
+            parts = parts_of(update, part, self.gradient_of, self._is_in_place, is_there)
             up = list(self._on_host(p for p in parts if p.copied_up))
             if up or not is_there:
                 self.on_device.bring_up(storage, up, slot.last_use)
