@@ -282,8 +282,8 @@ class Streaming(Resources[WeightFiles]):
         """Submit a read of a stored tensor's bytes from `offset` on that fill `memory`, contiguous; return its ticket."""
         return self.store.read_into(stored.path, stored.offset + offset, memory)
 
-    def close(self, stay: Collection[int] = ()) -> None:
-        super().close(stay)
+    def close(self) -> None:
+        super().close()
         self.sections, self.small = [], []
 
 

@@ -7,7 +7,7 @@ Where kernels use them is their home: those pages (kv_home.py), block by block (
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -311,13 +311,13 @@ class KeyValuePages(Resources[KeyValueFile]):
         self.add_pages([section])
         return section
 
-    def close(self, stay: Collection[int] = ()) -> None:
-        """Close memory, file and engine. Views of keys and values may not be used any more."""
+    def close(self) -> None:
+        """Close memory, file and engine. Views of keys and values that somebody still has keep what they show."""
         if "_home" in vars(self):
             self._home.close()
         self._layers.clear()
         self._unused.clear()
-        super().close(stay)
+        super().close()
 
 
 def _page_bytes(host_bytes: int, layer_count: int) -> int:
