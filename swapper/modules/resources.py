@@ -186,9 +186,8 @@ class Resources(Generic[StoreT]):
                 format_bytes(nbytes), names, format_bytes(free),
             )  # fmt: skip
             return [page for page in pages if page.shown]
-        log.info(
-            "close: tensors, arrays or graphs of yours keep %s (%s and others) in memory", format_bytes(nbytes), names
-        )
+        kept = format_bytes(sum(page.nbytes for page in pages))
+        log.info("close: tensors, arrays or graphs of yours keep %s in memory (%s and others)", kept, names)
         return pages
 
     def _keep_bytes(self, pages: Sequence[Page], kept: list[MappedFrame]) -> None:
