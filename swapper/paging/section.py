@@ -150,6 +150,7 @@ class Section:
             weakref.WeakValueDictionary()
         )  # by begin, end and a number: what storages of their own hold
         self._numbers = count()
+        self._uses = 0  # of the memory, by nobody but this section
 
     @cached_property
     def pages(self) -> list[Page]:
@@ -168,6 +169,7 @@ class Section:
         self._memory = memory
         self._window = window
         self.view = view
+        self._uses = count_uses(memory)
 
     def detach(self) -> None:
         """Drop the section's memory, window and view."""
@@ -207,7 +209,7 @@ class Section:
         if self.resident or self._memory is None:
             return []
         ranges = [(begin, end) for begin, end, _ in list(self._own)]
-        if count_uses(self._memory) > 1 + len(ranges):
+        if count_uses(self._memory) > self._uses + len(ranges):
             ranges = [(0, self.plan.nbytes)]
         return list(dict.fromkeys(page for begin, end in ranges for page in self.pages_of(begin, end)))
 

@@ -141,7 +141,7 @@ def shards(directory: Path) -> None:
     plain, model = layers(), layers()
     for layer in (*model, model):
         fully_shard(layer)
-    with swapper.SwapManager(directory, host_memory="4MiB") as manager:
+    with swapper.SwapManager(directory, host_memory="8MiB") as manager:
         _, optimizer = manager.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
         twin = adamw(plain.parameters())
         for number in range(2):
@@ -171,7 +171,7 @@ def weights(directory: Path, budget: str = BUDGET) -> None:
             assert torch.equal(model(TOKENS), plain(TOKENS))
     for handle in handles:
         handle.remove()
-    pairs = list(zip(model.modules(), plain.modules(), strict=True))
+    pairs = [(a, b) for a, b in zip(model.modules(), plain.modules(), strict=True) if id(a) in kept]
     swapper.loaded(model).unload()
     found = [
         (array, p) for ours, theirs in pairs for array, p in zip(kept[id(ours)], theirs.parameters(False), strict=True)
