@@ -1,4 +1,4 @@
-"""What code keeps of a model, and reads after `manager.close()` or `unload`: bytes of plain torch, or an error.
+"""Reads what code has kept of a model after `manager.close()` or `unload`: bytes of plain torch, or an error.
 
 Usage: closed_reads.py DIRECTORY KIND, one of KINDS. In a process of its own: a read of memory that is gone ends the process.
 """
