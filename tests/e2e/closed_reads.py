@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from infer.small import BUDGET, TOKENS, make, on_meta
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -155,11 +156,21 @@ def shards(directory: Path) -> None:
 
 
 def weights(directory: Path, budget: str = BUDGET) -> None:
-    """What a hook keeps of a loaded model's weights."""
-    plain = make()
-    torch.save(plain.state_dict(), directory / "model.pt")
-    model = swapper.load(on_meta(), directory / "model.pt", host_memory=budget)
-    names = [name for name, _ in plain.named_parameters() if name.startswith("layers.")]
+    torch.save(make().state_dict(), directory / "model.pt")
+    kept_by_hooks(make(), swapper.load(on_meta(), directory / "model.pt", host_memory=budget), TOKENS)
+
+
+def end_of_file(directory: Path) -> None:
+    """The last bytes of a checkpoint are those of a weight, and no whole sector."""
+    plain = nn.Sequential(*(nn.Linear(401, 401, bias=False) for _ in range(16)))
+    save_file(plain.state_dict(), directory / "model.safetensors")
+    with torch.device("meta"):
+        empty = nn.Sequential(*(nn.Linear(401, 401, bias=False) for _ in range(16)))
+    kept_by_hooks(plain, swapper.load(empty, directory / "model.safetensors", host_memory="4MiB"), torch.ones(2, 401))
+
+
+def kept_by_hooks(plain: nn.Module, model: nn.Module, inputs: torch.Tensor) -> None:
+    """What a hook keeps of a loaded model's weights, as arrays: they are read while the model is there, and after it."""
     kept = {}
 
     def keep(module: nn.Module, _: Any) -> None:
@@ -168,15 +179,16 @@ def weights(directory: Path, budget: str = BUDGET) -> None:
     handles = [module.register_forward_pre_hook(keep) for module in model.modules()]
     with torch.no_grad():
         for _ in range(2):
-            assert torch.equal(model(TOKENS), plain(TOKENS))
+            assert torch.equal(model(inputs), plain(inputs))
     for handle in handles:
         handle.remove()
     pairs = [(a, b) for a, b in zip(model.modules(), plain.modules(), strict=True) if id(a) in kept]
-    swapper.loaded(model).unload()
     found = [
         (array, p) for ours, theirs in pairs for array, p in zip(kept[id(ours)], theirs.parameters(False), strict=True)
     ]
-    assert len(found) >= len(names) > 0
+    assert len(found) == len(list(plain.parameters()))
+    assert all(torch.equal(torch.as_tensor(array), p) for array, p in found)
+    swapper.loaded(model).unload()
     same([array for array, _ in found], [p.detach() for _, p in found])
 
 
@@ -222,6 +234,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "state": state,
     "shards": shards,
     "streamed weights": weights,
+    "the end of a file": end_of_file,
     "weights in memory": lambda directory: weights(directory, "1GiB"),
     "keys and values": keys,
     "activations": activations,
