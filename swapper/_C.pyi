@@ -153,6 +153,15 @@ class Window:
     def copy_out(self, window_offset: int, arena_offset: int, nbytes: int) -> None:
         """Has ordinary memory with the bytes that are mapped there take their place, as `View.copy_out` does."""
 
+    def fill(self, window_offset: int, nbytes: int) -> bool:
+        """Has ordinary memory with the bytes that reads of an unmapped range find take its place, until the window is gone.
+
+        Returns False if nothing is behind the range, or it is mapped.
+
+        Raises:
+            IoError: there is no memory, or the bytes cannot be read.
+        """
+
     def guard(self, window_offset: int, nbytes: int) -> None:
         """Makes the memory mapped at [window_offset, window_offset + nbytes) read-only, until the next `map` there.
 

@@ -116,6 +116,14 @@ void bind_memory(nb::module_& module) {
           },
           "window_offset"_a, "arena_offset"_a, "nbytes"_a)
       .def(
+          "fill",
+          [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes) {
+            Window& window = usable(self, "fill");
+            const nb::gil_scoped_release released;
+            return window.fill(window_offset, nbytes);
+          },
+          "window_offset"_a, "nbytes"_a)
+      .def(
           "guard",
           [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes) {
             Window& window = usable(self, "guard");

@@ -292,6 +292,20 @@ int keep_chunks(std::byte* begin, Range& before, Range& range) {
   return 0;
 }
 
+// Copies what an access to an absent range would find. Gives 0 or an errno.
+int copy_absent(std::byte* begin, const Range& range, std::byte* into) {
+  for (std::uint64_t at = 0; at < range.nbytes; at += kChunkBytes) {
+    const std::uint64_t nbytes = std::min(kChunkBytes, range.nbytes - at);
+    errno = 0;
+    if (range.chunks[at / kChunkBytes].change != 0) {
+      std::memcpy(into + at, begin + at, nbytes);
+    } else if (!read_bytes(range, at, into + at, nbytes)) {
+      return errno != 0 ? errno : EIO;
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 
 int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool& merged) {
@@ -343,6 +357,19 @@ int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departin
       return keep_chunks(begin, *before, now);
     }
     return reserve(begin, nbytes);
+  });
+}
+
+int fill_range(std::byte* begin, std::uint64_t nbytes) {
+  return exchange_range(begin, nbytes, false, {}, [&](const Range* before, Range&) {
+    if (before == nullptr || !before->is_absent()) return ENODATA;
+    std::byte* made = take_memory(nbytes);
+    if (made == nullptr) return errno;
+    int code = copy_absent(begin, *before, made);
+    if (code == 0 && ::mremap(made, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, begin) == MAP_FAILED)
+      code = errno;
+    if (code != 0) ::munmap(made, nbytes);
+    return code;
   });
 }
 

@@ -77,6 +77,10 @@ struct Shown {
 // the very same range while it was watched, or absent, is kept.
 [[nodiscard]] int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departing departing);
 
+// Gives the absent range ordinary memory with the bytes that an access would find, for good, and removes it
+// from the table. ENODATA: there is no such range.
+[[nodiscard]] int fill_range(std::byte* begin, std::uint64_t nbytes);
+
 // Removes the range from the table; what is mapped stays.
 void forget_range(std::byte* begin, std::uint64_t nbytes);
 

@@ -5,6 +5,7 @@
 
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <string>
 #include <utility>
 
@@ -98,6 +99,13 @@ void Window::copy_out(std::uint64_t window_offset, std::uint64_t arena_offset, s
   check_range(window_offset, nbytes);
   forget_range(address() + window_offset, nbytes);
   arena_->copy_out(address() + window_offset, arena_offset, nbytes);
+}
+
+bool Window::fill(std::uint64_t window_offset, std::uint64_t nbytes) {
+  check_range(window_offset, nbytes);
+  const int code = fill_range(address() + window_offset, nbytes);
+  if (code != 0 && code != ENODATA) throw map_failure("fill", window_offset, nbytes, code);
+  return code == 0;
 }
 
 void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing) {

@@ -42,6 +42,10 @@ class Window {
   // same addresses (Arena::copy_out).
   void copy_out(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes);
 
+  // Gives an absent range ordinary memory for good, with the bytes that an access would find. False: it is
+  // not absent, or nothing is behind it.
+  [[nodiscard]] bool fill(std::uint64_t window_offset, std::uint64_t nbytes);
+
   // Unmaps the memory. Until the next map(), a read returns the bytes of `backing`, and a write is noted;
   // what was written since guard() is kept. Without `backing` each access is a segmentation fault
   // (memory/fault.h).

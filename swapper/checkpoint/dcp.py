@@ -22,6 +22,7 @@ import pickle
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 
 from swapper.checkpoint.dcp_reader import StorageReader
-from swapper.checkpoint.stream import BLOCK_BYTES, LARGE_BYTES, Checksum, StreamWriter
+from swapper.checkpoint.stream import BLOCK_BYTES, LARGE_BYTES, StreamWriter, append_item
 from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.dcp_format import METADATA_NAME, METADATA_VERSION, item_of, read_directory
 from swapper.io import beneath
@@ -129,19 +130,7 @@ class StorageWriter(FileSystemWriter):
         metadata.storage_meta = self.storage_meta()
         target = Path(self._get_metadata_path(None if self.use_collectives else self.rank))
         replaced = _files_of(self.directory) if target.name == METADATA_NAME else set()
-        temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        try:
-            with os.fdopen(beneath.create_file(temporary, 0o666), "wb") as file:
-                file.write(pickle.dumps(metadata))
-            if self.sync_files:
-                sync(temporary)
-            temporary.replace(target)
-            if self.sync_files:
-                sync(self.directory)
-        except OSError as error:
-            raise IoError("publish", str(target), 0, 0, error.errno or 0) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+        beneath.replace_file(target, pickle.dumps(metadata), durable=self.sync_files, mode=0o666)
         for name in replaced - {info.relative_path for info in metadata.storage_data.values()}:
             (self.directory / name).unlink(missing_ok=True)
 
@@ -212,19 +201,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _write_tensor(writer: StreamWriter, tensor: torch.Tensor) -> tuple[int, int]:
-    item = item_of(tensor.dtype, tuple(tensor.shape))
-    if item.nbytes >= LARGE_BYTES:
-        writer.append(bytes(item.head_gap(writer.position)))
-    offset = writer.position
-    writer.append(item.head)
-    flat = tensor.contiguous()
-    checksum = Checksum()
+    item, flat = item_of(tensor.dtype, tuple(tensor.shape)), tensor.contiguous()
     if tensor.device.type == "cpu" and flat is tensor:
-        writer.append_memory(flat.data_ptr(), item.nbytes, flat, checksum)
+        append = partial(writer.append_memory, flat.data_ptr(), item.nbytes, flat)
     else:
-        writer.append_device(flat.view(-1).view(torch.uint8), checksum)
-    writer.append_later(item.tail_nbytes, lambda: item.tail(checksum.value))
-    return offset, item.total_nbytes
+        append = partial(writer.append_device, flat.view(-1).view(torch.uint8))
+    return append_item(writer, item, append, aligns=item.nbytes >= LARGE_BYTES)
 
 
 def _files_of(directory: Path) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from swapper.checkpoint.encoded_state import STATE_CODEC, codecs_of
 from swapper.checkpoint.writers import ExportTensor
 from swapper.durability.commit import CommitRecord, name_of, read_commit, sections_of
-from swapper.durability.directory import COMMIT_NAME
+from swapper.durability.directory import committed_runs
 from swapper.durability.verify import at_rest
 from swapper.errors import CheckpointError
 from swapper.formats.dcp_format import METADATA_NAME, read_directory
@@ -31,9 +31,7 @@ def find_run(path: Path) -> Path | None:
     """
     if not path.is_dir():
         return None
-    runs = (
-        [path] if (path / COMMIT_NAME).exists() else sorted(p.parent for p in path.glob(f"rank-*-of-*/{COMMIT_NAME}"))
-    )
+    runs = committed_runs(path)
     if len(runs) > 1:
         raise CheckpointError(f"{path} holds the runs of {len(runs)} ranks: name one of them, such as {runs[0]}")
     if not runs and any(next(path.glob(f"{below}turn-*.swap"), None) for below in ("", "rank-*-of-*/")):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from swapper import _C
+from swapper.formats.dcp_format import Item
 from swapper.formats.torch_writer import (
     ROOT,
     SERIALIZATION_ID_BYTES,
@@ -311,6 +312,26 @@ class StreamWriter:
         self._moved(block.filled)
         self._writing.popleft()
         self._free.append(_Block(block.address))
+
+
+def append_item(
+    stream: StreamWriter, item: Item, append: Callable[[Checksum], object], aligns: bool = True
+) -> tuple[int, int]:
+    """Append an item of torch.distributed.checkpoint; return its offset and bytes.
+
+    Args:
+        stream: of the file.
+        item: of one tensor.
+        append: appends its payload to the stream, with the checksum that it is given.
+        aligns: have the payload begin at a multiple of 4096.
+    """
+    if aligns:
+        stream.append(bytes(item.head_gap(stream.position)))
+    offset, checksum = stream.position, Checksum()
+    stream.append(item.head)
+    append(checksum)
+    stream.append_later(item.tail_nbytes, lambda: item.tail(checksum.value))
+    return offset, item.total_nbytes
 
 
 class Archive:

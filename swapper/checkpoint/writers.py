@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from swapper import _C
-from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
+from swapper.checkpoint.stream import Archive, Checksum, StreamWriter, append_item
 from swapper.errors import CheckpointError
 from swapper.formats.dcp_format import Item
 from swapper.formats.safetensors import DTYPES
@@ -234,10 +234,6 @@ def write_torch(stream: StreamWriter, payloads: Payloads, tensors: Sequence[Expo
     archive.finish()
 
 
-def _tail(item: Item, checksum: Checksum) -> bytes:
-    return item.tail(checksum.value)
-
-
 def write_items(
     stream: StreamWriter, payloads: Payloads, tensors: Sequence[ExportTensor]
 ) -> dict[str, tuple[int, int]]:
@@ -245,16 +241,10 @@ def write_items(
 
     Args: as of `write_safetensors`.
     """
-    places = {}
-    for tensor in tensors:
-        item = Item.of(tensor.dtype, tensor.shape)
-        stream.append(bytes(item.head_gap(stream.position)))
-        places[tensor.name] = (stream.position, item.total_nbytes)
-        stream.append(item.head)
-        checksum = Checksum()
-        payloads.append(stream, tensor, checksum)
-        stream.append_later(item.tail_nbytes, partial(_tail, item, checksum))
-    return places
+    return {
+        tensor.name: append_item(stream, Item.of(tensor.dtype, tensor.shape), partial(payloads.append, stream, tensor))
+        for tensor in tensors
+    }
 
 
 BOX_BYTES = 4 << 20  # bounds the memory of an assembly: a choice

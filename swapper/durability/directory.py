@@ -203,6 +203,13 @@ def ranks_by_size(directory: Path) -> dict[int, list[int]]:
     return found
 
 
+def committed_runs(path: Path) -> list[Path]:
+    """Return the directories of committed runs: `path` itself, or those of ranks in a user's directory."""
+    if (path / COMMIT_NAME).exists():
+        return [path]
+    return sorted(record.parent for record in path.glob(f"rank-*-of-*/{COMMIT_NAME}"))
+
+
 def _refuse_other_sizes(directory: Path, size: int) -> None:
     """Raise DirectoryError if `directory` holds a run of another number of ranks, and none of this one."""
     sizes = ranks_by_size(directory)

@@ -131,11 +131,8 @@ class SnapshotDirectory:
                 for index, place in places[rank].items()
             }
             metadata.storage_meta, metadata.version = StorageMeta(), METADATA_VERSION
-            with (self._hidden / METADATA_NAME).open("xb") as file:
-                file.write(seal_metadata(pickle.dumps(metadata)))
-                file.flush()
-                os.fsync(file.fileno())
-            beneath.sync(self._hidden)
+            path = self._hidden / METADATA_NAME
+            beneath.replace_file(path, seal_metadata(pickle.dumps(metadata)), durable=True, mode=0o666)
             check_free(self.path)
             self._hidden.rename(self.path)
             beneath.sync(self.path.parent)

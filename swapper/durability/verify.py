@@ -23,7 +23,7 @@ from pathlib import Path
 
 from swapper import _C
 from swapper.durability.commit import CommitRecord, files_of, read_commit, sections_of, tensors_of
-from swapper.durability.directory import COMMIT_NAME
+from swapper.durability.directory import COMMIT_NAME, committed_runs
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.container import (
     MANIFEST_NAME,
@@ -114,9 +114,7 @@ def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total
     if (place / METADATA_NAME).exists():
         return [_verify_metadata(place), *(_verify_file(file, progress) for file in sorted(place.glob("rank-*.pt")))]
     if place.is_dir():
-        runs = (
-            [place] if (place / COMMIT_NAME).exists() else sorted(p.parent for p in place.glob(f"rank-*/{COMMIT_NAME}"))
-        )
+        runs = committed_runs(place)
         if not runs:
             raise CheckpointError(f"{place} holds no committed run: name a snapshot, or the directory of a run")
         return [_verify_run(run, progress) for run in runs]

@@ -21,7 +21,7 @@ from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, Source
 from swapper.formats.stored import FileRange, StoredTensor
 from swapper.infer.matching import BufferPlace, Recipe, Weight
-from swapper.paging.section import Section, own_storage
+from swapper.paging.section import Section
 
 
 class Places:
@@ -96,16 +96,16 @@ def locate(
 ) -> list[list[torch.Tensor]]:
     """Return for each weight its parts, as views of the sections that the runs are read into."""
     pairs = zip(runs, sections, strict=True)
-    places = {number: (section.memory, offset) for run, section in pairs for number, offset in run.places}
+    places = {number: (section, offset) for run, section in pairs for number, offset in run.places}
     numbers = count()
     return [[_view(places.get(next(numbers)), part) for part in weight.recipe.parts] for weight in weights]
 
 
-def _view(place: tuple[torch.Tensor, int] | None, stored: StoredTensor) -> torch.Tensor:
+def _view(place: tuple[Section, int] | None, stored: StoredTensor) -> torch.Tensor:
     if place is None:  # it has no bytes
         return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-    memory, offset = place
-    return view_of(own_storage(memory[offset : offset + stored.nbytes]), 0, stored)
+    section, offset = place
+    return view_of(section.own_bytes(offset, offset + stored.nbytes), 0, stored)
 
 
 class MappedSource:

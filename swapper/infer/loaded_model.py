@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ class LoadedModel(FaultHandler):
         model = self._model()
         if self._hooks is not None:
             self._hooks.remove()
-        stay, paged = self._stay(), [weight.parameter for group in self._groups for weight in group.weights]
+        paged = [weight.parameter for group in self._groups for weight in group.weights]
         for group in self._groups:
             group.abandon()
         if model is not None:
@@ -236,7 +236,7 @@ class LoadedModel(FaultHandler):
         self._hooks = self._experts = None
         self._operators.clear()
         del paged, self._made
-        self._close_streaming(stay)
+        self._close_streaming()
         self._on_device = None
 
     def __enter__(self) -> LoadedModel:
@@ -367,15 +367,10 @@ class LoadedModel(FaultHandler):
             found = [self._groups[index].home for index in order]
             self._on_device.tier.expect([home.image for home in found if isinstance(home, DeviceHome)])
 
-    def _stay(self) -> list[int]:
-        """Return the pages of weights that stay materialized: users may hold them, or outputs that are views of them."""
-        settled = [group for group in self._groups if group.settled]
-        return [index for group in settled for access in group.home.kept_accesses for index in access.pages]
-
-    def _close_streaming(self, stay: Collection[int] = ()) -> None:
+    def _close_streaming(self) -> None:
         if self._on_device is not None:
             self._on_device.close()
-        self._streaming.close(stay)
+        self._streaming.close()
 
     def _begin_pass(self) -> None:
         self._check_usable()

@@ -81,10 +81,8 @@ class WeightFiles(PageStore):
         return tickets[0] if len(tickets) == 1 else AllOf(tickets)
 
     def file_of(self, page: Page) -> File | None:
-        """Return the file that serves reads of a cold page's addresses; None if it ends within the page."""
-        path = self._paths[page.section]
-        whole = path in self._files.cached and page.file_offset + page.nbytes <= self._source.nbytes_of(path)
-        return self._files.cached[path] if whole else None
+        """Return the file that serves reads of a cold page's addresses; None: its bytes lie in several. Its end reads as zeros."""
+        return self._files.cached.get(self._paths[page.section])
 
     def write(self, page: Page, address: int) -> Transfer:
         raise InvariantError(f"{page} of a checkpoint would be written")
@@ -282,8 +280,8 @@ class Streaming(Resources[WeightFiles]):
         """Submit a read of a stored tensor's bytes from `offset` on that fill `memory`, contiguous; return its ticket."""
         return self.store.read_into(stored.path, stored.offset + offset, memory)
 
-    def close(self, stay: Collection[int] = ()) -> None:
-        super().close(stay)
+    def close(self) -> None:
+        super().close()
         self.sections, self.small = [], []
 
 

@@ -112,29 +112,33 @@ def create_file(path: Path, mode: int = 0o600) -> int:
         return open_file(path, flags, mode)
 
 
-def replace_file(path: Path, data: bytes, durable: bool = False) -> None:
+def replace_file(path: Path, data: bytes, durable: bool = False, mode: int = 0o600) -> None:
     """Replace a file's content, whole or not at all.
 
     Args:
+        path: of the file; it may be missing.
+        data: the content.
         durable: sync file and directory, so that the content survives a power loss.
+        mode: of the file.
 
     Raises:
-        IoError: it cannot be replaced. The old content is there.
+        IoError: it cannot be replaced, and the old content is there; or it is not durable.
     """
     temporary = path.with_name(f"{path.name}.partial")
     try:
-        with os.fdopen(create_file(temporary), "wb") as file:
+        with os.fdopen(create_file(temporary, mode), "wb") as file:
             file.write(data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         rename(temporary, path)
+        if durable:
+            sync(path.parent)
     except OSError as error:
+        raise IoError("replace", str(path), 0, len(data), error.errno or 0, remedy(error.errno)) from error
+    finally:
         with contextlib.suppress(OSError):
             unlink(temporary)
-        raise IoError("replace", str(path), 0, len(data), error.errno or 0, remedy(error.errno)) from error
-    if durable:
-        sync(path.parent)
 
 
 def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> _C.File:

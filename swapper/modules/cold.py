@@ -40,6 +40,7 @@ from swapper.tensors.guarded_tensor import (
     tensors_among,
     written_among,
 )
+from swapper.tensors.storages import without_data
 from swapper.tensors.torch_private import without_torch_functions
 
 
@@ -50,9 +51,22 @@ def unguard(parameter: nn.Parameter) -> None:
 
 
 def leave_cold(parameter: nn.Parameter) -> None:
-    """Leave `parameter` cold for good, without a fault handler: it keeps nothing of its manager alive."""
+    """Leave `parameter` cold for good, without a fault handler and memory: it keeps nothing of its manager alive."""
+    _drop_data(parameter)
     set_cold(parameter)
     forget(parameter)
+
+
+def leave_view(view: torch.Tensor) -> None:
+    """Leave a tensor that follows a cold parameter without memory: that closes."""
+    if type(view) is ColdView:
+        _drop_data(view)
+
+
+def _drop_data(tensor: torch.Tensor) -> None:
+    with without_torch_functions():
+        if tensor.device.type == "cpu":
+            tensor.data = without_data(tensor)
 
 
 def _forbid_in_child() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from swapper.errors import InvariantError
 from swapper.modules.cold import leave_cold, unguard
 from swapper.modules.home import GroupHome, Update
-from swapper.tensors.torch_private import uses_of_storage
+from swapper.tensors.storages import storage_of
 
 
 class LeasedGroup(ABC):
@@ -138,24 +138,3 @@ class LeasedGroup(ABC):
     @abstractmethod
     def _dematerialize(self) -> None:
         """Make the parameters cold, unless something else needs them."""
-
-
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return the identity of a tensor's storage, on any device; None if it has none."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:  # sparse and opaque tensors, and those that functorch has wrapped
-        return None
-
-
-def count_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors and arrays hold the storage of `tensor`, itself included; 0 if it has no memory of its own."""
-    try:
-        storage = tensor.untyped_storage()
-    except NotImplementedError:  # a sparse tensor, or one that functorch has wrapped
-        return 0
-    return uses_of_storage(storage._cdata) - _OF_COUNTING
-
-
-_OF_COUNTING = 0
-_OF_COUNTING = count_uses(torch.empty(1, device="cpu")) - 1

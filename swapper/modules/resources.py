@@ -4,12 +4,17 @@
 pager, which waits for all transfers; the engine, whose thread ends; the registration with an accelerator; the files; the memory.
 No pages may be leased any more by then, and copies out of frames are over. Tensors of resident sections get ordinary memory
 (paging/host_memory.py).
+
+[Note: who still refers to a window] Code may keep what it was shown of a page: an array, a view, `to_local()`, an output, a
+graph. By the time of `close` nothing of swapper's refers to the addresses of windows, nor does a cold parameter. So where somebody
+does, these pages get ordinary memory with their bytes, at the same addresses: from their frames, or from the file.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -26,7 +31,11 @@ from swapper.paging.schedule import Schedule
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_files import PageStore
 from swapper.runtime.counters import Counters
+from swapper.runtime.free_memory import headroom_bytes
 from swapper.runtime.interrupts import close_all
+from swapper.runtime.sizes import format_bytes
+
+log = logging.getLogger("swapper")
 
 
 class OwnedStore(PageStore, Protocol):
@@ -146,20 +155,45 @@ class Resources(Generic[StoreT]):
         how = f"{self.engine.backend} ({self.engine.reason}), {self.store.io_mode}"
         return f"transfers by {how}; memory {self.memory.describe()}{registered}"
 
-    def close(self, stay: Collection[int] = ()) -> None:
+    def close(self) -> None:
         """Close what is open. [Note: order of opening and closing]
 
-        Args:
-            stay: pages that keep their bytes as long as a tensor of them is alive.
+        Raises:
+            IoError: a page to which somebody still refers cannot be read, or there is no memory for it. All is closed then.
         """
-        kept = [self._mapped(self._pages[index]) for index in stay]
-        opened = vars(self)
-        endings: list[Callable[[], object]] = [self.count_bytes]
+        opened, kept = vars(self), list[MappedFrame]()
+        endings: list[Callable[[], object]] = []
         if "pager" in opened:
-            endings.insert(0, partial(self.pager.discard, frozenset(stay)))
+            pages = self._referenced_pages()
+            endings += [partial(self.pager.settle, pages), partial(self._keep_bytes, pages, kept)]
+            endings.append(partial(self.pager.discard, {page.index for page in pages}))
+        endings.append(self.count_bytes)
         parts = (self.engine, self.host_side, opened.get("store"))
         endings += [part.close for part in parts if part is not None]
         close_all([*endings, self._forget, partial(self.memory.close, kept)])
+
+    def _referenced_pages(self) -> list[Page]:
+        """Return the pages that keep their bytes. [Note: who still refers to a window]"""
+        pages = [page for section in self._sections for page in section.referenced_pages()]
+        if not pages:
+            return []
+        nbytes, free = sum(page.nbytes for page in pages if not page.shown), headroom_bytes()
+        names = ", ".join(dict.fromkeys(name for page in pages[:2] for name in page.tensors))
+        if nbytes > free // 2:
+            log.error(
+                "close: tensors, arrays or graphs of yours still refer to %s on NVMe (%s and others), for which %s of free memory are "
+                "not enough: do not use them, which would end the process; keep copies instead",
+                format_bytes(nbytes), names, format_bytes(free),
+            )  # fmt: skip
+            return [page for page in pages if page.shown]
+        kept = format_bytes(sum(page.nbytes for page in pages))
+        log.info("close: tensors, arrays or graphs of yours keep %s in memory (%s and others)", kept, names)
+        return pages
+
+    def _keep_bytes(self, pages: Sequence[Page], kept: list[MappedFrame]) -> None:
+        """Have ordinary memory with their bytes take the place of pages that are not in memory; add the others to `kept`."""
+        kept += [self._mapped(page) for page in pages if page.shown]
+        close_all(partial(page.section.window.fill, page.offset, page.nbytes) for page in pages if not page.shown)
 
     def _mapped(self, page: Page) -> MappedFrame:
         assert page.frame is not None

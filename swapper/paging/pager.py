@@ -375,7 +375,7 @@ class Pager:
         The windows forget the files too, which may be closed now; `back_cold_pages` attaches them again.
 
         Args:
-            stay: pages that remain mapped, as tensors of them are alive; the pager is closed then.
+            stay: pages whose windows remain as they are, since somebody refers to them; the pager is closed then.
         """
         self.discard_pages(set(range(len(self._pages))).difference(stay))
         with self._lock:
@@ -385,6 +385,13 @@ class Pager:
             for page in self._pages:
                 if page.index not in stay:
                     page.section.window.unmap(page.offset, page.nbytes)
+
+    def settle(self, pages: Iterable[Page]) -> None:
+        """Wait for the transfers of these pages, and process them."""
+        for ticket in [page.ticket for page in pages if page.ticket is not None]:
+            _wait_quietly(ticket)
+        with self._lock:
+            self._frames.settle()
 
     def discard_pages(self, pages: Iterable[int]) -> None:
         """Wait for the transfers of these pages, and forget their content in frames and the victim cache, and their leases."""

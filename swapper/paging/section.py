@@ -7,10 +7,13 @@ others; code that goes past it faults and reads the file (csrc/memory/fault.h).
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, Protocol
 
+import numpy
 import torch
 
 from swapper._C import File, View
@@ -18,6 +21,7 @@ from swapper.errors import InvariantError, IoError
 from swapper.io.engines import Transfer
 from swapper.paging.layout import SectionPlan, Slot
 from swapper.paging.residency import COLD, Resident
+from swapper.tensors.storages import count_uses
 
 EXTERNAL = -2
 """In place of the number of a swap file: the content is in the user's file that the section's plan names."""
@@ -35,6 +39,7 @@ class Window(Protocol):
     ) -> None: ...
     def guard(self, window_offset: int, nbytes: int, /) -> None: ...
     def written_at(self, window_offset: int, /) -> int: ...
+    def fill(self, window_offset: int, nbytes: int, /) -> bool: ...
 
 
 class NoWindow:
@@ -49,6 +54,9 @@ class NoWindow:
 
     def written_at(self, window_offset: int, /) -> int:
         return -1
+
+    def fill(self, *place: object) -> bool:
+        return False
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -111,11 +119,6 @@ class Page(Resident):
         )
 
 
-def own_storage(memory: torch.Tensor) -> torch.Tensor:
-    """Return the same host memory with a storage that begins and ends with it. Does not access it."""
-    return torch.from_numpy(memory.numpy())
-
-
 class Section:
     """One section, with memory once `attach` was called.
 
@@ -143,6 +146,11 @@ class Section:
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
         self.view: View | None = None
+        self._own: weakref.WeakValueDictionary[tuple[int, int, int], numpy.ndarray[Any, Any]] = (
+            weakref.WeakValueDictionary()
+        )  # by begin, end and a number: what storages of their own hold
+        self._numbers = count()
+        self._uses = 0  # of the memory, by nobody but this section
 
     @cached_property
     def pages(self) -> list[Page]:
@@ -161,6 +169,7 @@ class Section:
         self._memory = memory
         self._window = window
         self.view = view
+        self._uses = count_uses(memory)
 
     def detach(self) -> None:
         """Drop the section's memory, window and view."""
@@ -187,7 +196,22 @@ class Section:
         """Return the same with a storage of its own, as a parameter has in plain torch."""
         if slot.spec.numel == 0:
             return self.tensor(slot)  # an empty tensor has no address of its own
-        return own_storage(self.memory[slot.offset : slot.end]).view(slot.spec.dtype).view(slot.spec.shape)
+        return self.own_bytes(slot.offset, slot.end).view(slot.spec.dtype).view(slot.spec.shape)
+
+    def own_bytes(self, begin: int, end: int) -> torch.Tensor:
+        """Return bytes [begin, end) of its memory with a storage that begins and ends with them. Does not access them."""
+        array = self.memory[begin:end].numpy()
+        self._own[begin, end, next(self._numbers)] = array
+        return torch.from_numpy(array)
+
+    def referenced_pages(self) -> list[Page]:
+        """Return the pages to whose addresses a tensor, an array or a graph refers, besides its own memory."""
+        if self.resident or self._memory is None:
+            return []
+        ranges = [(begin, end) for begin, end, _ in list(self._own)]
+        if count_uses(self._memory) > self._uses + len(ranges):
+            ranges = [(0, self.plan.nbytes)]
+        return list(dict.fromkeys(page for begin, end in ranges for page in self.pages_of(begin, end)))
 
     def owner_at(self, at: int) -> str:
         """Return the name of the parameter that has the byte at offset `at`; else that of the section."""

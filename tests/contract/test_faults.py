@@ -13,6 +13,7 @@ import pytest
 from e2e.given_back import bytes_at
 
 from swapper import _C
+from swapper.errors import IoError
 
 CHUNK_BYTES = 256 << 10
 NBYTES = 4 * CHUNK_BYTES + 8192
@@ -102,6 +103,41 @@ def test_what_is_written_stays_and_is_put_into_what_is_mapped_next(file: _C.File
     assert not window.map(0, 0, NBYTES)
     assert window.written_at(0) == -1
     assert Path(file.path).read_bytes()[4096:] == content
+
+
+def test_what_is_filled_is_ordinary_memory_with_all_bytes(window: _C.Window, file: _C.File, content: bytes) -> None:
+    """Also what was written; and also in a forked child, with the file gone."""
+    view = memoryview(window)
+    window.unmap(0, NBYTES, file, 4096)
+    view[CHUNK_BYTES + 5] = content[CHUNK_BYTES + 5] ^ 255
+    expected = bytearray(content)
+    expected[CHUNK_BYTES + 5] ^= 255
+    assert window.fill(0, NBYTES)
+    file.close()
+    Path(file.path).write_bytes(b"")
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if bytes(view[:NBYTES]) == expected else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bytes(view[:NBYTES]) == expected
+    view[0] = 1
+    assert not window.fill(0, NBYTES), "nothing is absent any more"
+
+
+def test_what_has_nothing_behind_it_is_not_filled(window: _C.Window, file: _C.File, content: bytes) -> None:
+    arena = _C.Arena(8 << 20, lock=False)
+    mapped = arena.window(4096)
+    mapped.map(0, 0, 4096)
+    assert not mapped.fill(0, 4096)
+    memoryview(mapped)[0] = 1
+    assert memoryview(arena.view(0, 1))[0] == 1
+    window.unmap(0, 4096)
+    assert not window.fill(0, 4096)
+    window.unmap(0, NBYTES, file, 4096)
+    os.truncate(file.path, 4096 + CHUNK_BYTES)
+    with pytest.raises(IoError, match="fill"):
+        window.fill(0, NBYTES)
+    assert bytes(memoryview(window)[:CHUNK_BYTES]) == content[:CHUNK_BYTES], "it is as it was"
 
 
 def test_what_was_written_under_guard_stays_when_the_memory_goes(file: _C.File, content: bytes) -> None:

@@ -126,18 +126,25 @@ def test_an_opening_that_fails_leaves_nothing_open(tmp_path: Path, stage: str) -
     assert opened.resources.engine is None
 
 
-def test_pages_that_stay_keep_their_bytes_and_what_is_resident_becomes_ordinary_memory(tmp_path: Path) -> None:
+def test_pages_to_which_somebody_refers_and_what_is_resident_become_ordinary_memory(tmp_path: Path) -> None:
     opened = Opened(tmp_path)
     opened.open()
     resident, paged, _ = opened.sections
     pager = opened.resources.pager
-    access = Access(None, (1,), writes=frozenset({1}), fresh=frozenset({1}))
-    pager.acquire(access)
     resident.memory.fill_(7)
-    seen, kept = resident.memory[:PAGE], paged.memory[PAGE : 2 * PAGE]
-    kept.fill_(9)
-    pager.release(access, access.writes)
-    pager.flush()
-    opened.resources.close(stay=[1])
+    seen, kept = resident.memory[:PAGE], paged.own_bytes(0, 2 * PAGE)
+    for number in range(2):  # the last one stays in its frame
+        access = Access(None, (number,), writes=frozenset({number}), fresh=frozenset({number}))
+        with pager.leased(access):
+            kept[number * PAGE : (number + 1) * PAGE].fill_(8 + number)
+        pager.flush()
+        if number == 0:
+            pager.discard_pages([0])
+    others = paged.own_bytes(2 * PAGE, 3 * PAGE)
+    assert [page.index for page in paged.referenced_pages()] == [0, 1, 2]
+    del others
+    assert [page.index for page in paged.referenced_pages()] == [0, 1]
+    assert [page.shown for page in paged.pages] == [False, True, False]
+    opened.resources.close()
     assert torch.equal(seen, torch.full((PAGE,), 7, dtype=torch.uint8))
-    assert torch.equal(kept, torch.full((PAGE,), 9, dtype=torch.uint8))
+    assert torch.equal(kept.view(2, PAGE), torch.tensor([[8], [9]], dtype=torch.uint8).expand(2, PAGE))

@@ -132,6 +132,9 @@ class Window:
     def written_at(self, window_offset: int) -> int:
         return window_offset if window_offset in self._written or window_offset in self._kept else -1
 
+    def fill(self, window_offset: int, nbytes: int) -> bool:
+        raise SimulationError(f"{nbytes} bytes at {window_offset} are filled, which only a close does")
+
     def write(self, offset: int, content: bytes) -> None:
         """Code that goes past the guard writes all of a page."""
         if offset not in self.mapped:

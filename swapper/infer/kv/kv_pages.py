@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, ExternalBytes, PoolSize
 from swapper.paging.schedule import Schedule
 from swapper.paging.section import EXTERNAL, Section
 from swapper.runtime.counters import Counters
-from swapper.tensors.torch_private import uses_of_storage
+from swapper.tensors.storages import count_uses
 
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64 << 10, 4 << 20
 LAST_PAGES_SHARE = 1 / 32
@@ -129,7 +129,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         memory = self._home.memory(rows)
         shown = rows.shape.views(memory, begin, rows.end)
         if self._ends_early:
-            gone = partial(self._one_is_gone, memory, _uses(memory))
+            gone = partial(self._one_is_gone, memory, count_uses(memory))
             self._shown = tuple(weakref.ref(one, gone) for one in shown)
         return shown
 
@@ -182,7 +182,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         Args:
             uses: of the layer's memory when both were there. The one that goes still counts.
         """
-        if threading.get_ident() != self._thread or _uses(memory) >= uses:
+        if threading.get_ident() != self._thread or count_uses(memory) >= uses:
             return
         try:
             self.end_turn()
@@ -347,19 +347,14 @@ class KeyValuePages(Resources[KeyValueFile]):
         self.add_pages([section])
         return section
 
-    def close(self, stay: Collection[int] = ()) -> None:
-        """Close memory, file and engine. Views of keys and values may not be used any more."""
+    def close(self) -> None:
+        """Close memory, file and engine. Views of keys and values that somebody still has keep what they show."""
         self._shown = ()
         if "_home" in vars(self):
             self._home.close()
         self._layers.clear()
         self._unused.clear()
-        super().close(stay)
-
-
-def _uses(memory: torch.Tensor) -> int:
-    """Return how many tensors are on this memory, plus a constant."""
-    return uses_of_storage(memory.untyped_storage()._cdata)
+        super().close()
 
 
 def _page_bytes(host_bytes: int, layer_count: int) -> int:

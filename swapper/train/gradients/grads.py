@@ -33,10 +33,10 @@ from torch import nn
 
 from swapper.errors import IoError, UnsupportedError
 from swapper.io import beneath
-from swapper.modules.leased_group import count_uses
 from swapper.paging.pager import Pager
 from swapper.paging.section import Page, Section
 from swapper.runtime.free_memory import note_freed
+from swapper.tensors.storages import count_uses
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.autograd_grads import AccumulationHooks, AutogradGradients, GradientsOnDevice, check_dense
 from swapper.train.gradients.cold_grad import Accumulation, ColdGradient, GradientMeta, is_part

@@ -18,10 +18,11 @@ from swapper.modules.cold import ASSIGNED_BESIDE_ALIAS, SAME_FORM, materialize, 
 from swapper.modules.groups import Group
 from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.home import GroupHome, Update
-from swapper.modules.leased_group import LeasedGroup, count_uses
+from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
+from swapper.tensors.storages import count_uses
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
 from swapper.train.layout.content import SectionSource, compare, fill

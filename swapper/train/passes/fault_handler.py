@@ -14,10 +14,10 @@ from torch import nn
 from swapper.errors import BudgetError, ColdParameterError, StateError
 from swapper.modules.cold import ASSIGNED_BESIDE_ALIAS, is_cold
 from swapper.modules.guarded import FaultHandler, RunWith
-from swapper.modules.leased_group import storage_of
 from swapper.modules.module_hooks import outside_transforms
 from swapper.paging.pager import Pager
 from swapper.tensors.guarded_tensor import KEEPS_NOTHING, Function
+from swapper.tensors.storages import storage_of
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.layout.inventory import Inventory

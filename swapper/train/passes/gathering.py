@@ -24,11 +24,11 @@ from torch import nn
 from swapper.errors import StateError
 from swapper.modules.cold import aliases, is_aliasing
 from swapper.modules.groups import Models, Unit
-from swapper.modules.leased_group import storage_of
 from swapper.modules.module_hooks import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.turns import Turns
 from swapper.paging.pager import Pager
 from swapper.runtime.interrupts import close_all, defer_signals, run_uninterrupted
+from swapper.tensors.storages import storage_of
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionEvents, SessionGuard
 from swapper.train.layout.content import copy_of

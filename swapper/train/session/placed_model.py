@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from swapper.errors import StateError
-from swapper.modules.cold import follow
+from swapper.modules.cold import follow, leave_view
 from swapper.modules.groups import Group, changes_itself
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
@@ -23,6 +25,7 @@ from swapper.train.layout.model_checks import find_shared_attributes
 from swapper.train.passes.fault_handler import ModelInUse, ParameterFaultHandler
 from swapper.train.planning.plan import Plan
 from swapper.train.state.conditions import Membership
+from swapper.train.state.mapped_state import leave_expired
 from swapper.train.state.optimizer_state import OptimizerState
 from swapper.train.steps.step_rollback import StepRollback
 
@@ -74,6 +77,7 @@ class PlacedModel:
             inventory, self.trainables, self.groups, self.places, pager, self.guard, self, changes_itself(model.module)
         )
         self._in_use: ModelInUse | None = None
+        self._followers: list[torch.Tensor] = []  # attributes of modules that are views of parameters
 
     def _sections_of(self, family: str) -> list[Section]:
         return [section for section in self.sections if section.plan.family == family]
@@ -111,6 +115,7 @@ class PlacedModel:
             content.begin(())
         for shared in attributes:
             follow(shared.tensor, shared.parameter, shared.offset)
+            self._followers.append(shared.tensor)
         for parameters in self.groups:
             if parameters.paged:  # its views are ColdViews
                 parameters.note_uses()
@@ -169,7 +174,8 @@ class PlacedModel:
     def close(self, keep_cold: bool) -> None:
         """End all accesses. Paged parameters stay cold if `keep_cold`. Copies to and from a device are over."""
         endings: list[Callable[[], object]] = [partial(group.abandon, keep_cold) for group in self.groups]
-        close_all([*endings, self.optimizer_state.close, self.processor.close])
+        endings += [partial(leave_view, tensor) for tensor in self._followers]
+        close_all([*endings, partial(leave_expired, self.pager), self.optimizer_state.close, self.processor.close])
 
     def expire(self) -> None:
         """Expire what shows parameters and state: another session takes them."""

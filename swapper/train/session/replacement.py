@@ -30,7 +30,6 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, NoReturn, cast
 
-import torch
 from torch import nn
 
 from swapper.capabilities import Feature, check
@@ -45,7 +44,7 @@ from swapper.modules.turns import is_in_backward
 from swapper.paging.store.swap_files import first_free_number
 from swapper.runtime.free_memory import return_free_memory
 from swapper.runtime.interrupts import defer_signals
-from swapper.tensors.torch_private import without_torch_functions
+from swapper.tensors.storages import without_data
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.session.alike import Given, check_alike
@@ -241,7 +240,7 @@ class ParkedParameters(FaultHandler):
         self._parameters = parameters
         self._names = {id(parameter): name for name, parameter in parameters}
         for _, parameter in parameters:
-            parameter.data = _without_data(parameter)
+            parameter.data = without_data(parameter)
             guard(parameter, self)
             set_cold(parameter)
 
@@ -351,11 +350,3 @@ def _unpark(current: SessionSlot, plan: Plan, origin: Origin, parameters: Parked
         current.leave(f"the manager could not take its memory back after manager.parked() ({error}): {REOPEN}")
         raise
     current.leave("")
-
-
-def _without_data(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a tensor of the parameter's form whose storage is empty, so that code past the guard finds no memory."""
-    with without_torch_functions():
-        tensor = torch.empty_like(parameter.detach(), memory_format=torch.contiguous_format)
-    tensor.untyped_storage().resize_(0)
-    return tensor

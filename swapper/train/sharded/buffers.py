@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from swapper.io.tensor_bytes import round_up
-from swapper.paging.section import own_storage
 from swapper.train.sharded.shards import Shards, shard_count
 
 
@@ -150,7 +149,7 @@ class _ReduceScatter(_Collective):
             return self._input
         if self.reuses_input:
             part = self._part_of(self._input)
-            return own_storage(part.view(torch.uint8)).view(dtype)  # FSDP2 counts from the storage's begin
+            return torch.from_numpy(part.view(torch.uint8).numpy()).view(dtype)  # FSDP2 counts from the storage's begin
         output: torch.Tensor = self.own.allocate(size, dtype=dtype, device=device)
         return output
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.modules.leased_group import count_uses
 from swapper.tensors import torch_private
 from swapper.tensors.guarded_tensor import GuardedTensor, native, tensors_among
+from swapper.tensors.storages import count_uses
 from swapper.train.gradients.cold_grad import ColdGradient, refuse, stand_for
 from swapper.train.sharded.shards import Shard
 

@@ -22,7 +22,6 @@ from torch import nn
 from swapper.errors import StateError
 from swapper.modules.module_hooks import OwnHook
 from swapper.modules.turns import is_in_backward
-from swapper.paging.section import own_storage
 from swapper.tensors.guarded_tensor import share_memory
 from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.gradients.cold_grad import ColdGradient, stand_for
@@ -127,9 +126,8 @@ class ShardHooks:
                 shard.local.grad = None
                 if shard.parameter.grad is not None and type(local_of(shard.parameter.grad)) is ColdGradient:
                     shard.parameter.grad = None
-                if not keep_cold:
-                    shard.fsdp_param._sharded_param_data = torch.empty(0, dtype=shard.local.dtype, device="cpu")
                 if not keep_cold or id(shard.local) in self._paged:
+                    shard.fsdp_param._sharded_param_data = torch.empty(0, dtype=shard.local.dtype, device="cpu")
                     shard.parameter._local_tensor = LocalTensor(shard.parameter._local_tensor, None, _refuse)  # type: ignore[attr-defined]
 
     def _lease_around(self, param_group: Any, groups: list[GroupParameters]) -> None:
@@ -240,7 +238,7 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
     """Have FSDP2's tensors at the shard's place. They share a storage, by which FSDP2 knows that they belong together."""
     section, slot = place.section, place.slot
     nbytes = shard.padded_numel * slot.spec.dtype.itemsize
-    whole = own_storage(section.memory[slot.offset : slot.offset + nbytes]) if nbytes else section.memory[:0]
+    whole = section.own_bytes(slot.offset, slot.offset + nbytes) if nbytes else section.memory[:0]
     data = whole.view(slot.spec.dtype)
     local = data[: slot.spec.numel].view(slot.spec.shape)
     parameter = shard.parameter

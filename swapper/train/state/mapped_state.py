@@ -30,9 +30,10 @@ from swapper.checkpoint.mapped_files import (
 from swapper.errors import InvariantError, IoError, StateError
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.pager import Pager
-from swapper.paging.section import EXTERNAL, Page, own_storage
+from swapper.paging.section import EXTERNAL, Page
 from swapper.runtime.process import after_fork_in_child, naming_limits
 from swapper.tensors.guarded_tensor import TensorWatch, watch_of
+from swapper.tensors.storages import without_data
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.state.state_view import ShownState
@@ -121,7 +122,7 @@ class MappedState:
             return self._copy(place, pages)
         files: list[FilePart] = []
         if place.section.resident:
-            flat = own_storage(place.section.memory[place.slot.offset : place.slot.end])
+            flat = place.section.own_bytes(place.slot.offset, place.slot.end)
         elif len({(page.location, page.drive) for page in pages}) == 1 or all(p.location == EXTERNAL for p in pages):
             at = pages[0].stored_offset - pages[0].offset + place.slot.offset
             if at % spec.dtype.itemsize:  # an external file may have it at any offset
@@ -154,8 +155,14 @@ class MappedState:
                 watch: ShownPlace = tensor.swapper_watch  # type: ignore[attr-defined]
                 tensor.data = _same_part(tensor, watch.place)
                 watch.files = ()
-        self.tensors.clear()
         self._mappings.clear()
+
+    def leave(self, pager: Pager) -> None:
+        """Have expired tensors refer to the memory of this pager's sections no more: it closes."""
+        if self.expired and self._pager is pager:
+            with torch.no_grad(), without_torch_functions():
+                for tensor in list(self.tensors.values()):
+                    tensor.data = without_data(tensor)
 
     def _map(self, page: Page) -> FileMapping:
         path = self._path_of(page)
@@ -246,6 +253,12 @@ def expire(shown: Iterable[MappedState], why: str) -> None:
     """Expire `shown` before the state changes."""
     for state in list(shown):
         state.expire(why)
+
+
+def leave_expired(pager: Pager) -> None:
+    """Have no expired tensor refer to the memory of this pager's sections: it closes."""
+    for state in list(_shown):
+        state.leave(pager)
 
 
 def _same_part(tensor: torch.Tensor, place: TensorLocation) -> torch.Tensor:
