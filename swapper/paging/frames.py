@@ -195,8 +195,8 @@ class Frames:
         return self.victim_cache is not None and self.victim_cache.keep(page, self._pool.address(page.frame))
 
     def drop_cached(self, page: Page) -> None:
-        """Forget that the victim cache has the content of `page`."""
-        if page.kept and page.residency is READING:
+        """Forget that the victim cache has the content of `page`, which was kept."""
+        if page.residency is READING:
             self.give_up_claim(page)
         page.kept = False
 
@@ -267,8 +267,8 @@ class Frames:
     # --- who writes -----------------------------------------------------------------------------------------------
 
     def guard(self, page: Page) -> None:
-        """Note writes to the page from now on: no lease for writing has it. [Note: unannounced writes]"""
-        if page.section.guards_writes and page.shown and not page.guarded:
+        """Note writes to a page that is shown, and was not guarded: no lease for writing has it. [Note: unannounced writes]"""
+        if page.section.guards_writes:
             page.section.window.guard(page.offset, page.nbytes)
             page.guarded = True
 
@@ -367,6 +367,8 @@ class Frames:
 
     def settle(self) -> None:
         """Process every transfer that has finished: writes first, then the reads that waited for them."""
+        if not self.in_flight:
+            return
         if self._finished is not None:
             count = self._finished()
             if count == self._settled:

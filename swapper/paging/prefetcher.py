@@ -255,8 +255,8 @@ class Prefetcher:
         self._next = max(self._next, self._schedule.position)
         end = self._schedule.position + self._distance.accesses(len(self._schedule.cycle))
         while self._next < end:
-            access = self._schedule.at(self._next)
-            for index in () if self._schedule.is_over(self._next) else access.pages:
+            access = self._schedule.pending(self._next)
+            for index in access.pages if access is not None else ():
                 page = pages[index]
                 if page.residency is COLD and page.leases == 0:
                     fresh = index in access.fresh

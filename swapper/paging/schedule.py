@@ -74,10 +74,11 @@ class Schedule:
         self._recording.append(access)
         if not self.cycle:
             return False
-        if self.at(self.position) == access:
+        expected = self.at(self.position)
+        if expected is access or expected == access:
             self._go_on(self.position + 1)
             return True
-        expected_key = self.at(self.position).key == access.key
+        expected_key = expected.key == access.key
         places = self._places.get(access.key)
         place = self._next_of(places, self.position - 1) if places and not expected_key else self.position
         reach = 0 if self._tolerance is None else len(self.cycle) // self._tolerance
@@ -89,9 +90,9 @@ class Schedule:
             self._go_on(place + 1)
         return False
 
-    def is_over(self, position: int) -> bool:
-        """Return whether the access at `position`, now or later, has come before its turn."""
-        return position in self._early
+    def pending(self, position: int) -> Access | None:
+        """Return the access at `position`, now or later; None if it has come before its turn."""
+        return None if position in self._early else self.cycle[(position - self._origin) % len(self.cycle)]
 
     def next_use(self, page: int) -> int:
         """Return the position of the next use of `page` from now on, or NEVER."""

@@ -44,7 +44,7 @@ from swapper.train.gradients.device_grads import DeviceGradients
 from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.groups.processor import Processor
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.slices import GroupUpdate, TensorLocation
+from swapper.train.layout.slices import GroupUpdate, TensorLocation, Trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,26 +180,30 @@ class Gradients:
         part = self.paged.part(parameter, begin, end)
         return gradient.detach().reshape(-1)[begin:end] if part is None else part
 
-    def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Check the gradients of `parameters`, which the user may have assigned, before a step begins.
+    def check(self, trainables: Iterable[Trainable], groups: range) -> None:
+        """Check gradients of parameters in these groups of the optimizers, which the user may have assigned, before a step begins.
 
         Raises:
             StateError: one has no data, and is not the parameter's own.
             UnsupportedError: one is sparse.
         """
         with without_torch_functions():  # many are cold, and only their attributes are read
-            for name, parameter in parameters:
-                gradient = parameter.grad
-                if type(gradient) is ColdGradient:
-                    self.paged.check(parameter, name, gradient)
-                elif gradient is not None and gradient.layout is not torch.strided:
-                    raise UnsupportedError(f"parameter {name} has a sparse gradient: assign it dense, grad.to_dense()")
+            for trainable in trainables:
+                for parameter, places, number in trainable.members:
+                    gradient = parameter.grad
+                    if number not in groups or gradient is None:
+                        continue
+                    if type(gradient) is ColdGradient:
+                        self.paged.check(parameter, places.name, gradient)
+                    elif gradient.layout is not torch.strided:
+                        raise UnsupportedError(
+                            f"parameter {places.name} has a sparse gradient: assign it dense, grad.to_dense()"
+                        )
 
     def make_ready(self, update: GroupUpdate) -> None:
         """Move a group's gradients to where its update reads them, and have its image on the device filled again after it."""
         parameters = update.trainable.parameters
-        for parameter, gradient in zip(parameters, update.gradients, strict=True):
-            self.paged.store_assigned(parameter, gradient)
+        self.paged.store_assigned(parameters, update.gradients)
         self.paged.settle(parameters)
         self._processor.before_update(update.trainable.group)
 

@@ -157,15 +157,16 @@ class PagedGradients:
         """Return True if `settle` would not wait for these gradients."""
         return True
 
-    def store_assigned(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Copy `gradient` to its location before an update, if the user has assigned it."""
-        slot = self._slots.get(id(parameter))
-        if slot is None or gradient is None or type(gradient) is ColdGradient:
-            return
-        with defer_signals:
-            self.forget_released()
-            slot.here, slot.content = None, GradientMeta()
-            self._move(slot, gradient.detach().contiguous(), adding=False)
+    def store_assigned(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Copy gradients of these parameters that the user has assigned to their locations, before an update."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            slot = self._slots.get(id(parameter))
+            if slot is None or gradient is None or type(gradient) is ColdGradient:
+                continue
+            with defer_signals:
+                self.forget_released()
+                slot.here, slot.content = None, GradientMeta()
+                self._move(slot, gradient.detach().contiguous(), adding=False)
 
     def before_step(self) -> None:
         """Fill every gradient's pages that the sweep leases, even of one that was zeroed and did not arrive again."""

@@ -231,8 +231,9 @@ class GroupParameters(LeasedGroup):
         if self.paged:
             materialize(*self.parameters)
         self.take_in_assigned()
-        for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True)):
-            self._check_form(number, parameter, at)
+        for parameter, at in zip(self.parameters, self._at_places, strict=True):
+            if parameter.shape != at.shape or parameter.dtype != at.dtype:
+                raise self._of_other_form(parameter, at)
 
     @property
     def may_be_assigned(self) -> bool:
@@ -241,12 +242,12 @@ class GroupParameters(LeasedGroup):
 
     def assigned(self) -> list[int]:
         """Return the numbers of the parameters whose memory is not the run's: `parameter.data = x`, `parameter.set_(x)`."""
+        numbers = []
         with without_torch_functions():
-            return [
-                number
-                for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True))
-                if at.numel() and parameter.data_ptr() != at.data_ptr()
-            ]
+            for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True)):
+                if parameter.data_ptr() != at.data_ptr() and at.numel():
+                    numbers.append(number)
+        return numbers
 
     def take_in_assigned(self) -> list[str]:
         """Copy the values of tensors that were assigned (`parameter.data = x`) to the parameters' locations.
@@ -257,14 +258,16 @@ class GroupParameters(LeasedGroup):
         Raises:
             StateError: one has another shape or dtype, or something still refers to the memory from before.
         """
-        numbers = self.assigned()
-        for number in numbers:
+        names = []
+        for number in self.assigned():
             self._take_in(number)
-        return [self.names[number] for number in numbers]
+            names.append(self.names[number])
+        return names
 
     def _take_in(self, number: int) -> None:
         parameter, at = self.parameters[number], self._at_places[number]
-        self._check_form(number, parameter, at)
+        if parameter.shape != at.shape or parameter.dtype != at.dtype:
+            raise self._of_other_form(parameter, at)
         if count_uses(at) >= self._uses[number]:  # the parameter itself is a use no more
             raise StateError(f"parameter {self.names[number]} {ASSIGNED_BESIDE_ALIAS}")
         if self._fault_handler.owns(parameter):
@@ -276,12 +279,12 @@ class GroupParameters(LeasedGroup):
             at.copy_(parameter.data)
             parameter.data = at
 
-    def _check_form(self, number: int, parameter: nn.Parameter, at: torch.Tensor) -> None:
-        if parameter.shape != at.shape or parameter.dtype != at.dtype:
-            raise StateError(
-                f"parameter {self.names[number]} was replaced or resized behind the manager's back: expected {at.dtype} "
-                f"{list(at.shape)}, found {parameter.dtype} {list(parameter.shape)} on {parameter.device}. {SAME_FORM}"
-            )
+    def _of_other_form(self, parameter: nn.Parameter, at: torch.Tensor) -> StateError:
+        name = next(name for name, one in zip(self.names, self.parameters, strict=True) if one is parameter)
+        return StateError(
+            f"parameter {name} was replaced or resized behind the manager's back: expected {at.dtype} {list(at.shape)}, "
+            f"found {parameter.dtype} {list(parameter.shape)} on {parameter.device}. {SAME_FORM}"
+        )
 
     def abandon(self, keep_cold: bool = True) -> None:
         """Make parameters whose content is in host memory usable there; the others stay cold if `keep_cold`."""

@@ -331,14 +331,15 @@ class _Settings:
             for key, value in self.values.items()
             if isinstance(value, torch.Tensor | list | dict | set) and key != NAMES
         ]
-        self.values.update(self._copies())
+        self.values = self.copy()
+        del self.values["params"]
 
     def copy(self) -> dict[str, Any]:
         """Return the settings for one call, which may change them, with no parameters."""
-        return {**self.values, **self._copies(), "params": []}
-
-    def _copies(self) -> dict[str, Any]:
-        return {key: copy.deepcopy(self.values[key]) for key in self._changeable}
+        values = {**self.values, "params": []}
+        for key in self._changeable:
+            values[key] = copy.deepcopy(values[key])
+        return values
 
 
 def is_same(one: Any, other: Any) -> bool:

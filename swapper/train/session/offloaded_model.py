@@ -129,7 +129,8 @@ class OffloadedModel:
     @property
     def has_more_to_train(self) -> bool:
         """True if a parameter in the optimizers' groups has a gradient but no space for state: it was frozen."""
-        return any(parameter.grad is not None for parameter in self._placed.membership.untrained)
+        untrained = self._placed.membership.untrained
+        return bool(untrained) and any(parameter.grad is not None for parameter in untrained)
 
     def follow_groups(self) -> None:
         """Follow edits of `optimizer.param_groups`, before a step. See Membership.
@@ -148,10 +149,10 @@ class OffloadedModel:
 
         See Conditions and Gradients.check.
         """
-        names = self.names_of([member])
-        self.gradients.check((places.name, p) for p, places in self._trained() if places.name in names)
+        groups = self._sweep.groups_of(member)
+        self.gradients.check(self._placed.trainables, groups)
         if not self.updates.has_begun_early:
-            self._conditions.check_step(self._placed.optimizers.ranges[member])
+            self._conditions.check_step(groups)
 
     def before_update(self) -> None:
         """Prepare for `updates.take_step`."""

@@ -83,9 +83,11 @@ class PassLifecycle:
         if self.hooks.is_batched:
             raise StateError("loss_fn called what must wait for the end of accumulate_batches, as a step or snapshot")
         self._abandon()
+        leased = self._pager.leased_pages
+        if not leased or self._processor.is_device:  # copies to a device have leases, too
+            return
         kept = self._kept_accesses()
-        has_more = self._pager.leased_pages > sum(len(access.pages) for access in kept)
-        if has_more and not self._processor.is_device:  # copies to a device have leases, too
+        if leased > sum(len(access.pages) for access in kept):
             for group in self._groups:
                 group.forget_leases()
             self.drop_leases(kept)

@@ -326,7 +326,8 @@ class UpdateExecutor:
 
     def forward_begins(self, is_outermost: bool) -> None:
         """A module's forward begins, outside of any backward."""
-        self.pass_begins()
+        if self._progress.task is not None:
+            self.pass_begins()
         if is_outermost:
             self._sweep.pass_begins()
 
@@ -386,6 +387,8 @@ class UpdateExecutor:
 
     def backward_goes_on(self) -> None:
         """A backward has reached a point where it may be over with some groups."""
+        if not self._policy.in_backward:
+            return
         for group in self._progress.complete(self._open):
             trainable = self._trainables[group]
             if self._owner.is_aliased(trainable):

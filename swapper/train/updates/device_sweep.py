@@ -55,7 +55,7 @@ from swapper.train.updates.device_slots import (
     pieces_on_host,
     slot_bytes,
 )
-from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, update_by_kernel
+from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, is_rounded, update_by_kernel
 from swapper.train.updates.sweep import Sweep
 
 
@@ -272,6 +272,8 @@ class DeviceSweep(Sweep):
             self._coded_there.begin_slice(coded_in(update.trainable, part))
             self._views = {(p.place, p.begin): p.view(storage) for p in parts}
             run = [self._prepare(update, piece.parameter, piece.begin, piece.end) for piece in part.pieces]
+            for one in run:
+                self._place_others(one)
             for proxy, works in self._proxies.each_with(self._update_by_kernels(run)):
                 proxy.update(works)
             for one in run:
@@ -315,13 +317,17 @@ class DeviceSweep(Sweep):
 
     def _is_by_kernel(self, places: ParameterLocations, settings: int) -> bool:
         kind, values = self._proxies.kind(settings), self._proxies.settings(settings)
-        return self._kernel is not None or is_fused(kind, values, places)
+        return self._kernel is not None or (bool(places.coded) and is_fused(kind, values) and is_rounded(places))
 
     def _widen(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return gradient.to(dtype)
 
-    def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
-        return self._there(place, begin, end).view((-1,) if places.may_cut else places.param.slot.spec.shape)
+    def _tensors_of(
+        self, places: ParameterLocations, begin: int, end: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        shape = (-1,) if places.may_cut else places.param.slot.spec.shape
+        state = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
+        return self._there(places.param, begin, end).view(shape), state
 
     def _update_by_kernels(self, run: list[Update]) -> list[Work]:
         """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], one_pass.py"""
@@ -337,14 +343,14 @@ class DeviceSweep(Sweep):
         """Return True if counters of a group are counted on the device."""
         return not by_kernel and self._proxies.counts_on_device(settings)
 
-    def _place_others(self, state: dict[str, Any], places: ParameterLocations, settings: int, by_kernel: bool) -> None:
-        """A counter is copied there only if it is counted there, by a kernel: no wait."""
-        device = self.on_device.device.device
-        for key in places.others:
+    def _place_others(self, update: Update) -> None:
+        """Replace state of other shapes by copies on the device. A counter is copied only if a kernel counts it: no wait."""
+        device, state = self.on_device.device.device, update.work.state
+        for key in update.places.others:
             value = state.get(key)
             if isinstance(value, torch.Tensor) and value.dim():
                 state[key] = value.to(device)
-            elif isinstance(value, torch.Tensor) and self._counts_there(settings, by_kernel):
+            elif isinstance(value, torch.Tensor) and self._counts_there(update.work.settings, update.by_kernel):
                 state[key] = torch.full((), value.item(), dtype=value.dtype, device=device)
 
     def _is_unchanged(self, stored: torch.Tensor, value: torch.Tensor) -> bool:

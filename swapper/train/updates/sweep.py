@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
@@ -80,12 +81,15 @@ class Sweep(SliceUpdates):
     def fix(self, trainable: Trainable, groups: range) -> GroupUpdate | None:
         """Return the part of a step for parameters in these groups of the optimizers, with the gradients of this moment; None if
         it has none. Increases versions."""
-        found = zip(trainable.parameters, trainable.settings, strict=True)
+        gradients: list[torch.Tensor | None] = []
+        changed: list[nn.Parameter] = []
         with without_torch_functions():  # many are cold, and their data is not needed
-            update = GroupUpdate(trainable, tuple(p.grad if at in groups else None for p, at in found))
-            changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
+            for parameter, number in zip(trainable.parameters, trainable.settings, strict=True):
+                gradients.append(parameter.grad if number in groups else None)
+                if gradients[-1] is not None:
+                    changed.append(parameter)
             torch.autograd.graph.increment_version(changed)
-        return update if changed else None
+        return GroupUpdate(trainable, tuple(gradients)) if changed else None
 
     def fix_all(self, member: int) -> list[GroupUpdate]:
         """Return all updates of an optimizer's step, with the gradients of this moment."""
