@@ -105,7 +105,7 @@ class GroupParameters(LeasedGroup):
 
     def move(self, new: GroupState) -> None:
         """Change the state. Raises InvariantError: that is no legal move, or not while the group is leased."""
-        if (self.state, new) not in LEGAL_MOVES or (self.is_leased and new is not CURRENT):
+        if (self.state, new) not in LEGAL_MOVES or (self._leases and new is not CURRENT):
             where = f"group {self.index} ({self.names[0]} and others, leased {self._leases} times)"
             raise InvariantError(f"{where}: {self.state.name} -> {new.name} is not a legal move")
         self.state = new

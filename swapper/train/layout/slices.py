@@ -357,6 +357,11 @@ class GroupUpdate:
         """For each parameter, True if it has a gradient."""
         return tuple([gradient is not None for gradient in self.gradients])
 
+    @cached_property
+    def present(self) -> list[torch.Tensor]:
+        """The gradients that there are."""
+        return [gradient for gradient in self.gradients if gradient is not None]
+
     @property
     def names(self) -> list[str]:
         """Names of the parameters that it updates."""

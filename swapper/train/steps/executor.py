@@ -161,7 +161,7 @@ class UpdateExecutor:
         executor = weakref.ref(self)  # the garbage collector does not traverse hooks
 
         def finish(gradient: torch.Tensor) -> None:
-            if (alive := executor()) is not None:
+            if (alive := executor()) is not None and alive._open:
                 alive.finish(in_order=True)
 
         def note(parameter: torch.Tensor) -> None:
@@ -215,7 +215,8 @@ class UpdateExecutor:
         """Return True if an optimizer's updates may be left to the next forward, after those of its step before are shown."""
         self._sweep.take_in_written()
         for group in self._updating():
-            self._close(group)
+            with self._rolling_back(group):
+                self._close(group)
         self.in_order = self._owner.may_defer(member)
         return self.in_order
 
@@ -258,7 +259,8 @@ class UpdateExecutor:
         if self._open and (due := self._due(Read())):
             self.in_order = self.in_order and in_order
             for group in due:
-                self._update(group)
+                with self._rolling_back(group):
+                    self._update(group)
             with self._rolling_back(None):
                 self._sweep.give_back()
 
@@ -346,10 +348,12 @@ class UpdateExecutor:
         """A module that needs `groups` is about to be called outside of any backward."""
         if not self._open or not self._policy.in_forward:
             return
-        new = [group for group in groups if group not in self._reached]  # other groups are expected at a later use
-        self._reached.update(new)
-        passed = [expected for group in new for expected in self._groups[group].home.expected_before()]
-        for group in self._due(Reached(groups, passed)):
+        passed: list[int] = []
+        for group in groups:
+            if group not in self._reached:  # others are expected at a later use
+                self._reached.add(group)
+                passed += self._groups[group].home.expected_before()
+        for group in self._due(Reached(groups, passed)) if passed else ():
             self.catch_up(group)
 
     def catch_up(self, group: int, then: Access | None = None) -> None:
@@ -359,8 +363,8 @@ class UpdateExecutor:
             then: the lease; it begins before the last pages of the update are released.
         """
         if group in self._open:
-            self._update(group)
-            with self._rolling_back(None):
+            with self._rolling_back(group):
+                self._update(group)
                 self._sweep.give_back(then)
 
     def backward_begins(self, task: int) -> None:
@@ -427,27 +431,26 @@ class UpdateExecutor:
         return [group for group in self._open if self._groups[group].state is UPDATING]
 
     def _update(self, group: int) -> None:
+        """Update a group, and show the results. Call it within `_rolling_back`, and `_close` too."""
         for index in self._due(Wanted(group, self._sweep.ahead)):
-            with self._rolling_back(index):
-                self._check_not_written(index)
-                self._guards.release(self._open[index])
-                self._groups[index].move(UPDATING)
-                self._sweep.update(self._open[index])
-                if self._sweep.ahead:
-                    self._guards.fix(self._open[index], self.finish)  # kernels may still be to use them
+            self._groups[index].move(UPDATING)
+            self._check_not_written(index)
+            self._guards.release(self._open[index])
+            self._sweep.update(self._open[index])
+            if self._sweep.ahead:
+                self._guards.fix(self._open[index], self.finish)  # kernels may still be to use them
         self._close(group)
 
     def _close(self, group: int) -> None:
         """Show the results of a group's update."""
-        with self._rolling_back(group):
-            self._sweep.show(group)
-            if self._sweep.ahead:
-                self._guards.release(self._open[group])
-            self._groups[group].clear_deferred()
-            del self._open[group]  # this frees the gradients, whose memory may be reused now
-            if not self._open:
-                self._sweep.end()
-                self._guards.clear()
+        self._sweep.show(group)
+        if self._sweep.ahead:
+            self._guards.release(self._open[group])
+        self._groups[group].clear_deferred()
+        del self._open[group]  # this frees the gradients, whose memory may be reused now
+        if not self._open:
+            self._sweep.end()
+            self._guards.clear()
 
     def _hide(self, group: int) -> None:
         """Hide the group's outdated parameters. See [Note: who may not see an open step]."""
