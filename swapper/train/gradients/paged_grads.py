@@ -337,8 +337,9 @@ class PagedGradients:
         An earlier one, which the program or an exception's traceback has kept, may die at any time: the pages have a newer
         gradient then, which an open step may be still to use.
         """
-        released, self._released = self._released, []
-        self._forget(slot for slot, died in released if slot.here is died)
+        if self._released:
+            released, self._released = self._released, []
+            self._forget(slot for slot, died in released if slot.here is died)
 
     def _forget(self, slots: Iterable[GradientSlot]) -> None:
         empty = []

@@ -45,6 +45,7 @@ class GroupParameters(LeasedGroup):
 
     Attributes:
         state: in the present step.
+        may_be_assigned: `parameter.data = x` is torch's own now: the parameters are not cold.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class GroupParameters(LeasedGroup):
         self._expire = expire
         self._sections = list(dict.fromkeys(section for section, _ in places))
         self.state = CURRENT
+        self.may_be_assigned = True
         self._shown_with: list[Hidable] = []
         self._at_places = list(tensors)  # the parameters' storages, also while `parameter.data` is another's
         self._uses: list[int] = []  # of each, by nobody but the run
@@ -181,7 +183,8 @@ class GroupParameters(LeasedGroup):
 
         On a device such writes cannot be seen.
         """
-        return [page.section.owner_at(at) for page, at in self.home.written()]
+        written = self.home.written()
+        return [page.section.owner_at(at) for page, at in written] if written else []
 
     # --- pins: leases outside of the order of a step ------------------------------------------------------------------
 
@@ -230,15 +233,11 @@ class GroupParameters(LeasedGroup):
             )
         if self.paged:
             materialize(*self.parameters)
+            self.may_be_assigned = True
         self.take_in_assigned()
         for parameter, at in zip(self.parameters, self._at_places, strict=True):
             if parameter.shape != at.shape or parameter.dtype != at.dtype:
                 raise self._of_other_form(parameter, at)
-
-    @property
-    def may_be_assigned(self) -> bool:
-        """True if `parameter.data = x` is torch's own now: the parameters are not cold."""
-        return not self.paged or self._leases > 0 or bool(self.home.pins)
 
     def assigned(self) -> list[int]:
         """Return the numbers of the parameters whose memory is not the run's: `parameter.data = x`, `parameter.set_(x)`."""
@@ -310,3 +309,4 @@ class GroupParameters(LeasedGroup):
     def _dematerialize(self) -> None:
         if self.paged and not self._leases and not self.home.pins:
             set_cold(*self.parameters)
+            self.may_be_assigned = False

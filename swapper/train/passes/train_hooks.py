@@ -126,6 +126,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         self._processor = processor
         self._alone = processor.alone
         self._updates = updates
+        self._paged = frozenset(group.index for group in groups if group.paged)
         self._uses = updates.uses if updates.follows_backward else None  # nobody else asks for them
         self._owner = owner
         self._clock = 0
@@ -387,20 +388,24 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _watch(self, call: TrainingCall, output: Any) -> Any:
         """Prepare `output` for the time when the call's parameters are cold, and return it or a copy."""
-        groups = [self._groups[index] for index in call.groups]
-        paged = True in [group.paged for group in groups]
-        if not paged and self._uses is None:
+        is_paged = not self._paged.isdisjoint(call.groups)
+        if not is_paged and self._uses is None:
             return output
         tensors, rebuild = tensors_of(output)
-        replaced = [self._own(tensor) if paged and type(tensor) is not nn.Parameter else tensor for tensor in tensors]
-        if torch.is_grad_enabled():
-            watched = [tensor for tensor in replaced if tensor.grad_fn is not None]
-            own = [tensor for tensor in watched if tensor.grad_fn not in call.given]
-            if (
-                not self._hook_outputs(own or watched, call)
-                and not call.is_functional
-                and any(p.requires_grad for group in groups for p in group.parameters)
-            ):
+        replaced: list[torch.Tensor] = []
+        watched: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
+        for tensor in tensors:
+            if is_paged and type(tensor) is not nn.Parameter:
+                tensor = self._own(tensor)
+            replaced.append(tensor)
+            if (node := tensor.grad_fn) is not None:
+                watched.append(tensor)
+                if node not in call.given:
+                    own.append(tensor)
+        if torch.is_grad_enabled() and not self._hook_outputs(own or watched, call) and not call.is_functional:
+            groups = [self._groups[index] for index in call.groups]
+            if any(p.requires_grad for group in groups for p in group.parameters):
                 held = TrainingCall(call.module, call.start)
                 held.groups += call.groups
                 for group in groups:

@@ -68,7 +68,8 @@ class Membership:
         Raises:
             StateError: an edit cannot be followed. Nothing has changed then.
         """
-        groups, members = self._optimizers.param_groups, self._members()
+        groups = self._optimizers.param_groups
+        members = list(map(members_of, groups, range(len(groups))))
         if members == self._known:
             return
         self._check(members)
@@ -87,10 +88,8 @@ class Membership:
     @property
     def is_outdated(self) -> bool:
         """True if the groups were edited since `follow`."""
-        return self._members() != self._known
-
-    def _members(self) -> list[list[int]]:
-        return [members_of(group, index) for index, group in enumerate(self._optimizers.param_groups)]
+        groups = self._optimizers.param_groups
+        return list(map(members_of, groups, range(len(groups)))) != self._known
 
     def _check(self, members: Sequence[Sequence[int]]) -> None:
         """Raise StateError unless each parameter is the model's, in one group of its optimizer, and groups are complete."""
@@ -197,8 +196,7 @@ class Conditions:
                 )
 
     def check_settings(self) -> None:
-        """Do the part of `check_step` that needs no gradients."""
-        self._membership.follow()
+        """Do the part of `check_step` that needs no gradients. The membership has followed the groups."""
         if self._edits != self._membership.edits:
             self._look_at_groups()
             self._edits = self._membership.edits

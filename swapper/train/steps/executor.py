@@ -150,7 +150,7 @@ class UpdateExecutor:
     @property
     def has_begun_early(self) -> bool:
         """True if the next step has updated groups already."""
-        return self._policy.in_backward and (self.is_open or self._failure is not None)
+        return self._policy.in_backward and (bool(self._open) or self._failure is not None)
 
     def has_open(self, member: int) -> bool:
         """Return True if this optimizer's last step is not finished."""
@@ -265,7 +265,7 @@ class UpdateExecutor:
                 self._sweep.give_back()
 
     def _refuse_begun(self) -> None:
-        if backward_task() == -1:
+        if self._progress.task is not None and backward_task() == -1:
             self.pass_begins()
         if self.has_begun_early:
             raise StateError(
@@ -374,7 +374,7 @@ class UpdateExecutor:
             StateError: this is a second backward, and the first has updated groups.
         """
         if not self._policy.in_backward:
-            if not self._accumulating and not self.is_open:
+            if not self._accumulating and not self._open:
                 with apart_from_pass():
                     self._sweep.fetch_ahead()
             return

@@ -56,6 +56,7 @@ from swapper.train.updates.device_slots import (
     slot_bytes,
 )
 from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, is_rounded, update_by_kernel
+from swapper.train.updates.slice_updates import PieceTensors
 from swapper.train.updates.sweep import Sweep
 
 
@@ -271,9 +272,11 @@ class DeviceSweep(Sweep):
                 self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
             self._views = {(p.place, p.begin): p.view(storage) for p in parts}
-            run = [self._prepare(update, piece.parameter, piece.begin, piece.end) for piece in part.pieces]
-            for one in run:
-                self._place_others(one)
+            run: list[Update] = []
+            for piece in part.pieces:
+                by_kernel = self._is_by_kernel(update.trainable, piece.parameter)
+                run.append(self._prepare(update, piece.parameter, piece.begin, piece.end, by_kernel))
+                self._place_others(run[-1])
             for proxy, works in self._proxies.each_with(self._update_by_kernels(run)):
                 proxy.update(works)
             for one in run:
@@ -315,19 +318,19 @@ class DeviceSweep(Sweep):
             self._accesses[part.access] = access
         return access
 
-    def _is_by_kernel(self, places: ParameterLocations, settings: int) -> bool:
-        kind, values = self._proxies.kind(settings), self._proxies.settings(settings)
-        return self._kernel is not None or (bool(places.coded) and is_fused(kind, values) and is_rounded(places))
+    def _is_by_kernel(self, trainable: Trainable, number: int) -> bool:
+        places, settings = trainable.places[number], trainable.settings[number]
+        if self._kernel is not None or not places.coded:
+            return self._kernel is not None
+        return is_fused(self._proxies.kind(settings), self._proxies.settings(settings)) and is_rounded(places)
 
     def _widen(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return gradient.to(dtype)
 
-    def _tensors_of(
-        self, places: ParameterLocations, begin: int, end: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _tensors_of(self, places: ParameterLocations, begin: int, end: int) -> PieceTensors:
         shape = (-1,) if places.may_cut else places.param.slot.spec.shape
         state = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
-        return self._there(places.param, begin, end).view(shape), state
+        return PieceTensors(self._there(places.param, begin, end).view(shape), state, self._others(places))
 
     def _update_by_kernels(self, run: list[Update]) -> list[Work]:
         """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], one_pass.py"""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -61,6 +61,19 @@ class GradientSource(Protocol):
         """
 
 
+class PieceTensors(NamedTuple):
+    """Elements of a parameter and its state where they are updated. Do not change the mappings.
+
+    Attributes:
+        state: of the parameter's shape, by key.
+        others: state that belongs to the parameter as a whole, by key.
+    """
+
+    param: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+    others: Mapping[str, torch.Tensor]
+
+
 class SliceUpdates:
     """Updates slices of parameters in host memory.
 
@@ -86,7 +99,7 @@ class SliceUpdates:
         # Cached tensors and parts: a new view takes a few microseconds, and ten if torch's code is not in the cache.
         self._whole: dict[TensorLocation, torch.Tensor] = {}
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
-        self._tensors: dict[tuple[ParameterLocations, int, int], tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
+        self._tensors: dict[tuple[ParameterLocations, int, int], PieceTensors] = {}
         self._unchanged: set[TensorLocation] = set()  # in the slice that is being updated: [Note: rare writes]
         self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
         self._coded = self._coded_here = CodedRun(decoded_bytes, self._flat_part)
@@ -164,7 +177,7 @@ class SliceUpdates:
         """Update a piece and its state in one pass; its step counter as `_state` and `_store` do."""
         trainable, number, begin, end = update.trainable, piece.parameter, piece.begin, piece.end
         places = trainable.places[number]
-        stored = self._old[places.name]["step"] if begin > 0 else self._others(places)["step"]
+        stored = self._old[places.name]["step"] if begin > 0 else self._at(places.others["step"])
         entries = self._entries[places.name]
         is_new = "step" not in entries
         before = torch.zeros_like(stored) if is_new else stored.clone()
@@ -217,12 +230,15 @@ class SliceUpdates:
         self._upcast.begin_run()
         self._coded.begin_run()
 
-    def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
-        """Return the optimizer's input for elements [begin, end) of a parameter, by its number in the group."""
+    def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int, by_kernel: bool = False) -> Update:
+        """Return the optimizer's input for elements [begin, end) of a parameter, by its number in the group.
+
+        Args:
+            by_kernel: swapper's AdamW updates it as a part of a run, on a device.
+        """
         trainable, settings = group.trainable, group.trainable.settings[number]
         places = trainable.places[number]
-        by_kernel = self._is_by_kernel(places, settings)
-        param, stored = self._tensors_of(places, begin, end)
+        param, stored, others = self._tensors_of(places, begin, end)
         decoded = self._decoded(places, begin, end, param, by_kernel) if places.coded else {}
         state_tensors = {**stored, **decoded}
         master = state_tensors.pop("master", None)
@@ -232,15 +248,11 @@ class SliceUpdates:
             gradient = gradient.view(target.shape)
         if not by_kernel and gradient.dtype != target.dtype:
             gradient = self._widen(gradient, target.dtype)
-        state = self._state(places, begin, end, state_tensors)
+        state = self._state(places, begin, end, state_tensors, others)
         marks, passes = vars(trainable.parameters[number]), self._entries.passes(places.name)
         work = Work(settings, target.detach(), gradient, state, marks, passes)
         rounded = None if master is None else param
         return Update(work, places, begin, end, state_tensors, target, rounded, decoded, by_kernel)
-
-    def _is_by_kernel(self, places: ParameterLocations, settings: int) -> bool:
-        """Return True if swapper's AdamW updates a parameter as a part of a run, on a device."""
-        return False
 
     def _gradient_part(self, update: GroupUpdate, number: int, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of a parameter's gradient, flat, clipped, not to be changed."""
@@ -261,14 +273,13 @@ class SliceUpdates:
         values = self._coded.decode(places, begin, end, param, known)
         return {key: value.view(param.shape) for key, value in values.items()}
 
-    def _tensors_of(
-        self, places: ParameterLocations, begin: int, end: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return elements [begin, end) of a parameter, and of its state of the same shape by key. Do not change the mapping."""
+    def _tensors_of(self, places: ParameterLocations, begin: int, end: int) -> PieceTensors:
+        """Return elements [begin, end) of a parameter and its state."""
         found = self._tensors.get((places, begin, end))
         if found is None:
             state = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
-            found = self._tensors[places, begin, end] = self._part(places.param, places, begin, end), state
+            found = PieceTensors(self._part(places.param, places, begin, end), state, self._others(places))
+            self._tensors[places, begin, end] = found
         return found
 
     def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
@@ -289,7 +300,12 @@ class SliceUpdates:
         return whole
 
     def _state(
-        self, places: ParameterLocations, begin: int, end: int, state_tensors: dict[str, torch.Tensor]
+        self,
+        places: ParameterLocations,
+        begin: int,
+        end: int,
+        state_tensors: dict[str, torch.Tensor],
+        stored: Mapping[str, torch.Tensor],
     ) -> dict[str, Any]:
         """Return the optimizer's state in its order.
 
@@ -297,14 +313,13 @@ class SliceUpdates:
         new.
         """
         entries = self._entries[places.name]
+        others = stored
         if begin > 0:
             others = {k: v.clone() for k, v in self._old[places.name].items()}
         else:
-            stored = self._others(places)
             if end < places.numel:
                 self._old[places.name] = {key: value.clone() for key, value in stored.items()}
             state_tensors.update(stored)
-            others = stored
         state: dict[str, Any] = {}
         for key, entry in entries.items():
             if entry is not PAGED:
