@@ -106,7 +106,9 @@ class Schedule:
         now = (self.position - self._origin) % len(self.cycle)
         places = self._places.get(key, [])
         found = bisect_left(places, now)
-        return [access.key for access in self.cycle[now : places[found]]] if found < len(places) else []
+        if found == len(places) or places[found] == now:
+            return []
+        return [access.key for access in self.cycle[now : places[found]]]
 
     def end_step(self, learn: bool = True) -> bool:
         """End the step: its record, with what it left out, becomes the cycle. Returns whether that changed anything.

@@ -101,8 +101,10 @@ class GradientGuards:
     def fix(self, update: GroupUpdate, finish: Callable[[], None]) -> None:
         """Have operations on the update's gradients, as they are now, call `finish` first."""
         self.note(update)
+        watch = FixedGradient(finish)
         for gradient in update.present:
-            fix(gradient, finish)
+            if type(gradient) is torch.Tensor:
+                watch.watch(gradient)
 
     def note(self, update: GroupUpdate) -> None:
         """Note the update's gradients as they are now."""

@@ -138,12 +138,13 @@ class Gradients:
         if isinstance(processor, TrainingDevice):
             self._kept = self._on_device = GradientsOnDevice(stay, processor)
             self.paged = DeviceGradients(trained, pager, finish_step, processor)
-            at_hand = []
+            paged, at_hand = trained, []
         else:
             self._kept = AutogradGradients(stay)
             paged = [entry for entry in trained if not entry[2].section.resident]
             self.paged = PagedGradients(paged, pager, finish_step)
             at_hand = [entry for entry in trained if entry[2].section.resident]
+        self._in_pages = {id(parameter) for _, parameter, _ in paged}
         self._host = HostGradients(
             [(name, p, place.section.tensor(place.slot)) for name, p, place in at_hand], regions, pager
         )
@@ -177,8 +178,9 @@ class Gradients:
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """See GradientSource (slice_updates.py)."""
-        part = self.paged.part(parameter, begin, end)
-        return gradient.detach().reshape(-1)[begin:end] if part is None else part
+        if id(parameter) in self._in_pages:
+            return self.paged.part(parameter, begin, end)
+        return gradient.detach().reshape(-1)[begin:end]
 
     def check(self, trainables: Iterable[Trainable], groups: range) -> None:
         """Check gradients of parameters in these groups of the optimizers, which the user may have assigned, before a step begins.

@@ -79,11 +79,9 @@ class PagedGradients:
 
     # --- for the sweep and clipping -----------------------------------------------------------------------------------
 
-    def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor | None:
-        """Return elements [begin, end) of a gradient whose pages are leased, clipped; do not change them. None: it is elsewhere."""
-        slot = self._slots.get(id(parameter))
-        if slot is None:
-            return None
+    def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of a gradient whose pages are leased, clipped; do not change them."""
+        slot = self._slots[id(parameter)]
         slot.check_whole()
         return slot.content.of(slot.place.section.tensor(slot.place.slot).view(-1)[begin:end])
 

@@ -314,6 +314,8 @@ UPDATE_ELEMENTS = (1 << 18) * min(max(len(os.sched_getaffinity(0)), 2), 32)
 more cores, Python's own time for a run is for more elements. See [Note: small updates], updates/slice_updates.py."""
 NO_GROUP = -1
 """The settings of a parameter in no group."""
+ALL_GROUPS = range(sys.maxsize)
+"""Those of all optimizers, however many there are."""
 
 
 @dataclass
@@ -368,10 +370,8 @@ class GroupUpdate:
         places = zip(self.trainable.places, self.gradients, strict=True)
         return [of.name for of, gradient in places if gradient is not None]
 
-    def joined(self, other: GroupUpdate | None) -> GroupUpdate:
+    def joined(self, other: GroupUpdate) -> GroupUpdate:
         """Return this update together with another optimizer's of the same group, of other parameters."""
-        if other is None:
-            return self
         pairs = zip(self.gradients, other.gradients, strict=True)
         return GroupUpdate(self.trainable, tuple(theirs if ours is None else ours for ours, theirs in pairs))
 

@@ -211,17 +211,17 @@ class OptimizerProxy:
 
 
 class OptimizerProxies:
-    """Runs the updates of a session: each tensor is updated by the optimizer of its group, by its OptimizerProxy."""
+    """Runs the updates of a session: each tensor is updated by the optimizer of its group, by its OptimizerProxy.
+
+    Attributes:
+        members: the numbers of the optimizers.
+    """
 
     def __init__(self, optimizers: OptimizerSet) -> None:
+        self.members = range(len(optimizers.members))
         self._optimizers = optimizers
         self._proxies = [OptimizerProxy(member) for member in optimizers.members]
         self._number()
-
-    @property
-    def members(self) -> range:
-        """The numbers of the optimizers."""
-        return range(len(self._proxies))
 
     def groups_of(self, member: int) -> range:
         """Return the numbers of a member's groups."""

@@ -26,7 +26,7 @@ from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.grads import Gradients, find_regions, is_gradient_aliased
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.initial import Values
-from swapper.train.layout.slices import GroupUpdate, ParameterLocations, Trainable
+from swapper.train.layout.slices import ALL_GROUPS, GroupUpdate, ParameterLocations, Trainable
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.passes.accumulation_pass import AccumulationOrder
 from swapper.train.passes.gathering import Gathering, Masters
@@ -288,7 +288,7 @@ class OffloadedModel:
         self._sweep.abandon()
 
     def is_aliased(self, trainable: Trainable) -> bool:
-        return self._find_aliased([trainable], self._sweep.all_groups) is not None
+        return self._find_aliased([trainable], ALL_GROUPS) is not None
 
     def undo_update(self, updates: Collection[GroupUpdate], error: BaseException) -> bool:
         self.passes.forget_leases()

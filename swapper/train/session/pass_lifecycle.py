@@ -50,6 +50,7 @@ class PassLifecycle:
     ) -> None:
         self.clock = placed.events.clock
         self._inventory = placed.plan.inventory
+        self._names = self._inventory.names
         self._groups = placed.groups
         self._updates = updates
         self._pager = placed.pager
@@ -159,7 +160,7 @@ class PassLifecycle:
         if not is_outermost:
             return
         if self._without_averaging:
-            check_not_averaged(self._inventory.names, self._without_averaging)
+            check_not_averaged(self._names, self._without_averaging)
         self._inventory.check_files()
         self._gradients.entered()
         if not self.is_open:

@@ -49,7 +49,7 @@ from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.gradients.gradient_guards import ADVICE, GradientGuards
 from swapper.train.groups.group_state import CURRENT, DUE, READY, SEALED, UPDATING
 from swapper.train.groups.parameter_group import GroupParameters
-from swapper.train.layout.slices import GroupUpdate, Trainable
+from swapper.train.layout.slices import ALL_GROUPS, GroupUpdate, Trainable
 from swapper.train.steps.backward_progress import BackwardProgress, PendingUses, SharedBackward
 from swapper.train.steps.policies import Completed, Event, Reached, Read, Stepped, UpdatePolicy, Wanted
 from swapper.train.updates.sweep import Sweep
@@ -229,7 +229,8 @@ class UpdateExecutor:
         self._members = {member, *(self._members if self._open else ())}
         self._reached.clear()
         for group, update in updates.items():
-            self._open[group] = update.joined(self._open.get(group))
+            before = self._open.get(group)
+            self._open[group] = update if before is None else update.joined(before)
             self._hide(group)
 
     def _update_rest(self, member: int) -> None:
@@ -489,7 +490,7 @@ class UpdateExecutor:
             with apart_from_pass():
                 if not self._open:
                     self._begin_sweep()
-                update = self._sweep.fix(self._trainables[group], self._sweep.all_groups)
+                update = self._sweep.fix(self._trainables[group], ALL_GROUPS)
                 if update is None:
                     return
                 self._open[group] = update  # from here on it must be restored if anything fails

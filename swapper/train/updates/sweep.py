@@ -26,13 +26,15 @@ class Sweep(SliceUpdates):
     """Applies the optimizer to all groups, slice by slice.
 
     Args:
-        trainables: all groups, also as an attribute.
+        trainables: all groups.
         proxies: run the updates.
         entries: the optimizer's state of each parameter.
         pager, page_bytes: makes the leases, and the size of its pages.
         gradients: of all parameters.
 
     Attributes:
+        trainables: all groups.
+        members: the numbers of the optimizers.
         ahead: groups whose update pays to be begun before the one of the group before them is settled.
     """
 
@@ -49,6 +51,7 @@ class Sweep(SliceUpdates):
     ) -> None:
         super().__init__(proxies, entries, gradients, decoded_bytes(trainables))
         self.trainables = trainables
+        self.members = proxies.members
         self._pager = pager
         self._page_bytes = page_bytes
         self._counters = pager.counters
@@ -63,16 +66,6 @@ class Sweep(SliceUpdates):
     def take_in_written(self) -> None:
         """Treat writes past the guard so far as made before the step. See Pager.take_in_written."""
         self._pager.take_in_written()
-
-    @property
-    def members(self) -> range:
-        """The optimizers."""
-        return self._proxies.members
-
-    @property
-    def all_groups(self) -> range:
-        """The numbers of all groups of the optimizers."""
-        return range(self._proxies.groups_of(self.members[-1]).stop)
 
     def groups_of(self, member: int) -> range:
         """Return the numbers of an optimizer's groups."""
