@@ -565,7 +565,7 @@ class Pager:
                 self._frames.guard(page)  # those that are left only read
             return
         page.next_use = self._schedule.next_use(page.index)
-        if page.residency is CLEAN and not self._write_back.is_read_again(page):
+        if page.residency is CLEAN and page.index in self._schedule.fresh and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # it is overwritten next: evict it first
         if page.shown and not page.guarded:
             self._frames.guard(page)  # before its write is submitted

@@ -57,10 +57,16 @@ class Access:
 
 
 class Schedule:
-    """A cycle of accesses and the place in it. An access may come 1/tolerance of a cycle early. [Note: before its turn]"""
+    """A cycle of accesses and the place in it. An access may come 1/tolerance of a cycle early. [Note: before its turn]
+
+    Attributes:
+        position: of the access that is expected next.
+        cycle: the accesses.
+        fresh: the pages that some access of the cycle overwrites.
+    """
 
     def __init__(self, cycle: Sequence[Access], tolerance: int | None = None) -> None:
-        self.position = 0  # of the access that is expected next
+        self.position = 0
         self._tolerance = tolerance
         self._recording: deque[Access] = deque(maxlen=LONGEST_STEP)
         self._left_out: Counter[Hashable] = Counter()  # keys that the last step left out of the cycle
@@ -76,7 +82,9 @@ class Schedule:
             return False
         expected = self.at(self.position)
         if expected is access or expected == access:
-            self._go_on(self.position + 1)
+            self.position += 1
+            if self._early:
+                self._skip_over()
             return True
         expected_key = expected.key == access.key
         places = self._places.get(access.key)
@@ -87,7 +95,8 @@ class Schedule:
             return True
         self._has_departed = True
         if expected_key or places:
-            self._go_on(place + 1)
+            self.position = place + 1
+            self._skip_over()
         return False
 
     def pending(self, position: int) -> Access | None:
@@ -154,6 +163,7 @@ class Schedule:
 
     def _install(self, cycle: Sequence[Access]) -> None:
         self.cycle = tuple(cycle)
+        self.fresh = frozenset[int]().union(*{access.fresh for access in self.cycle})
         self._early: set[int] = set()  # positions from the present one on. [Note: before its turn]
         self._has_departed = False
         self._origin = self.position  # the access at this position is the first of the cycle
@@ -179,13 +189,11 @@ class Schedule:
                 return position
             found += 1
 
-    def _go_on(self, position: int) -> None:
-        """Expect the first access from `position` on that is not over."""
-        while position in self._early:
-            position += 1
-        self.position = position
-        if self._early:
-            self._early = {early for early in self._early if early > position}
+    def _skip_over(self) -> None:
+        """Expect the first access from the present position on that is not over."""
+        while self.position in self._early:
+            self.position += 1
+        self._early = {early for early in self._early if early > self.position}
 
 
 # --- the resident set ---------------------------------------------------------------------------------------------------

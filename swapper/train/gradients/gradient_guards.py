@@ -140,9 +140,12 @@ class GradientGuards:
 
     def unprotect(self, groups: range) -> None:
         """Make the gradients in these groups of the optimizers writable again."""
-        for settings, gradient in self._protected:
+        protected, self._protected = self._protected, []
+        for settings, gradient in protected:
             if settings in groups:
                 release(gradient)
+            else:
+                self._protected.append((settings, gradient))
 
     def changed(self, updates: Iterable[GroupUpdate], groups: range) -> Iterator[str]:
         """Yield the gradients in these groups of the optimizers that are not as they were noted, in words."""

@@ -38,7 +38,12 @@ from swapper.paging.pager import Pager
 from swapper.paging.section import Page, Section
 from swapper.runtime.free_memory import note_freed
 from swapper.tensors.torch_private import without_torch_functions
-from swapper.train.gradients.autograd_grads import AccumulationHooks, AutogradGradients, GradientsOnDevice, check_dense
+from swapper.train.gradients.autograd_grads import (
+    AccumulationHooks,
+    AutogradGradients,
+    GradientsOnDevice,
+    sparse_refused,
+)
 from swapper.train.gradients.cold_grad import Accumulation, ColdGradient, GradientMeta, is_part
 from swapper.train.gradients.device_grads import DeviceGradients
 from swapper.train.gradients.paged_grads import PagedGradients
@@ -275,7 +280,8 @@ class _HostSlot:
         gradient = parameter.grad
         if gradient is None or gradient.requires_grad or self.accumulation.was_there(gradient):
             return
-        check_dense(self._name, gradient)
+        if gradient.layout is not torch.strided:
+            raise sparse_refused(self._name)
         if (
             not self.is_idle()
         ):  # by this gradient, or by an earlier one, of which somebody keeps a tensor, view or array

@@ -156,7 +156,8 @@ class OptimizerProxy:
             if ours.members != [id(parameter) for parameter in theirs.get("params", ())]:
                 return f"'params' of the optimizer's group {index}"
             for key in {**ours.values, **theirs}:
-                if key != "params" and not is_same(ours.values.get(key, self), theirs.get(key, self)):
+                one, other = ours.values.get(key, self), theirs.get(key, self)
+                if key != "params" and one is not other and not is_same(one, other):
                     return f"{key!r} of the optimizer's group {index}"
         return None
 

@@ -173,13 +173,12 @@ class BackwardProgress:
         finally:
             self.together = None
 
-    def group_of(self, parameter: torch.Tensor) -> int:
-        return self._group_of[id(parameter)]
-
-    def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Note that a parameter has got its gradient of the running graph task."""
+    def note_gradient(self, parameter: torch.Tensor) -> int:
+        """Note that a parameter has got its gradient of the running graph task. Return its group."""
         key = id(parameter)
-        self._arrivals.setdefault(self._group_of[key], {})[key] = backward_task()
+        group = self._group_of[key]
+        self._arrivals.setdefault(group, {})[key] = backward_task()
+        return group
 
     def complete(self, done: Container[int]) -> Iterator[int]:
         """Yield the groups with which the running backward is over, as far as that is known, without those that are done.

@@ -419,11 +419,12 @@ class UpdateExecutor:
             self._guards.protect(self._sweep.trainables)  # also those that wait for the step
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
-        group = self._progress.group_of(parameter)
-        if group in self._open or (self._open and self._progress.task is None):
-            name = self._names(group)[id(parameter)]
-            raise StateError(f"parameter {name} got a gradient after updates in the same step: {REMEDY}")
-        self._progress.note_gradient(parameter)
+        group = self._progress.note_gradient(parameter)
+        if self._open and (group in self._open or self._progress.task is None):
+            names = {id(one): name for name, one in self._groups[group].group.parameters}
+            raise StateError(
+                f"parameter {names[id(parameter)]} got a gradient after updates in the same step: {REMEDY}"
+            )
 
     # --- updates that a step has left to the forward ------------------------------------------------------------------
 
@@ -511,7 +512,7 @@ class UpdateExecutor:
 
     def _seal(self, group: int, update: GroupUpdate) -> None:
         """Refuse uses of an updated group until `optimizer.step()`. See [Note: who may not see an open step]."""
-        name = next(iter(self._names(group).values()))
+        name = self._groups[group].names[0]
 
         def refuse(then: Access | None) -> None:
             raise StateError(
@@ -527,9 +528,6 @@ class UpdateExecutor:
         for group in self._groups if self._policy.in_backward else ():
             if group.state is READY:
                 group.move(CURRENT)
-
-    def _names(self, group: int) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._groups[group].group.parameters}
 
     def _awaited(self) -> str:
         """Return what the open step waits for, for people."""

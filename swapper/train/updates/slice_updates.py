@@ -219,10 +219,14 @@ class SliceUpdates:
 
     def _apply(self, run: list[Update]) -> None:
         """Do the updates of a run, store their results, and empty it, so that nothing refers to its tensors any more."""
-        is_whole = False in [update.places.may_cut for update in run]
-        with note_temporaries() if is_whole else nullcontext():
-            for proxy, works in self._proxies.each_with([update.work for update in run]):
-                proxy.update(works)
+        works: list[Work] = []
+        is_cut = True
+        for update in run:
+            works.append(update.work)
+            is_cut = is_cut and update.places.may_cut
+        with nullcontext() if is_cut else note_temporaries():
+            for proxy, own in self._proxies.each_with(works):
+                proxy.update(own)
         for update in run:
             self._store(update)
             note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
