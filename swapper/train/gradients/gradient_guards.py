@@ -120,7 +120,8 @@ class GradientGuards:
         for gradient, places in zip(update.gradients, update.trainable.places, strict=True):
             if gradient is None:
                 continue
-            unfix(gradient)
+            if isinstance(watch_of(gradient), FixedGradient):
+                unwatch(gradient)
             if gradient._version != self._versions[id(gradient)]:
                 raise StateError(
                     f"the gradient of {places.name} was changed after optimizer.step() by way of an alias of it, and with "

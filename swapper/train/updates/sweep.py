@@ -171,11 +171,10 @@ class Sweep(SliceUpdates):
         last, self._last = self._last, None
         changed, self._changed = self._changed, None
         try:
-            if access is not None:
-                self._pager.lease(access)
+            is_there = access is None or self._pager.lease(access)
         finally:
             if last is not None:
                 self._pager.release(last, last.writes if changed is None else changed)
-        if access is not None:
+        if access is not None and not is_there:
             self._pager.wait(access)
-            self._last = access
+        self._last = access
