@@ -124,7 +124,8 @@ class Pager:
         try:
             with self._lock:
                 self._frames.settle()
-                self._frames.raise_failure()
+                if self._frames.failure is not None:
+                    self._frames.raise_failure()
                 if access.key is not None:
                     self._prefetcher.follow(access)
                 has_frames, is_there = self._count_leases(access)
@@ -496,7 +497,7 @@ class Pager:
                     self._frames.fill_fresh(page, index in access.in_frames)
                 if not page.shown and (index not in access.in_frames or self._frames.is_outside(page)):
                     self._frames.show(page)
-            if access.writes:
+            if access.writes and self._frames.failure is not None:
                 self._frames.raise_failure()
             for index in access.writes:
                 if pages[index].guarded:

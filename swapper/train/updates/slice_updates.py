@@ -100,6 +100,7 @@ class SliceUpdates:
         self._whole: dict[TensorLocation, torch.Tensor] = {}
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
         self._tensors: dict[tuple[ParameterLocations, int, int], PieceTensors] = {}
+        self._stored: dict[tuple[ParameterLocations, int, int], dict[str, CodedState]] = {}
         self._unchanged: set[TensorLocation] = set()  # in the slice that is being updated: [Note: rare writes]
         self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
         self._coded = self._coded_here = CodedRun(decoded_bytes, self._flat_part)
@@ -181,7 +182,9 @@ class SliceUpdates:
         entries = self._entries[places.name]
         is_new = "step" not in entries
         before = torch.zeros_like(stored) if is_new else stored.clone()
-        states = self._encoded(places, begin, end)
+        states = self._stored.get((places, begin, end))
+        if states is None:
+            states = self._stored[places, begin, end] = self._encoded(places, begin, end)
         for state in (states["exp_avg"], states["exp_avg_sq"]) if is_new else ():
             for part in state.parts:
                 part.zero_()
