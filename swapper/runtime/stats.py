@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from operator import add, attrgetter, sub
 
 from swapper.runtime.counters import FAMILIES, Counters
@@ -122,9 +121,9 @@ class StepStats:
             },
         )
 
-    @cached_property
+    @property
     def total(self) -> PhaseStats:
-        """The sum of all phases of the step."""
+        """Return the sum of all phases of the step."""
         return PhaseStats.sum(self.phases.values())
 
     @property
@@ -157,7 +156,8 @@ class StepStats:
     @property
     def limit_ratio(self) -> float | None:
         """The step's time as a multiple of `limit_s`; None if the drive is not known."""
-        return None if self.limit_s is None else self.wall_s / max(self.limit_s, 1e-9)
+        limit_s = self.limit_s
+        return None if limit_s is None else self.wall_s / max(limit_s, 1e-9)
 
     @property
     def bound(self) -> str:

@@ -139,7 +139,7 @@ class ForgetsToWriteOwed(Frames):
 
 class KeepsErrors(Frames):
     def raise_failure(self) -> None:
-        self._failure = None
+        self.failure = None
 
 
 class ForgetsErrorsOfReads(Frames):

@@ -512,7 +512,7 @@ class UpdateExecutor:
 
     def _seal(self, group: int, update: GroupUpdate) -> None:
         """Refuse uses of an updated group until `optimizer.step()`. See [Note: who may not see an open step]."""
-        name = self._groups[group].names[0]
+        name = self._groups[group].group.parameters[0][0]
 
         def refuse(then: Access | None) -> None:
             raise StateError(
