@@ -258,7 +258,10 @@ class Prefetcher:
         end = self._schedule.position + self._distance.accesses(len(self._schedule.cycle))
         while self._next < end:
             access = self._schedule.pending(self._next)
-            for index in access.pages if access is not None else ():
+            if access is None:
+                self._next += 1
+                continue
+            for index in access.pages:
                 page = pages[index]
                 if page.residency is COLD and page.leases == 0:
                     fresh = index in access.fresh
