@@ -1,4 +1,4 @@
-"""What a step decides once is decided again when the user changes what it depends on, between any two steps."""
+"""Checks that what a step decides once is decided again when the user changes what it depends on, between any two steps."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ the codes cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class AllowedPasses:
     """What the settings of a group allow in a step. (What a parameter's state allows is decided once.)
 
     Attributes:
@@ -131,10 +131,10 @@ class Passes:
     reads_once: bool
 
 
-def find_passes(kind: str, settings: Mapping[str, Any]) -> Passes:
+def find_passes(kind: str, settings: Mapping[str, Any]) -> AllowedPasses:
     """Return what updates in one pass with these settings of a group of an optimizer of class `kind`."""
     fused = functools.partial(update_fused, settings) if is_fused(kind, settings) else None
-    return Passes(fused, find_torchs_pass(kind, settings), bool(settings.get("fused")))
+    return AllowedPasses(fused, find_torchs_pass(kind, settings), bool(settings.get("fused")))
 
 
 def is_fused(kind: str, settings: Mapping[str, Any]) -> bool:

@@ -38,7 +38,7 @@ from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work, is_s
 from swapper.train.state.coded_state import CodedRun
 from swapper.train.updates.one_pass import (
     OnePass,
-    Passes,
+    AllowedPasses,
     UpcastBuffer,
     Update,
     find_passes,
@@ -93,7 +93,9 @@ class SliceUpdates:
         # Of a parameter that is being updated in pieces: state that all pieces begin with, and its entries afterwards.
         self._old: dict[str, dict[str, torch.Tensor]] = {}
         self._new: dict[str, dict[str, Any]] = {}
-        self._passes: dict[int, Passes] = {}  # of this step, by the optimizers' groups: their settings are the step's
+        self._passes: dict[
+            int, AllowedPasses
+        ] = {}  # of this step, by the optimizers' groups: their settings are the step's
         # By parameter: whether its state `fits`, found for these entries.
         self._fitting: dict[str, tuple[Mapping[str, Any], bool]] = {}
         # Cached tensors and parts: a new view takes a few microseconds, and ten if torch's code is not in the cache.
@@ -163,7 +165,7 @@ class SliceUpdates:
                 pages.update(() if place in self._unchanged else place.pages(0, place.slot.spec.numel))
         return part.access.writes & pages
 
-    def _find_pass(self, places: ParameterLocations, passes: Passes) -> OnePass | None:
+    def _find_pass(self, places: ParameterLocations, passes: AllowedPasses) -> OnePass | None:
         """Return what of `passes` updates a parameter in this step; None: the optimizer itself."""
         if passes.fused is not None and places.coded and is_rounded(places):
             return passes.fused
