@@ -37,8 +37,8 @@ from swapper.train.optimizer.entries import PAGED, StateEntries, in_order
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work, is_same
 from swapper.train.state.coded_state import CodedRun
 from swapper.train.updates.one_pass import (
-    OnePass,
     AllowedPasses,
+    OnePass,
     UpcastBuffer,
     Update,
     find_passes,
