@@ -195,7 +195,8 @@ class HostHome(GroupHome):
         return self._streamed.pages
 
     def expected_before(self) -> list[int]:
-        return [group for kind, group, *_ in self._pager.expected_before(self._all.key) if kind == "param"]
+        expected = self._pager.expected_before(self._all.key)
+        return [group for kind, group, *_ in expected if kind == "param"] if expected else []
 
     @property
     def stays(self) -> bool:

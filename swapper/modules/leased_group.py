@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from swapper.errors import InvariantError
 from swapper.modules.cold import leave_cold, unguard
 from swapper.modules.home import GroupHome, Update
 from swapper.tensors.storages import storage_of
+
+_version_of = attrgetter("_version")
 
 
 class LeasedGroup(ABC):
@@ -79,7 +82,7 @@ class LeasedGroup(ABC):
         except BaseException:
             self.release()
             raise
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = list(map(_version_of, self.parameters))
         return is_ordered
 
     def release(self) -> None:
@@ -128,8 +131,11 @@ class LeasedGroup(ABC):
     def _changed(self) -> list[str]:
         """Return the names of the parameters that were changed in place during the lease, as by nn.Embedding(max_norm=...)."""
         versions, self._versions = self._versions, []
-        now = zip(self.names, self.parameters, versions, strict=False)  # none, if the lease failed
-        return [name for name, parameter, version in now if parameter._version != version]
+        now = list(map(_version_of, self.parameters))
+        if now == versions:
+            return []
+        pairs = zip(self.names, now, versions, strict=False)  # none, if the lease failed
+        return [name for name, version, before in pairs if version != before]
 
     @abstractmethod
     def _materialize(self) -> None:

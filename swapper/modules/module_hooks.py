@@ -211,7 +211,8 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         return tensor.clone() if storage_of(tensor) in self._storages else tensor
 
     def _release(self, call: CallT) -> None:
-        close_all([self._groups[index].release for index in call.groups])
+        if call.groups:
+            close_all([self._groups[index].release for index in call.groups])
 
 
 # --- the tensors in what a module returns --------------------------------------------------------------------------------

@@ -71,7 +71,15 @@ class Turns:
     @property
     def is_mine(self) -> bool:
         """Whether this thread is inside."""
-        return self.owner is threading.current_thread()
+        inside = self._owners.get(None)
+        return inside is not None and inside.thread is threading.current_thread()
+
+    def goes_on(self) -> bool:
+        """Return whether this thread is inside, with a pass that goes on: one that Ctrl-C has ended may leave its turn behind."""
+        inside = self._owners.get(None)
+        if inside is None or inside.thread is not threading.current_thread():
+            return False
+        return inside.frame is None or is_running(inside.frame)
 
     def take(self, frame: FrameType | None = None, part: Callable[[], str | None] = lambda: None) -> bool:
         """Wait until no other thread is inside. Returns whether the turn is new: False if this thread had it already.
@@ -83,8 +91,7 @@ class Turns:
         Raises:
             StateError: see `wait`.
         """
-        inside = self._owners.get(None)
-        if inside is not None and inside.thread is threading.current_thread() and _is_inside(inside):
+        if self.goes_on():
             return False
         self.wait(lambda: self._try_to_take(frame), part)
         return True

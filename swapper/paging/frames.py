@@ -74,6 +74,7 @@ class Frames:
         held: the leases by identity, and since when (time.monotonic(), in seconds); for dumps.
         in_flight: pages with a ticket, by index, oldest first.
         ahead: indices of pages that were read ahead of their use and not leased since.
+        failure: of a write, not raised yet.
         unsaved: by index of a page, why its last write failed, until one succeeds.
         deferred_writes: COLD or READING pages, by index, whose newest content only the victim cache has. [Note: deferred writes]
         resident_set: indices of pages that stay in memory. [Note: a resident set], paging/schedule.py
@@ -102,7 +103,7 @@ class Frames:
         # A heap of pages that may be evicted, farthest next use first: (-rank, index). Only the entry with a page's `eviction_rank`
         # is valid, and the page may be leased since (_is_evictable); the others are stale.
         self._victims: list[tuple[int, int]] = []
-        self._failure: IoError | None = None  # of a write, not raised yet
+        self.failure: IoError | None = None
         self.held: dict[int, tuple[Access, float]] = {}
         self.deferred_writes: dict[int, Page] = {}
         self.victim_cache: VictimCache | None = None
@@ -195,8 +196,8 @@ class Frames:
         return self.victim_cache is not None and self.victim_cache.keep(page, self._pool.address(page.frame))
 
     def drop_cached(self, page: Page) -> None:
-        """Forget that the victim cache has the content of `page`."""
-        if page.kept and page.residency is READING:
+        """Forget that the victim cache has the content of `page`, which was kept."""
+        if page.residency is READING:
             self.give_up_claim(page)
         page.kept = False
 
@@ -267,8 +268,8 @@ class Frames:
     # --- who writes -----------------------------------------------------------------------------------------------
 
     def guard(self, page: Page) -> None:
-        """Note writes to the page from now on: no lease for writing has it. [Note: unannounced writes]"""
-        if page.section.guards_writes and page.shown and not page.guarded:
+        """Note writes to a page that is shown, and was not guarded: no lease for writing has it. [Note: unannounced writes]"""
+        if page.section.guards_writes:
             page.section.window.guard(page.offset, page.nbytes)
             page.guarded = True
 
@@ -367,6 +368,8 @@ class Frames:
 
     def settle(self) -> None:
         """Process every transfer that has finished: writes first, then the reads that waited for them."""
+        if not self.in_flight:
+            return
         if self._finished is not None:
             count = self._finished()
             if count == self._settled:
@@ -383,8 +386,8 @@ class Frames:
 
     def raise_failure(self) -> None:
         """Raise the first failure of a write that was not raised yet."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
             try:
                 raise failure
             finally:
@@ -392,7 +395,7 @@ class Frames:
 
     def keep_failure(self, failure: IoError) -> None:
         """Have `raise_failure` raise this one, if it has none to raise."""
-        self._failure = self._failure or failure
+        self.failure = self.failure or failure
 
     def _settle_write(self, page: Page) -> None:
         if self._counters.trace is not None:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from swapper import _C
@@ -98,8 +99,8 @@ class Pager:
         Raises:
             IoError: a page could not be read, or an earlier one not written. Nothing is leased then.
         """
-        self.lease(access)
-        self.wait(access)
+        if not self.lease(access):
+            self.wait(access)
 
     @contextmanager
     def leased(self, access: Access) -> Iterator[None]:
@@ -110,28 +111,34 @@ class Pager:
         finally:
             self.release(access, access.writes)
 
-    def lease(self, access: Access) -> None:
+    def lease(self, access: Access) -> bool:
         """Keep the access's pages from eviction and submit their reads; `wait` waits for them.
+
+        Returns:
+            True if `wait` has nothing to do: all pages are mapped, and none is to be changed.
 
         Raises:
             IoError: an earlier write failed. Nothing is leased then.
         """
-        with self._lock:
-            self._frames.settle()
-            self._frames.raise_failure()
-            if access.key is not None:
-                self._prefetcher.follow(access)
-            missed = self._count_leases(access)
-            if access.key is not None:
-                self.counters.pages_used += len(access.pages)
-                self.counters.pages_missed += missed
-            self._frames.held[id(access)] = (access, time.monotonic())
-            self._frames.ahead.difference_update(access.pages)
+        is_leased = has_frames = False
         try:
-            self._claim_frames(access)
+            with self._lock:
+                self._frames.settle()
+                if self._frames.failure is not None:
+                    self._frames.raise_failure()
+                if access.key is not None:
+                    self._prefetcher.follow(access)
+                has_frames, is_there = self._count_leases(access)
+                is_leased = True
+                if has_frames and access.key is not None:
+                    self._prefetcher.read_ahead()
+            if not has_frames:
+                self._claim_frames(access)
         except BaseException:
-            self._drop(access)
+            if is_leased:
+                self._drop(access)
             raise
+        return is_there
 
     def wait(self, access: Access) -> None:
         """Wait until the leased pages of `access` are in memory, and those that it writes are not being written."""
@@ -215,7 +222,7 @@ class Pager:
     @property
     def leased_pages(self) -> int:
         """How many pages are leased; one that is leased twice counts twice."""
-        return sum(page.leases for page in self._pages)
+        return sum(map(attrgetter("leases"), self._pages))
 
     @property
     def frame_bytes(self) -> int:
@@ -324,10 +331,12 @@ class Pager:
         Raises:
             IoError, BudgetError: as `write_back`. The memory still has their content.
         """
-        self._fault_in_deferred(index for index in pages if index in self._frames.deferred_writes)
+        if self._frames.deferred_writes:
+            self._fault_in_deferred(index for index in pages if index in self._frames.deferred_writes)
         with self._lock:
             for index in pages:
-                self._frames.drop_cached(self._pages[index])
+                if self._pages[index].kept:
+                    self._frames.drop_cached(self._pages[index])
 
     def back_cold_pages(self) -> None:
         """Let pages of a resumed run that were never in memory be read past the guard too. See csrc/memory/fault.h."""
@@ -438,15 +447,27 @@ class Pager:
 
     # --- reading pages --------------------------------------------------------------------------------------------
 
-    def _count_leases(self, access: Access) -> int:
-        """Lease the pages. Returns how many of them must be read and were not prefetched."""
-        missed, pages = 0, self._pages
+    def _count_leases(self, access: Access) -> tuple[bool, bool]:
+        """Lease the pages. Returns whether all have frames of their own, and whether nothing need be waited for."""
+        has_frames, is_there = True, not access.writes
+        missed, pages = 0, self._pages  # missed: they must be read, and were not prefetched
         for index in access.pages:
             page = pages[index]
             page.leases += 1
-            if page.residency is COLD and index not in access.fresh:
-                missed += 1
-        return missed
+            if page.shown:
+                continue
+            is_there = False
+            if page.residency is COLD:
+                has_frames = False
+                missed += index not in access.fresh
+            elif page.next_owner is not None:
+                has_frames = False
+        if access.key is not None:
+            self.counters.pages_used += len(access.pages)
+            self.counters.pages_missed += missed
+        self._frames.held[id(access)] = (access, time.monotonic())
+        self._frames.ahead.difference_update(access.pages)
+        return has_frames, is_there
 
     def _claim_frames(self, access: Access) -> None:
         """Claim a frame for each leased page that has none, waiting for frames if need be, then read ahead."""
@@ -483,7 +504,7 @@ class Pager:
                     self._frames.fill_fresh(page, index in access.in_frames)
                 if not page.shown and (index not in access.in_frames or self._frames.is_outside(page)):
                     self._frames.show(page)
-            if access.writes:
+            if access.writes and self._frames.failure is not None:
                 self._frames.raise_failure()
             for index in access.writes:
                 if pages[index].guarded:
@@ -544,13 +565,18 @@ class Pager:
             raise InvariantError(f"{page} is released but was not leased")
         page.leases -= 1
         if page.leases:
-            if not page.guarded and not any(page.index in held.writes for held, _ in self._frames.held.values()):
+            if (
+                page.shown
+                and not page.guarded
+                and not any(page.index in held.writes for held, _ in self._frames.held.values())
+            ):
                 self._frames.guard(page)  # those that are left only read
             return
         page.next_use = self._schedule.next_use(page.index)
-        if page.residency is CLEAN and not self._write_back.is_read_again(page):
+        if page.residency is CLEAN and page.index in self._schedule.fresh and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # it is overwritten next: evict it first
-        self._frames.guard(page)  # before its write is submitted
+        if page.shown and not page.guarded:
+            self._frames.guard(page)  # before its write is submitted
         if page.residency is DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content

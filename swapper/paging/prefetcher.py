@@ -117,7 +117,9 @@ class WriteBack:
 
     def is_read_again(self, page: Page) -> bool:
         """Return whether the present content of `page` is needed at its next use."""
-        return page.next_use < NEVER and page.index not in self._schedule.at(page.next_use).fresh
+        if page.next_use == NEVER or page.index not in self._schedule.fresh:
+            return page.next_use < NEVER
+        return page.index not in self._schedule.at(page.next_use).fresh
 
     # --------------------------------------------------------------------------------------------------------------
 
@@ -257,8 +259,11 @@ class Prefetcher:
         self._next = max(self._next, self._schedule.position)
         end = self._schedule.position + self._distance.accesses(len(self._schedule.cycle))
         while self._next < end:
-            access = self._schedule.at(self._next)
-            for index in () if self._schedule.is_over(self._next) else access.pages:
+            access = self._schedule.pending(self._next)
+            if access is None:
+                self._next += 1
+                continue
+            for index in access.pages:
                 page = pages[index]
                 if page.residency is COLD and page.leases == 0:
                     fresh = index in access.fresh
@@ -282,7 +287,8 @@ class Prefetcher:
                 return False
             self._next = min(self._next, victim.next_use)  # if that was prefetched already, it must be again
         page.next_use = position if position >= 0 else page.next_use
-        self._frames.claim(page, fresh, victim, keep=victim is not None and self._write_back.is_read_again(victim))
+        keep = victim is not None and self._frames.victim_cache is not None and self._write_back.is_read_again(victim)
+        self._frames.claim(page, fresh, victim, keep)
         return True
 
     def _make_room(self) -> None:

@@ -57,10 +57,16 @@ class Access:
 
 
 class Schedule:
-    """A cycle of accesses and the place in it. An access may come 1/tolerance of a cycle early. [Note: before its turn]"""
+    """A cycle of accesses and the place in it. An access may come 1/tolerance of a cycle early. [Note: before its turn]
+
+    Attributes:
+        position: of the access that is expected next.
+        cycle: the accesses.
+        fresh: the pages that some access of the cycle overwrites.
+    """
 
     def __init__(self, cycle: Sequence[Access], tolerance: int | None = None) -> None:
-        self.position = 0  # of the access that is expected next
+        self.position = 0
         self._tolerance = tolerance
         self._recording: deque[Access] = deque(maxlen=LONGEST_STEP)
         self._left_out: Counter[Hashable] = Counter()  # keys that the last step left out of the cycle
@@ -74,10 +80,13 @@ class Schedule:
         self._recording.append(access)
         if not self.cycle:
             return False
-        if self.at(self.position) == access:
-            self._go_on(self.position + 1)
+        expected = self.at(self.position)
+        if expected is access or expected == access:
+            self.position += 1
+            if self._early:
+                self._skip_over()
             return True
-        expected_key = self.at(self.position).key == access.key
+        expected_key = expected.key == access.key
         places = self._places.get(access.key)
         place = self._next_of(places, self.position - 1) if places and not expected_key else self.position
         reach = 0 if self._tolerance is None else len(self.cycle) // self._tolerance
@@ -86,12 +95,13 @@ class Schedule:
             return True
         self._has_departed = True
         if expected_key or places:
-            self._go_on(place + 1)
+            self.position = place + 1
+            self._skip_over()
         return False
 
-    def is_over(self, position: int) -> bool:
-        """Return whether the access at `position`, now or later, has come before its turn."""
-        return position in self._early
+    def pending(self, position: int) -> Access | None:
+        """Return the access at `position`, now or later; None if it has come before its turn."""
+        return None if position in self._early else self.cycle[(position - self._origin) % len(self.cycle)]
 
     def next_use(self, page: int) -> int:
         """Return the position of the next use of `page` from now on, or NEVER."""
@@ -105,7 +115,9 @@ class Schedule:
         now = (self.position - self._origin) % len(self.cycle)
         places = self._places.get(key, [])
         found = bisect_left(places, now)
-        return [access.key for access in self.cycle[now : places[found]]] if found < len(places) else []
+        if found == len(places) or places[found] == now:
+            return []
+        return [access.key for access in self.cycle[now : places[found]]]
 
     def end_step(self, learn: bool = True) -> bool:
         """End the step: its record, with what it left out, becomes the cycle. Returns whether that changed anything.
@@ -151,6 +163,7 @@ class Schedule:
 
     def _install(self, cycle: Sequence[Access]) -> None:
         self.cycle = tuple(cycle)
+        self.fresh = frozenset[int]().union(*{access.fresh for access in self.cycle})
         self._early: set[int] = set()  # positions from the present one on. [Note: before its turn]
         self._has_departed = False
         self._origin = self.position  # the access at this position is the first of the cycle
@@ -176,13 +189,11 @@ class Schedule:
                 return position
             found += 1
 
-    def _go_on(self, position: int) -> None:
-        """Expect the first access from `position` on that is not over."""
-        while position in self._early:
-            position += 1
-        self.position = position
-        if self._early:
-            self._early = {early for early in self._early if early > position}
+    def _skip_over(self) -> None:
+        """Expect the first access from the present position on that is not over."""
+        while self.position in self._early:
+            self.position += 1
+        self._early = {early for early in self._early if early > self.position}
 
 
 # --- the resident set ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from operator import add, attrgetter, sub
 
 from swapper.runtime.counters import FAMILIES, Counters
 from swapper.runtime.sizes import format_bytes
@@ -26,6 +26,7 @@ _TIMES = ("read_wait_s", "write_wait_s", "frame_wait_s", "update_s")
 _COPIES = ("uploaded_bytes", "downloaded_bytes", "upload_s", "download_s")
 _OF_STEP = ("pages_used", "pages_missed", "pages_awaited", *_COPIES)
 """Counters that are not divided into phases."""
+_times_of, _counts_of = attrgetter(*_TIMES), attrgetter(*_OF_STEP)
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,12 @@ class PhaseStats:
         """Return what several phases make together."""
         phases = list(parts)
         times = {name: sum(getattr(phase, name) for phase in phases) for name in ("wall_s", *_TIMES)}
-        return PhaseStats(
-            **times,
-            read_bytes={family: sum(phase.read_bytes.get(family, 0) for phase in phases) for family in FAMILIES},
-            written_bytes={family: sum(phase.written_bytes.get(family, 0) for phase in phases) for family in FAMILIES},
-        )
+        read, written = (dict.fromkeys(FAMILIES, 0) for _ in range(2))
+        for phase in phases:
+            for family in FAMILIES:
+                read[family] += phase.read_bytes.get(family, 0)
+                written[family] += phase.written_bytes.get(family, 0)
+        return PhaseStats(**times, read_bytes=read, written_bytes=written)
 
     def over(self, count: int) -> PhaseStats:
         """Return a part of it, 1/count."""
@@ -154,7 +156,8 @@ class StepStats:
     @property
     def limit_ratio(self) -> float | None:
         """The step's time as a multiple of `limit_s`; None if the drive is not known."""
-        return None if self.limit_s is None else self.wall_s / max(self.limit_s, 1e-9)
+        limit_s = self.limit_s
+        return None if limit_s is None else self.wall_s / max(limit_s, 1e-9)
 
     @property
     def bound(self) -> str:
@@ -302,14 +305,13 @@ class StepClock:
 
     def _begin_step(self) -> None:
         self._number = self.counters.step + 1
-        self._spent = {phase: [0.0] * len(self._before) for phase in PHASES}
-        self._counts = self._counts_of_step()
+        self._spent = dict.fromkeys(PHASES, [0.0] * len(self._before))
+        self._counts = _counts_of(self.counters)
 
     def enter(self, phase: str) -> None:
         """End the present phase and begin `phase`."""
         now, before = self._tally(), self._before
-        columns = zip(self._spent[self._phase], now, before, strict=True)
-        self._spent[self._phase] = [spent + (after - start) for spent, after, start in columns]
+        self._spent[self._phase] = list(map(add, self._spent[self._phase], map(sub, now, before)))
         if self.counters.trace is not None:
             self.counters.trace.add("phases", self._phase, before[0], now[0], step=self._number)
         self._phase, self._before = phase, now
@@ -357,28 +359,26 @@ class StepClock:
     def _tally(self) -> list[float]:
         """Return the time now, and the counters in the order of PhaseStats' fields."""
         counters = self.counters
-        times = (getattr(counters, name) for name in _TIMES)
-        return [self._clock(), *times, *counters.read_bytes.values(), *counters.written_bytes.values()]
-
-    def _counts_of_step(self) -> dict[str, Any]:
-        return {name: getattr(self.counters, name) for name in _OF_STEP}
+        moved = *counters.read_bytes.values(), *counters.written_bytes.values()
+        return [self._clock(), *_times_of(counters), *moved]
 
     def _stats(self, step: int) -> StepStats:
-        phases = {phase: _phase_stats(spent) for phase, spent in self._spent.items()}
-        total = PhaseStats.sum(phases.values())
+        phases = dict(zip(self._spent, map(_phase_stats, self._spent.values()), strict=True))
         drive_s = None
         if self._drive_seconds is not None:
+            total = _phase_stats(list(map(sum, zip(*self._spent.values(), strict=True))))
             drive_s = self._drive_seconds(sum(total.read_bytes.values()), sum(total.written_bytes.values()))
-        counts = {name: after - self._counts[name] for name, after in self._counts_of_step().items()}
+        counts = dict(zip(_OF_STEP, map(sub, _counts_of(self.counters), self._counts), strict=True))
         return StepStats(step, phases, drive_s=drive_s, predicted=self._predicted, **counts)
 
 
 def _phase_stats(spent: list[float]) -> PhaseStats:
-    times, counts = spent[: 1 + len(_TIMES)], [int(count) for count in spent[1 + len(_TIMES) :]]
-    read, written = (
-        dict(zip(FAMILIES, part, strict=True)) for part in (counts[: len(FAMILIES)], counts[len(FAMILIES) :])
-    )
-    return PhaseStats(**dict(zip(("wall_s", *_TIMES), times, strict=True)), read_bytes=read, written_bytes=written)
+    """Return the statistics of a phase from differences of `StepClock._tally`."""
+    moved = list(map(int, spent[1 + len(_TIMES) :]))
+    times = dict(zip(("wall_s", *_TIMES), spent, strict=False))
+    read = dict(zip(FAMILIES, moved, strict=False))
+    written = dict(zip(FAMILIES, moved[len(FAMILIES) :], strict=True))
+    return PhaseStats(**times, read_bytes=read, written_bytes=written)
 
 
 # --- observers -----------------------------------------------------------------------------------------------------------

@@ -25,10 +25,12 @@ def change(key: object, *pages: int, fresh: tuple[int, ...] = ()) -> Access:
     return Access(key, pages, frozenset(fresh), frozenset(pages))
 
 
-def make(pages: int, frames: int, cycle: tuple[Access, ...] = (), hurry: float = IDLE, **options: Any) -> Run:
+def make(
+    pages: int, frames: int, cycle: tuple[Access, ...] = (), hurry: float = IDLE, seed: int = 1, **options: Any
+) -> Run:
     """A run whose pages all have content, committed, and of which none is in memory."""
     options = {"lazy": False, "window_pages": frames, **options}
-    run = Run(1, [pages], frames, list(cycle), hurry=hurry, **options)
+    run = Run(seed, [pages], frames, list(cycle), hurry=hurry, **options)
     for index in range(pages):
         write(run, index)
     assert run.commit()

@@ -89,7 +89,7 @@ class Sweep:
         self.trainables = trainables
         self.rates = rates  # of each optimizer, which the user may change
         self.ahead = ahead
-        self.members, self.all_groups = range(MEMBERS), range(MEMBERS)
+        self.members = range(MEMBERS)
         self.before: dict[str, torch.Tensor] = {}  # parameters before their last update
         self._begun: dict[int, float] = {}
         self._may_fail = may_fail

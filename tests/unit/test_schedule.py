@@ -310,11 +310,11 @@ def tolerant(tolerance=2):
 def test_an_access_before_its_turn_is_expected_and_its_turn_is_left_out():
     schedule, cycle = tolerant()
     assert schedule.advance(cycle[2]) and schedule.position == 0
-    assert schedule.is_over(2) and schedule.next_use(2) == 2 + len(cycle) and schedule.next_use(1) == 1
+    assert schedule.pending(2) is None and schedule.next_use(2) == 2 + len(cycle) and schedule.next_use(1) == 1
     assert schedule.advance(cycle[0]) and schedule.position == 1
     assert schedule.advance(cycle[1]) and schedule.position == 3
     assert schedule.next_use(2) == 2 + len(cycle)
-    assert not any(schedule.is_over(position) for position in range(3, 3 + len(cycle)))
+    assert all(schedule.pending(position) is schedule.at(position) for position in range(3, 3 + len(cycle)))
 
 
 def test_an_access_too_long_before_its_turn_is_a_departure():
@@ -349,8 +349,8 @@ def test_places_that_are_over_are_ahead_and_nobody_s_next_use(cycle, tolerance, 
         before = schedule.position
         schedule.advance(cycle[number % len(cycle)])
         assert before <= schedule.position <= before + 2 * len(cycle)
-        assert not schedule.is_over(schedule.position)
+        assert schedule.pending(schedule.position) is not None
         for page in PAGES:
             place = schedule.next_use(page)
-            assert place >= schedule.position and not schedule.is_over(place)
+            assert place >= schedule.position and schedule.pending(place) is not None
             assert place == NEVER or page in schedule.at(place).pages

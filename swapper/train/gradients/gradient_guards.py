@@ -14,6 +14,7 @@ import torch
 
 from swapper.errors import StateError
 from swapper.tensors.guarded_tensor import Function, TensorWatch, unwatch, watch_of
+from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.layout.slices import GroupUpdate, Trainable
 
 
@@ -100,12 +101,14 @@ class GradientGuards:
     def fix(self, update: GroupUpdate, finish: Callable[[], None]) -> None:
         """Have operations on the update's gradients, as they are now, call `finish` first."""
         self.note(update)
-        for gradient in _present(update):
-            fix(gradient, finish)
+        watch = FixedGradient(finish)
+        for gradient in update.present:
+            if type(gradient) is torch.Tensor:
+                watch.watch(gradient)
 
     def note(self, update: GroupUpdate) -> None:
         """Note the update's gradients as they are now."""
-        for gradient in _present(update):
+        for gradient in update.present:
             self._versions[id(gradient)] = gradient._version
 
     def release(self, update: GroupUpdate) -> None:
@@ -117,8 +120,9 @@ class GradientGuards:
         for gradient, places in zip(update.gradients, update.trainable.places, strict=True):
             if gradient is None:
                 continue
-            unfix(gradient)
-            if self._is_changed(gradient):
+            if isinstance(watch_of(gradient), FixedGradient):
+                unwatch(gradient)
+            if gradient._version != self._versions[id(gradient)]:
                 raise StateError(
                     f"the gradient of {places.name} was changed after optimizer.step() by way of an alias of it, and with "
                     "update='deferred' that step was still to use it: change gradients by `parameter.grad`, or offload with "
@@ -129,36 +133,37 @@ class GradientGuards:
         """Make all gradients of these parameters read-only: a backward has used some of them."""
         for trainable in trainables:
             for parameter, places, settings in trainable.members:
-                if parameter.grad is not None:
-                    protect(parameter.grad, places.name)
-                    self._protected.append((settings, parameter.grad))
+                with without_torch_functions():  # many are cold, and their data is not needed
+                    gradient = parameter.grad
+                if gradient is not None:
+                    protect(gradient, places.name)
+                    self._protected.append((settings, gradient))
 
     def unprotect(self, groups: range) -> None:
         """Make the gradients in these groups of the optimizers writable again."""
-        for settings, gradient in self._protected:
+        protected, self._protected = self._protected, []
+        for settings, gradient in protected:
             if settings in groups:
                 release(gradient)
+            else:
+                self._protected.append((settings, gradient))
 
     def changed(self, updates: Iterable[GroupUpdate], groups: range) -> Iterator[str]:
         """Yield the gradients in these groups of the optimizers that are not as they were noted, in words."""
         for update in updates:
             for (parameter, places, settings), gradient in zip(update.trainable.members, update.gradients, strict=True):
-                is_other = parameter.grad is not gradient or (gradient is not None and self._is_changed(gradient))
-                if settings in groups and is_other:
+                if settings not in groups:
+                    continue
+                with without_torch_functions():  # as in `protect`
+                    is_other = parameter.grad is not gradient
+                if is_other or (gradient is not None and gradient._version != self._versions[id(gradient)]):
                     yield f"the gradient of {places.name}"
 
     def clear(self, updates: Iterable[GroupUpdate] = ()) -> None:
         """Guard nothing any more; `updates` are those that are still open."""
         for update in updates:
-            for gradient in _present(update):
+            for gradient in update.present:
                 unfix(gradient)
         for _, gradient in self._protected:
             release(gradient)
         self._versions, self._protected = {}, []
-
-    def _is_changed(self, gradient: torch.Tensor) -> bool:
-        return gradient._version != self._versions[id(gradient)]
-
-
-def _present(update: GroupUpdate) -> Iterator[torch.Tensor]:
-    return (gradient for gradient in update.gradients if gradient is not None)

@@ -38,13 +38,18 @@ from swapper.paging.section import Page, Section
 from swapper.runtime.free_memory import note_freed
 from swapper.tensors.storages import count_uses
 from swapper.tensors.torch_private import without_torch_functions
-from swapper.train.gradients.autograd_grads import AccumulationHooks, AutogradGradients, GradientsOnDevice, check_dense
+from swapper.train.gradients.autograd_grads import (
+    AccumulationHooks,
+    AutogradGradients,
+    GradientsOnDevice,
+    sparse_refused,
+)
 from swapper.train.gradients.cold_grad import Accumulation, ColdGradient, GradientMeta, is_part
 from swapper.train.gradients.device_grads import DeviceGradients
 from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.groups.processor import Processor
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.slices import GroupUpdate, TensorLocation
+from swapper.train.layout.slices import GroupUpdate, TensorLocation, Trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +143,13 @@ class Gradients:
         if isinstance(processor, TrainingDevice):
             self._kept = self._on_device = GradientsOnDevice(stay, processor)
             self.paged = DeviceGradients(trained, pager, finish_step, processor)
-            at_hand = []
+            paged, at_hand = trained, []
         else:
             self._kept = AutogradGradients(stay)
             paged = [entry for entry in trained if not entry[2].section.resident]
             self.paged = PagedGradients(paged, pager, finish_step)
             at_hand = [entry for entry in trained if entry[2].section.resident]
+        self._in_pages = {id(parameter) for _, parameter, _ in paged}
         self._host = HostGradients(
             [(name, p, place.section.tensor(place.slot)) for name, p, place in at_hand], regions, pager
         )
@@ -177,29 +183,34 @@ class Gradients:
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """See GradientSource (slice_updates.py)."""
-        part = self.paged.part(parameter, begin, end)
-        return gradient.detach().reshape(-1)[begin:end] if part is None else part
+        if id(parameter) in self._in_pages:
+            return self.paged.part(parameter, begin, end)
+        return gradient.detach().reshape(-1)[begin:end]
 
-    def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Check the gradients of `parameters`, which the user may have assigned, before a step begins.
+    def check(self, trainables: Iterable[Trainable], groups: range) -> None:
+        """Check gradients of parameters in these groups of the optimizers, which the user may have assigned, before a step begins.
 
         Raises:
             StateError: one has no data, and is not the parameter's own.
             UnsupportedError: one is sparse.
         """
         with without_torch_functions():  # many are cold, and only their attributes are read
-            for name, parameter in parameters:
-                gradient = parameter.grad
-                if type(gradient) is ColdGradient:
-                    self.paged.check(parameter, name, gradient)
-                elif gradient is not None and gradient.layout is not torch.strided:
-                    raise UnsupportedError(f"parameter {name} has a sparse gradient: assign it dense, grad.to_dense()")
+            for trainable in trainables:
+                for parameter, places, number in trainable.members:
+                    gradient = parameter.grad
+                    if number not in groups or gradient is None:
+                        continue
+                    if type(gradient) is ColdGradient:
+                        self.paged.check(parameter, places.name, gradient)
+                    elif gradient.layout is not torch.strided:
+                        raise UnsupportedError(
+                            f"parameter {places.name} has a sparse gradient: assign it dense, grad.to_dense()"
+                        )
 
     def make_ready(self, update: GroupUpdate) -> None:
         """Move a group's gradients to where its update reads them, and have its image on the device filled again after it."""
         parameters = update.trainable.parameters
-        for parameter, gradient in zip(parameters, update.gradients, strict=True):
-            self.paged.store_assigned(parameter, gradient)
+        self.paged.store_assigned(parameters, update.gradients)
         self.paged.settle(parameters)
         self._processor.before_update(update.trainable.group)
 
@@ -269,7 +280,8 @@ class _HostSlot:
         gradient = parameter.grad
         if gradient is None or gradient.requires_grad or self.accumulation.was_there(gradient):
             return
-        check_dense(self._name, gradient)
+        if gradient.layout is not torch.strided:
+            raise sparse_refused(self._name)
         if (
             not self.is_idle()
         ):  # by this gradient, or by an earlier one, of which somebody keeps a tensor, view or array

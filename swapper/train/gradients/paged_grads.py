@@ -21,7 +21,7 @@ from swapper.paging.schedule import Access
 from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import defer_signals
 from swapper.tensors.torch_private import after_backward, backward_task
-from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook, check_dense
+from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook, sparse_refused
 from swapper.train.gradients.cold_grad import (
     Change,
     ColdGradient,
@@ -79,11 +79,9 @@ class PagedGradients:
 
     # --- for the sweep and clipping -----------------------------------------------------------------------------------
 
-    def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor | None:
-        """Return elements [begin, end) of a gradient whose pages are leased, clipped; do not change them. None: it is elsewhere."""
-        slot = self._slots.get(id(parameter))
-        if slot is None:
-            return None
+    def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of a gradient whose pages are leased, clipped; do not change them."""
+        slot = self._slots[id(parameter)]
         slot.check_whole()
         return slot.content.of(slot.place.section.tensor(slot.place.slot).view(-1)[begin:end])
 
@@ -157,15 +155,16 @@ class PagedGradients:
         """Return True if `settle` would not wait for these gradients."""
         return True
 
-    def store_assigned(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Copy `gradient` to its location before an update, if the user has assigned it."""
-        slot = self._slots.get(id(parameter))
-        if slot is None or gradient is None or type(gradient) is ColdGradient:
-            return
-        with defer_signals:
-            self.forget_released()
-            slot.here, slot.content = None, GradientMeta()
-            self._move(slot, gradient.detach().contiguous(), adding=False)
+    def store_assigned(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Copy gradients of these parameters that the user has assigned to their locations, before an update."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            slot = self._slots.get(id(parameter))
+            if slot is None or gradient is None or type(gradient) is ColdGradient:
+                continue
+            with defer_signals:
+                self.forget_released()
+                slot.here, slot.content = None, GradientMeta()
+                self._move(slot, gradient.detach().contiguous(), adding=False)
 
     def before_step(self) -> None:
         """Fill every gradient's pages that the sweep leases, even of one that was zeroed and did not arrive again."""
@@ -256,7 +255,8 @@ class PagedGradients:
             slot.stash = None
 
     def _take_held(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
-        check_dense(slot.name, gradient)
+        if gradient.layout is not torch.strided:
+            raise sparse_refused(slot.name)
         self.forget_released()
         note_freed(gradient.nbytes)
         before = slot.stash
@@ -336,8 +336,9 @@ class PagedGradients:
         An earlier one, which the program or an exception's traceback has kept, may die at any time: the pages have a newer
         gradient then, which an open step may be still to use.
         """
-        released, self._released = self._released, []
-        self._forget(slot for slot, died in released if slot.here is died)
+        if self._released:
+            released, self._released = self._released, []
+            self._forget(slot for slot, died in released if slot.here is died)
 
     def _forget(self, slots: Iterable[GradientSlot]) -> None:
         empty = []

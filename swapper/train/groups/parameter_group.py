@@ -46,6 +46,7 @@ class GroupParameters(LeasedGroup):
 
     Attributes:
         state: in the present step.
+        may_be_assigned: `parameter.data = x` is torch's own now: the parameters are not cold.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class GroupParameters(LeasedGroup):
         self._expire = expire
         self._sections = list(dict.fromkeys(section for section, _ in places))
         self.state = CURRENT
+        self.may_be_assigned = True
         self._shown_with: list[Hidable] = []
         self._at_places = list(tensors)  # the parameters' storages, also while `parameter.data` is another's
         self._uses: list[int] = []  # of each, by nobody but the run
@@ -106,7 +108,7 @@ class GroupParameters(LeasedGroup):
 
     def move(self, new: GroupState) -> None:
         """Change the state. Raises InvariantError: that is no legal move, or not while the group is leased."""
-        if (self.state, new) not in LEGAL_MOVES or (self.is_leased and new is not CURRENT):
+        if (self.state, new) not in LEGAL_MOVES or (self._leases and new is not CURRENT):
             where = f"group {self.index} ({self.names[0]} and others, leased {self._leases} times)"
             raise InvariantError(f"{where}: {self.state.name} -> {new.name} is not a legal move")
         self.state = new
@@ -182,7 +184,8 @@ class GroupParameters(LeasedGroup):
 
         On a device such writes cannot be seen.
         """
-        return [page.section.owner_at(at) for page, at in self.home.written()]
+        written = self.home.written()
+        return [page.section.owner_at(at) for page, at in written] if written else []
 
     # --- pins: leases outside of the order of a step ------------------------------------------------------------------
 
@@ -231,23 +234,20 @@ class GroupParameters(LeasedGroup):
             )
         if self.paged:
             materialize(*self.parameters)
+            self.may_be_assigned = True
         self.take_in_assigned()
-        for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True)):
-            self._check_form(number, parameter, at)
-
-    @property
-    def may_be_assigned(self) -> bool:
-        """True if `parameter.data = x` is torch's own now: the parameters are not cold."""
-        return not self.paged or self._leases > 0 or bool(self.home.pins)
+        for parameter, at in zip(self.parameters, self._at_places, strict=True):
+            if parameter.shape != at.shape or parameter.dtype != at.dtype:
+                raise self._of_other_form(parameter, at)
 
     def assigned(self) -> list[int]:
         """Return the numbers of the parameters whose memory is not the run's: `parameter.data = x`, `parameter.set_(x)`."""
+        numbers = []
         with without_torch_functions():
-            return [
-                number
-                for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True))
-                if at.numel() and parameter.data_ptr() != at.data_ptr()
-            ]
+            for number, (parameter, at) in enumerate(zip(self.parameters, self._at_places, strict=True)):
+                if parameter.data_ptr() != at.data_ptr() and at.numel():
+                    numbers.append(number)
+        return numbers
 
     def take_in_assigned(self) -> list[str]:
         """Copy the values of tensors that were assigned (`parameter.data = x`) to the parameters' locations.
@@ -258,14 +258,16 @@ class GroupParameters(LeasedGroup):
         Raises:
             StateError: one has another shape or dtype, or something still refers to the memory from before.
         """
-        numbers = self.assigned()
-        for number in numbers:
+        names = []
+        for number in self.assigned():
             self._take_in(number)
-        return [self.names[number] for number in numbers]
+            names.append(self.names[number])
+        return names
 
     def _take_in(self, number: int) -> None:
         parameter, at = self.parameters[number], self._at_places[number]
-        self._check_form(number, parameter, at)
+        if parameter.shape != at.shape or parameter.dtype != at.dtype:
+            raise self._of_other_form(parameter, at)
         if count_uses(at) >= self._uses[number]:  # the parameter itself is a use no more
             raise StateError(f"parameter {self.names[number]} {ASSIGNED_BESIDE_ALIAS}")
         if self._fault_handler.owns(parameter):
@@ -277,12 +279,12 @@ class GroupParameters(LeasedGroup):
             at.copy_(parameter.data)
             parameter.data = at
 
-    def _check_form(self, number: int, parameter: nn.Parameter, at: torch.Tensor) -> None:
-        if parameter.shape != at.shape or parameter.dtype != at.dtype:
-            raise StateError(
-                f"parameter {self.names[number]} was replaced or resized behind the manager's back: expected {at.dtype} "
-                f"{list(at.shape)}, found {parameter.dtype} {list(parameter.shape)} on {parameter.device}. {SAME_FORM}"
-            )
+    def _of_other_form(self, parameter: nn.Parameter, at: torch.Tensor) -> StateError:
+        name = next(name for name, one in zip(self.names, self.parameters, strict=True) if one is parameter)
+        return StateError(
+            f"parameter {name} was replaced or resized behind the manager's back: expected {at.dtype} {list(at.shape)}, "
+            f"found {parameter.dtype} {list(parameter.shape)} on {parameter.device}. {SAME_FORM}"
+        )
 
     def abandon(self, keep_cold: bool = True) -> None:
         """Make parameters whose content is in host memory usable there; the others stay cold if `keep_cold`."""
@@ -308,3 +310,4 @@ class GroupParameters(LeasedGroup):
     def _dematerialize(self) -> None:
         if self.paged and not self._leases and not self.home.pins:
             set_cold(*self.parameters)
+            self.may_be_assigned = False

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -85,7 +86,7 @@ class CodedTensor:
         return [page for place in self.parts for page in place.pages(*self.part_of(place, begin, end))]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class ParameterLocations:
     """The locations of one trainable parameter's tensors.
 
@@ -97,6 +98,8 @@ class ParameterLocations:
         state_stays: all of the state is on a device, and an update does not need its locations.
         coded: state tensors of the parameter's shape that are stored encoded, by key, the master first.
         orders: of memory, by key, of state that the optimizer keeps in another than its own, the stored one: StateKey.
+
+    What follows from these is found once.
     """
 
     name: str
@@ -109,18 +112,23 @@ class ParameterLocations:
     coded: dict[str, CodedTensor] = field(default_factory=dict)
     orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.param.slot.spec.numel
 
-    @property
+    @cached_property
     def has_master(self) -> bool:
         return "master" in self.state or self.has_coded_master
 
-    @property
+    @cached_property
     def has_coded_master(self) -> bool:
         """True if the master is stored as its difference from the parameter, which is read with it."""
         return "master" in self.coded
+
+    @cached_property
+    def factors(self) -> frozenset[str]:
+        """Keys of state that is a matrix of another shape than the parameter's. [Note: rare writes], updates/slice_updates.py"""
+        return frozenset(key for key, place in self.others.items() if len(place.slot.spec.shape) > 1)
 
     def stored(self, begin: int, end: int) -> Iterator[tuple[TensorLocation, int, int]]:
         """Yield the tensors of the parameter's shape, and the parts of encoded ones, that have the state of elements
@@ -306,6 +314,8 @@ UPDATE_ELEMENTS = (1 << 18) * min(max(len(os.sched_getaffinity(0)), 2), 32)
 more cores, Python's own time for a run is for more elements. See [Note: small updates], updates/slice_updates.py."""
 NO_GROUP = -1
 """The settings of a parameter in no group."""
+ALL_GROUPS = range(sys.maxsize)
+"""Those of all optimizers, however many there are."""
 
 
 @dataclass
@@ -337,16 +347,22 @@ class Trainable:
         return self.slices((True,) * len(self.places), slice_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class GroupUpdate:
     """One group's part of a step: the gradients of its trainable parameters, None for one without."""
 
     trainable: Trainable
     gradients: tuple[torch.Tensor | None, ...]
 
-    @property
+    @cached_property
     def active(self) -> tuple[bool, ...]:
-        return tuple(gradient is not None for gradient in self.gradients)
+        """For each parameter, True if it has a gradient."""
+        return tuple([gradient is not None for gradient in self.gradients])
+
+    @cached_property
+    def present(self) -> list[torch.Tensor]:
+        """The gradients that there are."""
+        return [gradient for gradient in self.gradients if gradient is not None]
 
     @property
     def names(self) -> list[str]:
@@ -354,10 +370,8 @@ class GroupUpdate:
         places = zip(self.trainable.places, self.gradients, strict=True)
         return [of.name for of, gradient in places if gradient is not None]
 
-    def joined(self, other: GroupUpdate | None) -> GroupUpdate:
+    def joined(self, other: GroupUpdate) -> GroupUpdate:
         """Return this update together with another optimizer's of the same group, of other parameters."""
-        if other is None:
-            return self
         pairs = zip(self.gradients, other.gradients, strict=True)
         return GroupUpdate(self.trainable, tuple(theirs if ours is None else ours for ours, theirs in pairs))
 

@@ -168,8 +168,6 @@ _ITEM = re.compile(r"(.*)\[([0-9]+)\]", re.DOTALL)
 
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state of a parameter with a key for each item of a list of tensors; others stay lists."""
-    if not any(isinstance(value, list | tuple) for value in state.values()):
-        return state if type(state) is dict else dict(state)
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
@@ -181,11 +179,9 @@ def flat(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def nested(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same with lists, as the optimizer keeps it."""
-    if not any(key.endswith("]") for key in state):
-        return state if type(state) is dict else dict(state)
     found: dict[str, Any] = {}
     for key, value in state.items():
-        item = _ITEM.fullmatch(key)
+        item = _ITEM.fullmatch(key) if key.endswith("]") else None
         if item is None:
             found[key] = value
         else:

@@ -8,6 +8,7 @@ scale (a rate, betas, decay) the type and the sign count: schedules change them 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,28 +56,43 @@ class OptimizerProbe:
         Raises:
             UnsupportedError: the optimizer cannot be paged; gives the reason.
         """
+        return self.forms(settings, [(dtype, ndim)])[0]
+
+    def forms(self, settings: int, kinds: Iterable[tuple[torch.dtype, int]]) -> list[StateForm]:
+        """Return the forms for parameters of each dtype and number of dimensions in a group, by its settings of now.
+
+        Raises:
+            UnsupportedError: as `form`.
+        """
         member, local = self._optimizers.locate(settings)
         optimizer, forms = self._optimizers.members[member], self._forms[member]
-        group, known = optimizer.param_groups[local], forms is _of_torch
         template = self._template(member, local)
+        found, group_key = [], self._key_of(member, local)
+        for dtype, ndim in kinds:
+            key = *group_key, template is not None, dtype, ndim, self._default_dtype
+            if key not in forms:
+                if ndim >= len(SHAPES):
+                    raise UnsupportedError(
+                        f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}"
+                    )
+                form = self._try(optimizer, local, dtype, ndim, template)
+                self._counters[member] |= form.sets
+                group_key = self._key_of(member, local)
+                forms[key := (*group_key, template is not None, dtype, ndim, self._default_dtype)] = form
+                while len(forms) > MAX_FORMS:
+                    del forms[next(iter(forms))]
+            found.append(forms[key])
+        return found
 
-        def key_of() -> Any:
-            left_out = {"params", NAMES, *self._counters[member]}
-            if known:  # torch's code reads no others
-                left_out |= group.keys() - optimizer.defaults.keys()
-            chosen = sorted((key, _structure(value, key, known)) for key, value in group.items() if key not in left_out)
-            return type(optimizer), template is not None, tuple(chosen), dtype, ndim, self._default_dtype
-
-        key = key_of()
-        if key not in forms:
-            if ndim >= len(SHAPES):
-                raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")
-            form = self._try(optimizer, local, dtype, ndim, template)
-            self._counters[member] |= form.sets
-            forms[key := key_of()] = form
-            while len(forms) > MAX_FORMS:
-                del forms[next(iter(forms))]
-        return forms[key]
+    def _key_of(self, member: int, local: int) -> tuple[Any, ...]:
+        """Return what of an optimizer's group decides about the forms in it."""
+        optimizer = self._optimizers.members[member]
+        group, known = optimizer.param_groups[local], self._forms[member] is _of_torch
+        left_out = {"params", NAMES, *self._counters[member]}
+        if known:  # torch's code reads no others
+            left_out |= group.keys() - optimizer.defaults.keys()
+        names = sorted(group.keys() - left_out)
+        return type(optimizer), tuple([(name, _structure(group[name], name, known)) for name in names])
 
     def _try(
         self, optimizer: Optimizer, local: int, dtype: torch.dtype, ndim: int, template: Template | None
@@ -112,7 +128,7 @@ def _structure(value: Any, key: str, known: bool) -> Any:
     if key in LR_NAMES:
         return type(value).__name__
     if isinstance(value, list | tuple):
-        return tuple(_structure(one, key, known) for one in value)
+        return tuple([_structure(one, key, known) for one in value])
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), bool(value.any())
     if isinstance(value, float) or (known and type(value) is int):

@@ -156,7 +156,8 @@ class OptimizerProxy:
             if ours.members != [id(parameter) for parameter in theirs.get("params", ())]:
                 return f"'params' of the optimizer's group {index}"
             for key in {**ours.values, **theirs}:
-                if key != "params" and not is_same(ours.values.get(key, self), theirs.get(key, self)):
+                one, other = ours.values.get(key, self), theirs.get(key, self)
+                if key != "params" and one is not other and not is_same(one, other):
                     return f"{key!r} of the optimizer's group {index}"
         return None
 
@@ -211,17 +212,17 @@ class OptimizerProxy:
 
 
 class OptimizerProxies:
-    """Runs the updates of a session: each tensor is updated by the optimizer of its group, by its OptimizerProxy."""
+    """Runs the updates of a session: each tensor is updated by the optimizer of its group, by its OptimizerProxy.
+
+    Attributes:
+        members: the numbers of the optimizers.
+    """
 
     def __init__(self, optimizers: OptimizerSet) -> None:
+        self.members = range(len(optimizers.members))
         self._optimizers = optimizers
         self._proxies = [OptimizerProxy(member) for member in optimizers.members]
         self._number()
-
-    @property
-    def members(self) -> range:
-        """The numbers of the optimizers."""
-        return range(len(self._proxies))
 
     def groups_of(self, member: int) -> range:
         """Return the numbers of a member's groups."""
@@ -331,14 +332,15 @@ class _Settings:
             for key, value in self.values.items()
             if isinstance(value, torch.Tensor | list | dict | set) and key != NAMES
         ]
-        self.values.update(self._copies())
+        self.values = self.copy()
+        del self.values["params"]
 
     def copy(self) -> dict[str, Any]:
         """Return the settings for one call, which may change them, with no parameters."""
-        return {**self.values, **self._copies(), "params": []}
-
-    def _copies(self) -> dict[str, Any]:
-        return {key: copy.deepcopy(self.values[key]) for key in self._changeable}
+        values = {**self.values, "params": []}
+        for key in self._changeable:
+            values[key] = copy.deepcopy(values[key])
+        return values
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -35,6 +35,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_not
 from types import FrameType
 from typing import Any, Protocol
 
@@ -125,6 +126,8 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         self._processor = processor
         self._alone = processor.alone
         self._updates = updates
+        self._paged = frozenset(group.index for group in groups if group.paged)
+        self._uses = updates.uses if updates.follows_backward else None  # nobody else asks for them
         self._owner = owner
         self._clock = 0
         self._batches: MicroBatches | None = None  # that pass together now
@@ -232,7 +235,8 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _forget_leases(self) -> None:
         """Forget the leases of forwards that an exception or Ctrl-C ended, but `GroupHome.kept_accesses`."""
-        self._updates.uses.clear()
+        if self._uses is not None:
+            self._uses.clear()
         self._running.clear()
         for group in self._groups:
             group.forget_leases()
@@ -250,7 +254,8 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         call.groups.append(group.index)
         if not torch.is_grad_enabled() and group.home.answers_reads:
             call.brought.append(group.index)
-        self._updates.uses.brought(call, group.index)
+        if self._uses is not None:
+            self._uses.brought(call, group.index)
 
     def _release_brought(self) -> bool:
         """Release groups that running passes touched without autograd. Return True if there are any."""
@@ -286,8 +291,9 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         call.groups += dict.fromkeys(self._group_of[id(parameter)].index for parameter in parameters)
         output = run()
         call.end = self._tick()
-        if self._hook_outputs([tensor for tensor in tensors_among(output) if _has_graph(tensor)], call):
-            self._updates.uses.begin(call)
+        is_hooked = self._hook_outputs([tensor for tensor in tensors_among(output) if _has_graph(tensor)], call)
+        if is_hooked and self._uses is not None:
+            self._uses.begin(call)
         return output
 
     # --- forward --------------------------------------------------------------------------------------------------
@@ -306,7 +312,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             is_functional = self._has_other_members(unit, module)
             if is_stale:
                 self.abandon_pass()
-            if any(call.module == unit.name for call in self._held) and not in_backward:
+            if self._held and not in_backward and any(call.module == unit.name for call in self._held):
                 self._release_held()  # no backward has followed that forward
             if in_backward:
                 self._note_backward()
@@ -325,8 +331,9 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             for index in unit.groups:
                 self._lease(self._groups[index])
                 call.groups.append(index)
-            count = self._updates.uses.called_again if in_backward else self._updates.uses.called
-            count(call, torch.is_grad_enabled())
+            if self._uses is not None:
+                count = self._uses.called_again if in_backward else self._uses.called
+                count(call, torch.is_grad_enabled())
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._turns.is_mine and not _in_thread_of_autograd():
@@ -377,30 +384,34 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """Return True if recorded leases are of a pass that never ended: Ctrl-C skips the post-hooks."""
         if self._batches is not None:
             return False
-        return bool(self._backward) or any(call.module == unit.name for call in self._running)
+        return bool(self._backward) or unit.name in [call.module for call in self._running]
 
     def _watch(self, call: TrainingCall, output: Any) -> Any:
         """Prepare `output` for the time when the call's parameters are cold, and return it or a copy."""
+        is_paged = not self._paged.isdisjoint(call.groups)
+        if not is_paged and self._uses is None:
+            return output
         tensors, rebuild = tensors_of(output)
-        groups = self._leased_by(call)
-        paged = any(group.paged for group in groups)
-        followed = paged or self._updates.follows_backward
-        replaced = [self._own(tensor) if paged else tensor for tensor in tensors]
-        changed = any(new is not old for new, old in zip(replaced, tensors, strict=True))
-        if followed and torch.is_grad_enabled():
-            watched = [tensor for tensor in replaced if _has_graph(tensor)]
-            own = [tensor for tensor in watched if all(tensor.grad_fn is not node for node in call.given)]
-            if (
-                not self._hook_outputs(own or watched, call)
-                and not call.is_functional
-                and any(p.requires_grad for group in groups for p in group.parameters)
-            ):
+        replaced: list[torch.Tensor] = []
+        watched: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
+        for tensor in tensors:
+            if is_paged and type(tensor) is not nn.Parameter:
+                tensor = self._own(tensor)
+            replaced.append(tensor)
+            if (node := tensor.grad_fn) is not None:
+                watched.append(tensor)
+                if node not in call.given:
+                    own.append(tensor)
+        if torch.is_grad_enabled() and not self._hook_outputs(own or watched, call) and not call.is_functional:
+            groups = [self._groups[index] for index in call.groups]
+            if any(p.requires_grad for group in groups for p in group.parameters):
                 held = TrainingCall(call.module, call.start)
                 held.groups += call.groups
                 for group in groups:
                     group.lease()
                 self._held.append(held)
-        return rebuild(replaced) if changed else output
+        return rebuild(replaced) if any(map(is_not, replaced, tensors)) else output
 
     def _check_at_backward(self, output: Any) -> None:
         """Check at backward that the manager can be used, though nothing is paged: a forked child lacks the memory."""
@@ -413,9 +424,6 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         for tensor in outputs:
             tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))
         return bool(outputs)
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if type(tensor) is nn.Parameter else super()._own(tensor)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -431,21 +439,22 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def backward_reaches(self, call: TrainingCall) -> None:
         """Lease the groups of `call`, when the first of its outputs has its gradient. This thread has the turn."""
-        groups = self._leased_by(call)
+        groups = [self._groups[index] for index in call.groups]
         if call.backward_task is not None and call in self._backward:
             for group in groups:
                 group.home.wait_on_current_stream()  # which may differ from the first output's
             return
         self._enter_backward()
         task = backward_task()
-        if all(other.backward_task != task for other in self._backward):
+        if task not in [other.backward_task for other in self._backward]:
             after_backward(OwnHook(lambda: self._end_backward(task)))
         for other in list(self._backward):  # [Note: when a backward lease ends]
             if other.start > call.end:
                 self._end_call(other)
         self._note_backward()
         self._updates.backward_goes_on()
-        self._updates.uses.begin(call)
+        if self._uses is not None:
+            self._uses.begin(call)
         call.backward_task = task
         leased = []
         try:
@@ -494,7 +503,8 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     def _end_call(self, call: TrainingCall) -> None:
         self._backward.remove(call)
         call.backward_task = None
-        self._updates.uses.end(call)
+        if self._uses is not None:
+            self._uses.end(call)
         self._release(call)
 
     def _release_held(self) -> None:
@@ -511,9 +521,10 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """
         with outside_transforms():
             in_backward = is_in_backward()
-            frame = frame_of_backward() if in_backward else frame_of_call()
-            if frame is not None or not in_backward:  # else in a thread of autograd's
-                self._take_turn(frame, unit)
+            if self._is_removed or not self._turns.goes_on():
+                frame = frame_of_backward() if in_backward else frame_of_call()
+                if frame is not None or not in_backward:  # else in a thread of autograd's
+                    self._take_turn(frame, unit)
             with self._alone:
                 yield in_backward
 
@@ -536,13 +547,10 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _give_turn(self) -> None:
         """Give the turn, if the outermost forward or backward is over."""
-        if self._batches is None and self._turns.is_mine and not self._running and not self._tasks:
+        if not self._running and not self._tasks and self._batches is None and self._turns.is_mine:
             self._turns.give()
 
     # --------------------------------------------------------------------------------------------------------------
-
-    def _leased_by(self, call: TrainingCall) -> list[GroupParameters]:
-        return [self._groups[index] for index in call.groups]
 
     def _tick(self) -> int:
         self._clock += 1

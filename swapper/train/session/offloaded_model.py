@@ -26,7 +26,7 @@ from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.grads import Gradients, find_regions, is_gradient_aliased
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.layout.initial import Values
-from swapper.train.layout.slices import GroupUpdate, ParameterLocations, Trainable
+from swapper.train.layout.slices import ALL_GROUPS, GroupUpdate, ParameterLocations, Trainable
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.passes.accumulation_pass import AccumulationOrder
 from swapper.train.passes.gathering import Gathering, Masters
@@ -129,7 +129,8 @@ class OffloadedModel:
     @property
     def has_more_to_train(self) -> bool:
         """True if a parameter in the optimizers' groups has a gradient but no space for state: it was frozen."""
-        return any(parameter.grad is not None for parameter in self._placed.membership.untrained)
+        untrained = self._placed.membership.untrained
+        return bool(untrained) and any(parameter.grad is not None for parameter in untrained)
 
     def follow_groups(self) -> None:
         """Follow edits of `optimizer.param_groups`, before a step. See Membership.
@@ -148,10 +149,10 @@ class OffloadedModel:
 
         See Conditions and Gradients.check.
         """
-        names = self.names_of([member])
-        self.gradients.check((places.name, p) for p, places in self._trained() if places.name in names)
+        groups = self._sweep.groups_of(member)
+        self.gradients.check(self._placed.trainables, groups)
         if not self.updates.has_begun_early:
-            self._conditions.check_step(self._placed.optimizers.ranges[member])
+            self._conditions.check_step(groups)
 
     def before_update(self) -> None:
         """Prepare for `updates.take_step`."""
@@ -287,7 +288,7 @@ class OffloadedModel:
         self._sweep.abandon()
 
     def is_aliased(self, trainable: Trainable) -> bool:
-        return self._find_aliased([trainable], self._sweep.all_groups) is not None
+        return self._find_aliased([trainable], ALL_GROUPS) is not None
 
     def undo_update(self, updates: Collection[GroupUpdate], error: BaseException) -> bool:
         self.passes.forget_leases()

@@ -50,6 +50,7 @@ class PassLifecycle:
     ) -> None:
         self.clock = placed.events.clock
         self._inventory = placed.plan.inventory
+        self._names = self._inventory.names
         self._groups = placed.groups
         self._updates = updates
         self._pager = placed.pager
@@ -83,9 +84,11 @@ class PassLifecycle:
         if self.hooks.is_batched:
             raise StateError("loss_fn called what must wait for the end of accumulate_batches, as a step or snapshot")
         self._abandon()
+        leased = self._pager.leased_pages
+        if not leased or self._processor.is_device:  # copies to a device have leases, too
+            return
         kept = self._kept_accesses()
-        has_more = self._pager.leased_pages > sum(len(access.pages) for access in kept)
-        if has_more and not self._processor.is_device:  # copies to a device have leases, too
+        if leased > sum(len(access.pages) for access in kept):
             for group in self._groups:
                 group.forget_leases()
             self.drop_leases(kept)
@@ -157,7 +160,7 @@ class PassLifecycle:
         if not is_outermost:
             return
         if self._without_averaging:
-            check_not_averaged(self._inventory.names, self._without_averaging)
+            check_not_averaged(self._names, self._without_averaging)
         self._inventory.check_files()
         self._gradients.entered()
         if not self.is_open:

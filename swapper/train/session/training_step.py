@@ -242,6 +242,7 @@ class TrainingStep:
         model.follow_groups()
         if model.has_more_to_train:
             run = train_more()
+            run.model.follow_groups()
         run.model.check_step(member)
         return run
 

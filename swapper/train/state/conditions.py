@@ -68,7 +68,8 @@ class Membership:
         Raises:
             StateError: an edit cannot be followed. Nothing has changed then.
         """
-        groups, members = self._optimizers.param_groups, self._members()
+        groups = self._optimizers.param_groups
+        members = list(map(members_of, groups, range(len(groups))))
         if members == self._known:
             return
         self._check(members)
@@ -87,10 +88,8 @@ class Membership:
     @property
     def is_outdated(self) -> bool:
         """True if the groups were edited since `follow`."""
-        return self._members() != self._known
-
-    def _members(self) -> list[list[int]]:
-        return [members_of(group, index) for index, group in enumerate(self._optimizers.param_groups)]
+        groups = self._optimizers.param_groups
+        return list(map(members_of, groups, range(len(groups)))) != self._known
 
     def _check(self, members: Sequence[Sequence[int]]) -> None:
         """Raise StateError unless each parameter is the model's, in one group of its optimizer, and groups are complete."""
@@ -160,19 +159,22 @@ class Conditions:
 
     def _look_at_groups(self) -> None:
         """Collect the kinds of parameters, by group."""
-        # For each kind the forms for which its parameters have space, each with the name of one of them.
-        self._kinds: dict[tuple[int, torch.dtype, int], dict[StateForm, str]] = {}
+        # For each kind in a group the forms for which its parameters have space, each with the name of one of them.
+        self._kinds: dict[int, dict[tuple[torch.dtype, int], dict[StateForm, str]]] = {}
         self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterLocations]]] = {}
         for trainable in self._trainables:
             for parameter, places, settings in trainable.members:
                 if settings == NO_GROUP:
                     continue
                 dtype = updated_dtype(parameter, self._inventory.master_dtype)
-                forms = self._kinds.setdefault((settings, dtype, parameter.dim()), {})
+                forms = self._kinds.setdefault(settings, {}).setdefault((dtype, parameter.dim()), {})
                 forms.setdefault(self._inventory.forms[places.name], places.name)
                 self._of_kind.setdefault((settings, dtype), []).append((parameter, places))
         self._starts_together = {
-            (s, dtype) for (s, dtype, _), forms in self._kinds.items() if any(form.starts_together for form in forms)
+            (settings, dtype)
+            for settings, kinds in self._kinds.items()
+            for (dtype, _), forms in kinds.items()
+            if any(form.starts_together for form in forms)
         }
 
     def check_step(self, groups: range) -> None:
@@ -182,7 +184,9 @@ class Conditions:
         first gradient later than others and must not.
         """
         self.check_settings()
-        for kind in (kind for kind in self._starts_together if kind[0] in groups):
+        for kind in self._starts_together:
+            if kind[0] not in groups:
+                continue
             active = [places.name for parameter, places in self._of_kind[kind] if parameter.grad is not None]
             new = [name for name in active if not self._entries[name]]
             if new and len(new) < len(active):
@@ -192,21 +196,23 @@ class Conditions:
                 )
 
     def check_settings(self) -> None:
-        """Do the part of `check_step` that needs no gradients."""
-        self._membership.follow()
+        """Do the part of `check_step` that needs no gradients. The membership has followed the groups."""
         if self._edits != self._membership.edits:
             self._look_at_groups()
             self._edits = self._membership.edits
-        for (settings, dtype, ndim), forms in self._kinds.items():
-            now = self._inventory.probe.form(settings, dtype, ndim)
-            for form, name in forms.items():
-                if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
-                    kept, space = (", ".join(sorted(map(str, of.keys))) or "none" for of in (now, form))
-                    raise StateError(
-                        f"parameter {name} is in {self._membership.describe(settings)}, which keeps other state than there is "
-                        f"space for ({kept}; there is space for {space}) or may not update parameters in pieces: the group's "
-                        "settings were changed, or the parameter was in another group. Do that before manager.offload"
-                    )
+        for settings, kinds in self._kinds.items():
+            for now, forms in zip(self._inventory.probe.forms(settings, kinds), kinds.values(), strict=True):
+                for form, name in forms.items():
+                    if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
+                        raise self._no_space(settings, name, now, form)
+
+    def _no_space(self, settings: int, name: str, now: StateForm, form: StateForm) -> StateError:
+        kept, space = (", ".join(sorted(map(str, of.keys))) or "none" for of in (now, form))
+        return StateError(
+            f"parameter {name} is in {self._membership.describe(settings)}, which keeps other state than there is "
+            f"space for ({kept}; there is space for {space}) or may not update parameters in pieces: the group's "
+            "settings were changed, or the parameter was in another group. Do that before manager.offload"
+        )
 
     @property
     def all_gradients_matter(self) -> bool:

@@ -173,13 +173,12 @@ class BackwardProgress:
         finally:
             self.together = None
 
-    def group_of(self, parameter: torch.Tensor) -> int:
-        return self._group_of[id(parameter)]
-
-    def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Note that a parameter has got its gradient of the running graph task."""
-        tasks = self._arrivals.setdefault(self.group_of(parameter), {})
-        tasks[id(parameter)] = backward_task()
+    def note_gradient(self, parameter: torch.Tensor) -> int:
+        """Note that a parameter has got its gradient of the running graph task. Return its group."""
+        key = id(parameter)
+        group = self._group_of[key]
+        self._arrivals.setdefault(group, {})[key] = backward_task()
+        return group
 
     def complete(self, done: Container[int]) -> Iterator[int]:
         """Yield the groups with which the running backward is over, as far as that is known, without those that are done.
@@ -206,7 +205,8 @@ class BackwardProgress:
         if self._groups[group].is_leased:
             return False
         came_in = self._arrivals[group]
-        return all(came_in.get(id(parameter)) == task or not _gets_gradient(parameter) for parameter in parameters)
+        others = [parameter for parameter in parameters if came_in.get(id(parameter)) != task]
+        return not any(map(_gets_gradient, others))
 
 
 def _gets_gradient(parameter: nn.Parameter) -> bool:

@@ -49,7 +49,7 @@ from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.gradients.gradient_guards import ADVICE, GradientGuards
 from swapper.train.groups.group_state import CURRENT, DUE, READY, SEALED, UPDATING
 from swapper.train.groups.parameter_group import GroupParameters
-from swapper.train.layout.slices import GroupUpdate, Trainable
+from swapper.train.layout.slices import ALL_GROUPS, GroupUpdate, Trainable
 from swapper.train.steps.backward_progress import BackwardProgress, PendingUses, SharedBackward
 from swapper.train.steps.policies import Completed, Event, Reached, Read, Stepped, UpdatePolicy, Wanted
 from swapper.train.updates.sweep import Sweep
@@ -150,7 +150,7 @@ class UpdateExecutor:
     @property
     def has_begun_early(self) -> bool:
         """True if the next step has updated groups already."""
-        return self._policy.in_backward and (self.is_open or self._failure is not None)
+        return self._policy.in_backward and (bool(self._open) or self._failure is not None)
 
     def has_open(self, member: int) -> bool:
         """Return True if this optimizer's last step is not finished."""
@@ -161,7 +161,7 @@ class UpdateExecutor:
         executor = weakref.ref(self)  # the garbage collector does not traverse hooks
 
         def finish(gradient: torch.Tensor) -> None:
-            if (alive := executor()) is not None:
+            if (alive := executor()) is not None and alive._open:
                 alive.finish(in_order=True)
 
         def note(parameter: torch.Tensor) -> None:
@@ -215,7 +215,8 @@ class UpdateExecutor:
         """Return True if an optimizer's updates may be left to the next forward, after those of its step before are shown."""
         self._sweep.take_in_written()
         for group in self._updating():
-            self._close(group)
+            with self._rolling_back(group):
+                self._close(group)
         self.in_order = self._owner.may_defer(member)
         return self.in_order
 
@@ -228,7 +229,8 @@ class UpdateExecutor:
         self._members = {member, *(self._members if self._open else ())}
         self._reached.clear()
         for group, update in updates.items():
-            self._open[group] = update.joined(self._open.get(group))
+            before = self._open.get(group)
+            self._open[group] = update if before is None else update.joined(before)
             self._hide(group)
 
     def _update_rest(self, member: int) -> None:
@@ -258,12 +260,13 @@ class UpdateExecutor:
         if self._open and (due := self._due(Read())):
             self.in_order = self.in_order and in_order
             for group in due:
-                self._update(group)
+                with self._rolling_back(group):
+                    self._update(group)
             with self._rolling_back(None):
                 self._sweep.give_back()
 
     def _refuse_begun(self) -> None:
-        if backward_task() == -1:
+        if self._progress.task is not None and backward_task() == -1:
             self.pass_begins()
         if self.has_begun_early:
             raise StateError(
@@ -326,7 +329,8 @@ class UpdateExecutor:
 
     def forward_begins(self, is_outermost: bool) -> None:
         """A module's forward begins, outside of any backward."""
-        self.pass_begins()
+        if self._progress.task is not None:
+            self.pass_begins()
         if is_outermost:
             self._sweep.pass_begins()
 
@@ -345,10 +349,12 @@ class UpdateExecutor:
         """A module that needs `groups` is about to be called outside of any backward."""
         if not self._open or not self._policy.in_forward:
             return
-        new = [group for group in groups if group not in self._reached]  # other groups are expected at a later use
-        self._reached.update(new)
-        passed = [expected for group in new for expected in self._groups[group].home.expected_before()]
-        for group in self._due(Reached(groups, passed)):
+        passed: list[int] = []
+        for group in groups:
+            if group not in self._reached:  # others are expected at a later use
+                self._reached.add(group)
+                passed += self._groups[group].home.expected_before()
+        for group in self._due(Reached(groups, passed)) if passed else ():
             self.catch_up(group)
 
     def catch_up(self, group: int, then: Access | None = None) -> None:
@@ -358,8 +364,8 @@ class UpdateExecutor:
             then: the lease; it begins before the last pages of the update are released.
         """
         if group in self._open:
-            self._update(group)
-            with self._rolling_back(None):
+            with self._rolling_back(group):
+                self._update(group)
                 self._sweep.give_back(then)
 
     def backward_begins(self, task: int) -> None:
@@ -369,7 +375,7 @@ class UpdateExecutor:
             StateError: this is a second backward, and the first has updated groups.
         """
         if not self._policy.in_backward:
-            if not self._accumulating and not self.is_open:
+            if not self._accumulating and not self._open:
                 with apart_from_pass():
                     self._sweep.fetch_ahead()
             return
@@ -386,6 +392,8 @@ class UpdateExecutor:
 
     def backward_goes_on(self) -> None:
         """A backward has reached a point where it may be over with some groups."""
+        if not self._policy.in_backward:
+            return
         for group in self._progress.complete(self._open):
             trainable = self._trainables[group]
             if self._owner.is_aliased(trainable):
@@ -411,11 +419,12 @@ class UpdateExecutor:
             self._guards.protect(self._sweep.trainables)  # also those that wait for the step
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
-        group = self._progress.group_of(parameter)
-        if group in self._open or (self._open and self._progress.task is None):
-            name = self._names(group)[id(parameter)]
-            raise StateError(f"parameter {name} got a gradient after updates in the same step: {REMEDY}")
-        self._progress.note_gradient(parameter)
+        group = self._progress.note_gradient(parameter)
+        if self._open and (group in self._open or self._progress.task is None):
+            names = {id(one): name for name, one in self._groups[group].group.parameters}
+            raise StateError(
+                f"parameter {names[id(parameter)]} got a gradient after updates in the same step: {REMEDY}"
+            )
 
     # --- updates that a step has left to the forward ------------------------------------------------------------------
 
@@ -424,27 +433,26 @@ class UpdateExecutor:
         return [group for group in self._open if self._groups[group].state is UPDATING]
 
     def _update(self, group: int) -> None:
+        """Update a group, and show the results. Call it within `_rolling_back`, and `_close` too."""
         for index in self._due(Wanted(group, self._sweep.ahead)):
-            with self._rolling_back(index):
-                self._check_not_written(index)
-                self._guards.release(self._open[index])
-                self._groups[index].move(UPDATING)
-                self._sweep.update(self._open[index])
-                if self._sweep.ahead:
-                    self._guards.fix(self._open[index], self.finish)  # kernels may still be to use them
+            self._groups[index].move(UPDATING)
+            self._check_not_written(index)
+            self._guards.release(self._open[index])
+            self._sweep.update(self._open[index])
+            if self._sweep.ahead:
+                self._guards.fix(self._open[index], self.finish)  # kernels may still be to use them
         self._close(group)
 
     def _close(self, group: int) -> None:
         """Show the results of a group's update."""
-        with self._rolling_back(group):
-            self._sweep.show(group)
-            if self._sweep.ahead:
-                self._guards.release(self._open[group])
-            self._groups[group].clear_deferred()
-            del self._open[group]  # this frees the gradients, whose memory may be reused now
-            if not self._open:
-                self._sweep.end()
-                self._guards.clear()
+        self._sweep.show(group)
+        if self._sweep.ahead:
+            self._guards.release(self._open[group])
+        self._groups[group].clear_deferred()
+        del self._open[group]  # this frees the gradients, whose memory may be reused now
+        if not self._open:
+            self._sweep.end()
+            self._guards.clear()
 
     def _hide(self, group: int) -> None:
         """Hide the group's outdated parameters. See [Note: who may not see an open step]."""
@@ -483,7 +491,7 @@ class UpdateExecutor:
             with apart_from_pass():
                 if not self._open:
                     self._begin_sweep()
-                update = self._sweep.fix(self._trainables[group], self._sweep.all_groups)
+                update = self._sweep.fix(self._trainables[group], ALL_GROUPS)
                 if update is None:
                     return
                 self._open[group] = update  # from here on it must be restored if anything fails
@@ -504,7 +512,7 @@ class UpdateExecutor:
 
     def _seal(self, group: int, update: GroupUpdate) -> None:
         """Refuse uses of an updated group until `optimizer.step()`. See [Note: who may not see an open step]."""
-        name = next(iter(self._names(group).values()))
+        name = self._groups[group].group.parameters[0][0]
 
         def refuse(then: Access | None) -> None:
             raise StateError(
@@ -520,9 +528,6 @@ class UpdateExecutor:
         for group in self._groups if self._policy.in_backward else ():
             if group.state is READY:
                 group.move(CURRENT)
-
-    def _names(self, group: int) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._groups[group].group.parameters}
 
     def _awaited(self) -> str:
         """Return what the open step waits for, for people."""

@@ -56,7 +56,8 @@ from swapper.train.updates.device_slots import (
     slot_bytes,
     state_slice_bytes,
 )
-from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, update_by_kernel
+from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, is_rounded, update_by_kernel
+from swapper.train.updates.slice_updates import PieceTensors
 from swapper.train.updates.sweep import Sweep
 
 
@@ -282,7 +283,11 @@ class DeviceSweep(Sweep):
                 self.on_device.bring_up(storage, up, slot.last_use)
             self._coded_there.begin_slice(coded_in(update.trainable, part))
             self._views = {(p.place, p.begin): p.view(storage) for p in parts}
-            run = [self._prepare(update, piece.parameter, piece.begin, piece.end) for piece in part.pieces]
+            run: list[Update] = []
+            for piece in part.pieces:
+                by_kernel = self._is_by_kernel(update.trainable, piece.parameter)
+                run.append(self._prepare(update, piece.parameter, piece.begin, piece.end, by_kernel))
+                self._place_others(run[-1])
             for proxy, works in self._proxies.each_with(self._update_by_kernels(run)):
                 proxy.update(works)
             for one in run:
@@ -324,15 +329,19 @@ class DeviceSweep(Sweep):
             self._accesses[part.access] = access
         return access
 
-    def _is_by_kernel(self, places: ParameterLocations, settings: int) -> bool:
-        kind, values = self._proxies.kind(settings), self._proxies.settings(settings)
-        return self._kernel is not None or is_fused(kind, values, places)
+    def _is_by_kernel(self, trainable: Trainable, number: int) -> bool:
+        places, settings = trainable.places[number], trainable.settings[number]
+        if self._kernel is not None or not places.coded:
+            return self._kernel is not None
+        return is_fused(self._proxies.kind(settings), self._proxies.settings(settings)) and is_rounded(places)
 
     def _widen(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return gradient.to(dtype)
 
-    def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
-        return self._there(place, begin, end).view((-1,) if places.may_cut else places.param.slot.spec.shape)
+    def _tensors_of(self, places: ParameterLocations, begin: int, end: int) -> PieceTensors:
+        shape = (-1,) if places.may_cut else places.param.slot.spec.shape
+        state = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
+        return PieceTensors(self._there(places.param, begin, end).view(shape), state, self._others(places))
 
     def _update_by_kernels(self, run: list[Update]) -> list[Work]:
         """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], one_pass.py"""
@@ -348,14 +357,14 @@ class DeviceSweep(Sweep):
         """Return True if counters of a group are counted on the device."""
         return not by_kernel and self._proxies.counts_on_device(settings)
 
-    def _place_others(self, state: dict[str, Any], places: ParameterLocations, settings: int, by_kernel: bool) -> None:
-        """A counter is copied there only if it is counted there, by a kernel: no wait."""
-        device = self.on_device.device.device
-        for key in places.others:
+    def _place_others(self, update: Update) -> None:
+        """Replace state of other shapes by copies on the device. A counter is copied only if a kernel counts it: no wait."""
+        device, state = self.on_device.device.device, update.work.state
+        for key in update.places.others:
             value = state.get(key)
             if isinstance(value, torch.Tensor) and value.dim():
                 state[key] = value.to(device)
-            elif isinstance(value, torch.Tensor) and self._counts_there(settings, by_kernel):
+            elif isinstance(value, torch.Tensor) and self._counts_there(update.work.settings, update.by_kernel):
                 state[key] = torch.full((), value.item(), dtype=value.dtype, device=device)
 
     def _is_unchanged(self, stored: torch.Tensor, value: torch.Tensor) -> bool:

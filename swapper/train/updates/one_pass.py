@@ -116,28 +116,36 @@ OnePass = Callable[[torch.Tensor, torch.Tensor, States, float], int]
 the codes cannot hold."""
 
 
-def find_pass(
-    kind: str, settings: Mapping[str, Any], places: ParameterLocations, entries: Mapping[str, Any]
-) -> OnePass | None:
-    """Return what updates a parameter in one pass, None if the optimizer itself must.
+@dataclass(frozen=True, slots=True)
+class AllowedPasses:
+    """What the settings of a group allow in a step. (What a parameter's state allows is decided once.)
 
-    Args:
-        kind: the optimizer's class.
-        settings: of the parameter's group.
-        entries: of its state.
+    Attributes:
+        fused: updates those whose state is all rounded. [Note: fused AdamW]
+        torchs: updates others that fit. [Note: as torch does]
+        reads_once: the optimizer itself reads memory once, as torch's fused ones do.
     """
-    if is_fused(kind, settings, places):
-        return functools.partial(update_fused, settings)
-    return find_torchs_pass(kind, settings) if _fits(places, entries) else None
+
+    fused: OnePass | None
+    torchs: OnePass | None
+    reads_once: bool
 
 
-def is_fused(kind: str, settings: Mapping[str, Any], places: ParameterLocations) -> bool:
-    """Return True if swapper's AdamW updates a parameter. See [Note: fused AdamW]."""
-    if not places.coded or kind != ADAMW:
-        return False
-    wanted = {*MOMENTS, "master"} if places.has_master else MOMENTS
+def find_passes(kind: str, settings: Mapping[str, Any]) -> AllowedPasses:
+    """Return what updates in one pass with these settings of a group of an optimizer of class `kind`."""
+    fused = functools.partial(update_fused, settings) if is_fused(kind, settings) else None
+    return AllowedPasses(fused, find_torchs_pass(kind, settings), bool(settings.get("fused")))
+
+
+def is_fused(kind: str, settings: Mapping[str, Any]) -> bool:
+    """Return True if swapper's AdamW updates parameters whose state `is_rounded`. See [Note: fused AdamW]."""
     is_plain = settings.get("decoupled_weight_decay", True) and not settings.get("amsgrad")
-    return places.coded.keys() == wanted and bool(is_plain)
+    return kind == ADAMW and bool(is_plain)
+
+
+def is_rounded(places: ParameterLocations) -> bool:
+    """Return True if both moments of a parameter, and its master, are stored encoded."""
+    return places.coded.keys() == ({*MOMENTS, "master"} if places.has_master else MOMENTS)
 
 
 def update_fused(
@@ -198,8 +206,8 @@ def _has_torchs_arithmetic(kind: str, settings: Mapping[str, Any]) -> bool:
     )
 
 
-def _fits(places: ParameterLocations, entries: Mapping[str, Any]) -> bool:
-    """Return True if a parameter's state is torch's Adam's, in fp32 or encoded."""
+def fits(places: ParameterLocations, entries: Mapping[str, Any]) -> bool:
+    """Return True if a parameter's state, with these entries, is torch's Adam's, in fp32 or encoded."""
     exact = {key: place.slot.spec.dtype for key, place in places.state.items()}
     keys = {*MOMENTS, "master"} if places.has_master else MOMENTS
     halves = (torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -36,7 +36,16 @@ from swapper.train.layout.slices import (
 from swapper.train.optimizer.entries import PAGED, StateEntries, in_order
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies, Work, is_same
 from swapper.train.state.coded_state import CodedRun
-from swapper.train.updates.one_pass import OnePass, UpcastBuffer, Update, find_pass, not_held
+from swapper.train.updates.one_pass import (
+    AllowedPasses,
+    OnePass,
+    UpcastBuffer,
+    Update,
+    find_passes,
+    fits,
+    is_rounded,
+    not_held,
+)
 
 
 class GradientSource(Protocol):
@@ -50,6 +59,19 @@ class GradientSource(Protocol):
 
         Requires leases of its pages, if any.
         """
+
+
+class PieceTensors(NamedTuple):
+    """Elements of a parameter and its state where they are updated. Do not change the mappings.
+
+    Attributes:
+        state: of the parameter's shape, by key.
+        others: state that belongs to the parameter as a whole, by key.
+    """
+
+    param: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+    others: Mapping[str, torch.Tensor]
 
 
 class SliceUpdates:
@@ -71,10 +93,16 @@ class SliceUpdates:
         # Of a parameter that is being updated in pieces: state that all pieces begin with, and its entries afterwards.
         self._old: dict[str, dict[str, torch.Tensor]] = {}
         self._new: dict[str, dict[str, Any]] = {}
-        self._passes: dict[str, OnePass | None] = {}  # of this step, by parameter
+        self._passes: dict[
+            int, AllowedPasses
+        ] = {}  # of this step, by the optimizers' groups: their settings are the step's
+        # By parameter: whether its state `fits`, found for these entries.
+        self._fitting: dict[str, tuple[Mapping[str, Any], bool]] = {}
         # Cached tensors and parts: a new view takes a few microseconds, and ten if torch's code is not in the cache.
         self._whole: dict[TensorLocation, torch.Tensor] = {}
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
+        self._tensors: dict[tuple[ParameterLocations, int, int], PieceTensors] = {}
+        self._stored: dict[tuple[ParameterLocations, int, int], dict[str, CodedState]] = {}
         self._unchanged: set[TensorLocation] = set()  # in the slice that is being updated: [Note: rare writes]
         self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
         self._coded = self._coded_here = CodedRun(decoded_bytes, self._flat_part)
@@ -103,13 +131,18 @@ class SliceUpdates:
         run: list[Update] = []
         run_elements = 0
         max_elements = 0
+        trainable = update.trainable
+        for number in {trainable.settings[piece.parameter] for piece in part.pieces} - self._passes.keys():
+            self._passes[number] = find_passes(self._proxies.kind(number), self._proxies.settings(number))
         for piece in part.pieces:
-            if (in_one_pass := self._find_pass(update.trainable, piece.parameter)) is not None:
+            places = trainable.places[piece.parameter]
+            passes = self._passes[trainable.settings[piece.parameter]]
+            if (in_one_pass := self._find_pass(places, passes)) is not None:
                 self._update_in_one_pass(in_one_pass, update, piece)
                 continue
-            max_elements = max_elements or self._run_elements(update.trainable, part)
+            max_elements = max_elements or self._run_elements(trainable, part)
             # An empty parameter has nothing to update but its step counter.
-            step = max_elements if update.trainable.places[piece.parameter].may_cut else piece.end
+            step = max_elements if places.may_cut else piece.end
             for begin in range(piece.begin, max(piece.end, piece.begin + 1), max(step, 1)):
                 end = min(begin + step, piece.end)
                 if run and run_elements + end - begin > max_elements:
@@ -132,23 +165,28 @@ class SliceUpdates:
                 pages.update(() if place in self._unchanged else place.pages(0, place.slot.spec.numel))
         return part.access.writes & pages
 
-    def _find_pass(self, trainable: Trainable, number: int) -> OnePass | None:
-        """Return what updates a parameter in one pass in this step, found at its first piece; None: the optimizer itself."""
-        places, settings = trainable.places[number], trainable.settings[number]
-        if places.name not in self._passes:
-            kind, values = self._proxies.kind(settings), self._proxies.settings(settings)
-            self._passes[places.name] = find_pass(kind, values, places, self._entries[places.name])
-        return self._passes[places.name]
+    def _find_pass(self, places: ParameterLocations, passes: AllowedPasses) -> OnePass | None:
+        """Return what of `passes` updates a parameter in this step; None: the optimizer itself."""
+        if passes.fused is not None and places.coded and is_rounded(places):
+            return passes.fused
+        if passes.torchs is None:
+            return None
+        entries, found = self._entries[places.name], self._fitting.get(places.name)
+        if found is None or found[0] is not entries:  # which are replaced, and not changed
+            found = self._fitting[places.name] = entries, fits(places, entries)
+        return passes.torchs if found[1] else None
 
     def _update_in_one_pass(self, in_one_pass: OnePass, update: GroupUpdate, piece: SlicePiece) -> None:
         """Update a piece and its state in one pass; its step counter as `_state` and `_store` do."""
         trainable, number, begin, end = update.trainable, piece.parameter, piece.begin, piece.end
         places = trainable.places[number]
-        stored = self._old[places.name]["step"] if begin > 0 else self._others(places)["step"]
+        stored = self._old[places.name]["step"] if begin > 0 else self._at(places.others["step"])
         entries = self._entries[places.name]
         is_new = "step" not in entries
         before = torch.zeros_like(stored) if is_new else stored.clone()
-        states = self._encoded(places, begin, end)
+        states = self._stored.get((places, begin, end))
+        if states is None:
+            states = self._stored[places, begin, end] = self._encoded(places, begin, end)
         for state in (states["exp_avg"], states["exp_avg_sq"]) if is_new else ():
             for part in state.parts:
                 part.zero_()
@@ -178,20 +216,22 @@ class SliceUpdates:
 
     def _run_elements(self, trainable: Trainable, part: Slice) -> int:
         """Return the maximum of a run, all if the update of the slice reads memory once. See [Note: small updates]."""
-        reads_once = all(
-            self._proxies.settings(trainable.settings[piece.parameter]).get("fused")
-            and not trainable.places[piece.parameter].has_master
-            and not trainable.places[piece.parameter].coded
-            for piece in part.pieces
-        )
-        return sys.maxsize if reads_once else UPDATE_ELEMENTS
+        for piece in part.pieces:
+            places, passes = trainable.places[piece.parameter], self._passes[trainable.settings[piece.parameter]]
+            if places.has_master or places.coded or not passes.reads_once:
+                return UPDATE_ELEMENTS
+        return sys.maxsize
 
     def _apply(self, run: list[Update]) -> None:
         """Do the updates of a run, store their results, and empty it, so that nothing refers to its tensors any more."""
-        is_whole = any(not update.places.may_cut for update in run)
-        with note_temporaries() if is_whole else nullcontext():
-            for proxy, works in self._proxies.each_with([update.work for update in run]):
-                proxy.update(works)
+        works: list[Work] = []
+        is_cut = True
+        for update in run:
+            works.append(update.work)
+            is_cut = is_cut and update.places.may_cut
+        with nullcontext() if is_cut else note_temporaries():
+            for proxy, own in self._proxies.each_with(works):
+                proxy.update(own)
         for update in run:
             self._store(update)
             note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
@@ -199,35 +239,29 @@ class SliceUpdates:
         self._upcast.begin_run()
         self._coded.begin_run()
 
-    def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
-        """Return the optimizer's input for elements [begin, end) of a parameter, by its number in the group."""
+    def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int, by_kernel: bool = False) -> Update:
+        """Return the optimizer's input for elements [begin, end) of a parameter, by its number in the group.
+
+        Args:
+            by_kernel: swapper's AdamW updates it as a part of a run, on a device.
+        """
         trainable, settings = group.trainable, group.trainable.settings[number]
         places = trainable.places[number]
-        by_kernel = self._is_by_kernel(places, settings)
-        state_tensors = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
-        param = self._part(places.param, places, begin, end)
-        decoded = self._decoded(places, begin, end, param, by_kernel)
-        state_tensors.update(decoded)
+        param, stored, others = self._tensors_of(places, begin, end)
+        decoded = self._decoded(places, begin, end, param, by_kernel) if places.coded else {}
+        state_tensors = {**stored, **decoded}
         master = state_tensors.pop("master", None)
         target = param if master is None else master
         gradient = self._gradient_part(group, number, begin, end)
         if not places.may_cut:
             gradient = gradient.view(target.shape)
-        if not by_kernel:
+        if not by_kernel and gradient.dtype != target.dtype:
             gradient = self._widen(gradient, target.dtype)
-        state = self._state(places, begin, end, state_tensors)
-        self._place_others(state, places, settings, by_kernel)
+        state = self._state(places, begin, end, state_tensors, others)
         marks, passes = vars(trainable.parameters[number]), self._entries.passes(places.name)
         work = Work(settings, target.detach(), gradient, state, marks, passes)
         rounded = None if master is None else param
         return Update(work, places, begin, end, state_tensors, target, rounded, decoded, by_kernel)
-
-    def _is_by_kernel(self, places: ParameterLocations, settings: int) -> bool:
-        """Return True if swapper's AdamW updates a parameter as a part of a run, on a device."""
-        return False
-
-    def _place_others(self, state: dict[str, Any], places: ParameterLocations, settings: int, by_kernel: bool) -> None:
-        """Replace state of other shapes by copies where it is updated, if that is elsewhere."""
 
     def _gradient_part(self, update: GroupUpdate, number: int, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of a parameter's gradient, flat, clipped, not to be changed."""
@@ -244,11 +278,18 @@ class SliceUpdates:
         self, places: ParameterLocations, begin: int, end: int, param: torch.Tensor, by_kernel: bool
     ) -> dict[str, torch.Tensor]:
         """Return the state that is stored encoded, decoded, in the shape of `param`. New state is zeros for the kernel."""
-        if not places.coded:
-            return {}
         known = places.coded if by_kernel else {"master", *self._entries[places.name]}
         values = self._coded.decode(places, begin, end, param, known)
         return {key: value.view(param.shape) for key, value in values.items()}
+
+    def _tensors_of(self, places: ParameterLocations, begin: int, end: int) -> PieceTensors:
+        """Return elements [begin, end) of a parameter and its state."""
+        found = self._tensors.get((places, begin, end))
+        if found is None:
+            state = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
+            found = PieceTensors(self._part(places.param, places, begin, end), state, self._others(places))
+            self._tensors[places, begin, end] = found
+        return found
 
     def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) at `place`, flat; or all of it in its own shape, if it may not be cut."""
@@ -268,7 +309,12 @@ class SliceUpdates:
         return whole
 
     def _state(
-        self, places: ParameterLocations, begin: int, end: int, state_tensors: dict[str, torch.Tensor]
+        self,
+        places: ParameterLocations,
+        begin: int,
+        end: int,
+        state_tensors: dict[str, torch.Tensor],
+        stored: Mapping[str, torch.Tensor],
     ) -> dict[str, Any]:
         """Return the optimizer's state in its order.
 
@@ -276,21 +322,21 @@ class SliceUpdates:
         new.
         """
         entries = self._entries[places.name]
+        others = stored
         if begin > 0:
             others = {k: v.clone() for k, v in self._old[places.name].items()}
         else:
-            stored = self._others(places)
             if end < places.numel:
                 self._old[places.name] = {key: value.clone() for key, value in stored.items()}
             state_tensors.update(stored)
-            others = stored
-        state = {
-            key: (others[key] if key in places.others else state_tensors[key]).detach() if entry is PAGED else entry
-            for key, entry in entries.items()
-        }
-        for key, value in state.items():
-            if _is_factor(places, key, value) or key in places.orders:
-                state[key] = in_order(value, places.orders.get(key, range(value.dim())))
+        state: dict[str, Any] = {}
+        for key, entry in entries.items():
+            if entry is not PAGED:
+                state[key] = entry
+                continue
+            value = (others[key] if key in places.others else state_tensors[key]).detach()
+            is_copied = key in places.factors or key in places.orders
+            state[key] = in_order(value, places.orders.get(key, range(value.dim()))) if is_copied else value
         return state
 
     def _others(self, places: ParameterLocations) -> dict[str, torch.Tensor]:
@@ -323,7 +369,7 @@ class SliceUpdates:
                     f"{self._proxies.kind(work.settings)} keeps {key!r} for {places.name} as {value.dtype} {list(value.shape)}; "
                     f"when it was offloaded it was {stored.dtype} {list(stored.shape)}"
                 )
-            if _is_factor(places, key, stored) and self._is_unchanged(stored, value):
+            if key in places.factors and self._is_unchanged(stored, value):
                 self._unchanged.add(places.others[key])
             elif value.data_ptr() != stored.data_ptr() or not value.is_contiguous():
                 self._keep(update, key, value)
@@ -344,8 +390,3 @@ class SliceUpdates:
     def _keep(self, update: Update, key: str, value: torch.Tensor) -> None:
         """Copy state that the optimizer has put elsewhere to its location."""
         update.state_tensors[key].copy_(value)
-
-
-def _is_factor(places: ParameterLocations, key: str, value: Any) -> bool:
-    """Return True for state that is a matrix of another shape than the parameter's. See [Note: rare writes]."""
-    return key in places.others and isinstance(value, torch.Tensor) and value.dim() > 1

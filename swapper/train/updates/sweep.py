@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
@@ -25,13 +26,15 @@ class Sweep(SliceUpdates):
     """Applies the optimizer to all groups, slice by slice.
 
     Args:
-        trainables: all groups, also as an attribute.
+        trainables: all groups.
         proxies: run the updates.
         entries: the optimizer's state of each parameter.
         pager, page_bytes: makes the leases, and the size of its pages.
         gradients: of all parameters.
 
     Attributes:
+        trainables: all groups.
+        members: the numbers of the optimizers.
         ahead: groups whose update pays to be begun before the one of the group before them is settled.
     """
 
@@ -48,6 +51,7 @@ class Sweep(SliceUpdates):
     ) -> None:
         super().__init__(proxies, entries, gradients, decoded_bytes(trainables))
         self.trainables = trainables
+        self.members = proxies.members
         self._pager = pager
         self._page_bytes = page_bytes
         self._counters = pager.counters
@@ -63,16 +67,6 @@ class Sweep(SliceUpdates):
         """Treat writes past the guard so far as made before the step. See Pager.take_in_written."""
         self._pager.take_in_written()
 
-    @property
-    def members(self) -> range:
-        """The optimizers."""
-        return self._proxies.members
-
-    @property
-    def all_groups(self) -> range:
-        """The numbers of all groups of the optimizers."""
-        return range(self._proxies.groups_of(self.members[-1]).stop)
-
     def groups_of(self, member: int) -> range:
         """Return the numbers of an optimizer's groups."""
         return self._proxies.groups_of(member)
@@ -80,12 +74,15 @@ class Sweep(SliceUpdates):
     def fix(self, trainable: Trainable, groups: range) -> GroupUpdate | None:
         """Return the part of a step for parameters in these groups of the optimizers, with the gradients of this moment; None if
         it has none. Increases versions."""
-        found = zip(trainable.parameters, trainable.settings, strict=True)
+        gradients: list[torch.Tensor | None] = []
+        changed: list[nn.Parameter] = []
         with without_torch_functions():  # many are cold, and their data is not needed
-            update = GroupUpdate(trainable, tuple(p.grad if at in groups else None for p, at in found))
-            changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
+            for parameter, number in zip(trainable.parameters, trainable.settings, strict=True):
+                gradients.append(parameter.grad if number in groups else None)
+                if gradients[-1] is not None:
+                    changed.append(parameter)
             torch.autograd.graph.increment_version(changed)
-        return update if changed else None
+        return GroupUpdate(trainable, tuple(gradients)) if changed else None
 
     def fix_all(self, member: int) -> list[GroupUpdate]:
         """Return all updates of an optimizer's step, with the gradients of this moment."""
@@ -174,11 +171,10 @@ class Sweep(SliceUpdates):
         last, self._last = self._last, None
         changed, self._changed = self._changed, None
         try:
-            if access is not None:
-                self._pager.lease(access)
+            is_there = access is None or self._pager.lease(access)
         finally:
             if last is not None:
                 self._pager.release(last, last.writes if changed is None else changed)
-        if access is not None:
+        if access is not None and not is_there:
             self._pager.wait(access)
-            self._last = access
+        self._last = access
