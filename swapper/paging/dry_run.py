@@ -271,12 +271,13 @@ class DryRun:
         return dict(step.total.read_bytes), dict(step.total.written_bytes), max(more, 0)
 
     def time(self, min_steps: int = 2) -> StepStats:
-        """Return the statistics of a step once one is like the one before, or the mean of several. See MAX_STEPS."""
+        """Return the statistics of a step once one moves nothing or is like the one before, or the mean of several: MAX_STEPS."""
         steps: list[StepStats] = []
         while len(steps) < MAX_STEPS:
             self.step()
             steps.append(self.clock.stats())
-            if len(steps) >= min_steps and _alike(*steps[-2:]):
+            moves_nothing = self.device is None and not steps[-1].read_bytes + steps[-1].written_bytes
+            if moves_nothing or (len(steps) >= min_steps and _alike(*steps[-2:])):
                 return steps[-1]
         return StepStats.mean(steps[FIRST_STEPS:])
 
