@@ -9,6 +9,8 @@ from swapper.paging.virtual_drive import DriveRates, Lane
 
 SLICE_S = 0.1
 """Linux: DFL_THROTL_SLICE, HZ / 10."""
+REST_S = 1.5 * SLICE_S
+"""The end of the slice after the one that was used last, on average."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,7 @@ class CappedRates(DriveRates):
         return CappedLane(self.read, self.cap), CappedLane(self.write, self.cap)
 
     def share(self, reading: bool, writing: bool, computing: bool) -> float:
-        wanted = min(self.read, self.cap) * reading + min(self.write, self.cap) * writing
-        reached = super().share(reading, writing, computing) * (self.read * reading + self.write * writing)
-        return min(reached / wanted, 1.0) if wanted else 1.0
+        return 1.0  # slices are of the clock's time
 
     def faster(self, times: float) -> CappedRates:
         rates = super().faster(times)
@@ -36,16 +36,24 @@ class CappedRates(DriveRates):
 
 class CappedLane(Lane):
     """Linux lets bytes pass in slices of time (block/blk-throttle.c). A slice's bytes pass at the drive's own speed, then nothing
-    does until the next slice. So a drive that rested first does SLICE_S of the cap at once, which short steps feel.
+    does until the next slice. So a drive that rested first does SLICE_S of the cap at once, which short steps feel. What a slice
+    has left over can be used in the one after it; a rest of more than a slice begins a new one.
     """
 
     def __init__(self, rate: float, cap: float) -> None:
-        super().__init__(min(rate, cap))
-        self._uncapped = rate
+        super().__init__(rate)
+        self._allowed = Lane(cap)
+        self._began_s = self._last_s = -math.inf  # of slices without a rest: the begin, the last use
 
-    def add(self, begin_s: float, nbytes: int) -> tuple[float, float]:
-        first_s, end_s = super().add(begin_s, nbytes)
-        over = max(math.ceil((end_s - first_s) / SLICE_S - 1e-6) - 1, 0)  # slices before the last one
-        slice_s = first_s + over * SLICE_S
-        passed_s = (end_s - slice_s) * self.rate / self._uncapped
-        return first_s, max(slice_s + passed_s, begin_s + nbytes / self._uncapped)
+    def add(self, begin_s: float, nbytes: float) -> tuple[float, float]:
+        if begin_s > self._last_s + REST_S:
+            self._began_s = begin_s
+        first_s, end_s = self._allowed.add(max(begin_s - SLICE_S, self._began_s), nbytes)
+        slice_s = first_s + SLICE_S * max(math.ceil((end_s - first_s) / SLICE_S - 1e-6) - 1, 0)
+        found = super().add(max(begin_s, slice_s), min(nbytes, (end_s - slice_s) * self._allowed.rate))
+        self._last_s = max(self._last_s, found[1])
+        return found
+
+    def look(self, now_s: float) -> tuple[bool, float]:
+        self._allowed.look(now_s - 2 * SLICE_S)  # forgets what was before
+        return super().look(now_s)

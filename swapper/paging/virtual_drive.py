@@ -110,7 +110,7 @@ class Lane:
         self.rate = rate
         self._busy: deque[tuple[float, float]] = deque()  # from when to when, in order
 
-    def add(self, begin_s: float, nbytes: int) -> tuple[float, float]:
+    def add(self, begin_s: float, nbytes: float) -> tuple[float, float]:
         """Move these bytes from `begin_s` on, when nothing else moves. Returns since when it moves something then, and the end."""
         busy, later, first_s, end_s = self._busy, [], begin_s, begin_s + nbytes / self.rate
         while busy and busy[-1][1] >= begin_s:
