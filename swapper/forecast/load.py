@@ -86,7 +86,7 @@ def _computing(
     streaming, counts = plan.fitting.plan, _experts_of(plan)
 
     def used(parameter: nn.Parameter, tokens: int) -> float:
-        """Return which part of a weight so many tokens use: of experts some."""
+        """Return the part of a weight that these tokens use: some of the experts."""
         count = counts.get(id(parameter))
         return 1.0 if count is None or experts is None else min(experts.experts * tokens / count, 1.0)
 

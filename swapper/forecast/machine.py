@@ -207,7 +207,7 @@ class Forecaster:
         step = simulate(plan, machine.rank_drive, self.compute(exact, machine, setting), setting.passes, machine.device)
         return Forecast(exact, step, plan is exact)
 
-    def least(self, machine: Machine, setting: Setting) -> tuple[float, int]:
+    def lower_bounds(self, machine: Machine, setting: Setting) -> tuple[float, int]:
         """Return seconds and written bytes that no step is below: it computes, and has state in the pool, or moves it."""
         plan = self.plan(machine, setting)
         compute, staying = self.compute(plan, machine, setting), plan.inventory.staying_state

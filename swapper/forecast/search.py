@@ -139,10 +139,8 @@ def _row(
     if machine.device_bytes is None:
         memory_bytes += saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
     placement = ", ".join(family for family in FAMILIES if plan.places[family] == "nvme") or "-"
-    least_s, least_bytes = forecaster.least(machine, setting)
-    row = SettingCosts(
-        setting.codec, setting.update, placement, setting.passes, least_s, memory_bytes, least_bytes * here
-    )
+    min_s, min_bytes = forecaster.lower_bounds(machine, setting)
+    row = SettingCosts(setting.codec, setting.update, placement, setting.passes, min_s, memory_bytes, min_bytes * here)
     if any(other.beats(row) for other in known):
         return []
     step = forecaster.forecast(machine, setting, TABLE_PAGES).step
