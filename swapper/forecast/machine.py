@@ -42,6 +42,7 @@ COARSE_PAGES = 2000
 """Pages that it gets then."""
 COARSER = 1.25
 """Coarser pages may have a pool larger by this: one of few large frames needs more. A choice."""
+ROUNDING = 1e-9
 GATHERED_BYTES = 2  # of an element: bf16 or fp16
 
 
@@ -121,20 +122,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan of one rank, and its step.
-
-    Attributes:
-        read_bytes, written_bytes: of a step: those that the plan states, if it is `exact`.
-        memory_bytes: host memory that the rank's plan takes.
-        exact: the plan has its own pages, not larger ones.
-    """
+    """A plan of one rank, and its step, which is `exact` if it is simulated with the plan's own pages, not larger ones."""
 
     plan: Plan
     step: StepStats
-    read_bytes: int
-    written_bytes: int
-    memory_bytes: int
     exact: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that the rank's plan takes."""
+        return self.plan.budget.resident_bytes + self.plan.budget.pool_bytes
 
 
 @dataclass
@@ -168,6 +165,10 @@ class Forecaster:
             BudgetError: the model does not fit the memory; names the smallest that works.
             ConfigError, UnsupportedError: options do not go together.
         """
+        of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
+        return self._once(of, lambda: self._plan(machine, setting))  # the same for other drives
+
+    def _plan(self, machine: Machine, setting: Setting) -> Plan:
         model, count = self.of_rank(machine.ranks), machine.of_node
         optimizer = self._once((machine.ranks, setting.optimizer), lambda: OPTIMIZERS[setting.optimizer](model))
         there: dict[str, Any] = {}
@@ -201,16 +202,22 @@ class Forecaster:
         Args:
             pages: simulate a plan of more pages than this with coarser ones, about this number.
         """
-        of = machine.host_bytes // machine.of_node, machine.device_bytes, machine.ranks, replace(setting, passes=1)
-        exact = self._once(of, lambda: self.plan(machine, setting))  # the same for other drives
-        plan = self._once((of, pages), lambda: coarser(exact, pages))
+        exact = self.plan(machine, setting)
+        plan = self._once((id(exact), pages), lambda: coarser(exact, pages))
         step = simulate(plan, machine.rank_drive, self.compute(exact, machine, setting), setting.passes, machine.device)
-        read_bytes, written_bytes = step.read_bytes, step.written_bytes
-        if plan is exact and pages == EXACT_PAGES:
-            traffic = exact.traffic_of(setting.passes)
-            read_bytes, written_bytes = traffic.total_read_bytes, traffic.total_written_bytes
-        memory_bytes = exact.budget.resident_bytes + exact.budget.pool_bytes
-        return Forecast(plan, step, read_bytes, written_bytes, memory_bytes, plan is exact)
+        return Forecast(exact, step, plan is exact)
+
+    def lower_bounds(self, machine: Machine, setting: Setting) -> tuple[float, int]:
+        """Return seconds and written bytes that no step is below: it computes, and has state in the pool, or moves it."""
+        plan = self.plan(machine, setting)
+        compute, staying = self.compute(plan, machine, setting), plan.inventory.staying_state
+        seconds = setting.passes * sum((*compute.forward_s.values(), *compute.backward_s.values()))
+        if machine.device_bytes is None:
+            seconds += sum(compute.update_s[group] * numel for group, numel in _numel(plan).items())
+        state = [of for of in plan.state_plans if of.group not in staying and not is_resident(of, plan.places)]
+        pooled_bytes = int(COARSER * plan.budget.frame_count * plan.budget.page_bytes)
+        nbytes = max(sum(of.nbytes for of in state) - pooled_bytes, 0)
+        return max(seconds * (1 - ROUNDING), machine.rank_drive.seconds_for(nbytes, nbytes)), nbytes
 
     def compute(self, plan: Plan, machine: Machine, setting: Setting) -> ComputeTimes:
         """Return what one pass, and the update, compute; and the network while it is slower than that."""

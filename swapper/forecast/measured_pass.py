@@ -2,7 +2,7 @@
 
 [Note: measured passes] A copy of the model runs with the user's own code. Its parameters all lie in one small memory, each
 somewhere else, larger than a processor's cache: so a model of which no weight exists, or that is larger than memory, takes the
-time of a real one. Activations are as large as they will be. Gradients are dropped as they come.
+time of a real one. Activations are as large as they will be. Gradients are copied as they come, as to their slots, and dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ log = logging.getLogger("swapper")
 
 SCRATCH_BYTES = 64 << 20
 """Memory of the weights, of each dtype; more if one of them is larger. More than most caches."""
-MAX_PASSES, ENOUGH_S = 5, 1.0
+SLOT_BYTES = 16 << 20
+"""Of what gradients are copied to, one after the other."""
+MAX_PASSES, ENOUGH_S = 5, 0.1
 """A short pass is measured this many times at most, until all have taken this many seconds. Medians count."""
 
 
@@ -202,17 +204,25 @@ def _time_units(model: nn.Module, group_of: Mapping[str, int], clock: _Clock) ->
 
         return note
 
+    slots: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def copy_gradient(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        slot = slots[gradient.dtype, gradient.device]
+        for part in gradient.flatten().split(slot.numel()):
+            slot[: part.numel()].copy_(part)
+        parameter.grad = None
+
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            kind = parameter.dtype, parameter.device
+            slots[kind] = slots.get(kind, torch.ones(SLOT_BYTES // parameter.itemsize, dtype=kind[0], device=kind[1]))
+            parameter.register_post_accumulate_grad_hook(copy_gradient)
     for name, module in model.named_modules():
         if name in group_of:
             module.register_forward_pre_hook(note_entering(group_of[name]), prepend=True)
             module.register_forward_hook(note_results(group_of[name]))
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 def loss_of(result: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ GIB = 1 << 30
 FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
 TABLE_PAGES = 200
 """Rough: a table has many rows."""
-CODECS, UPDATES, PASSES = ("exact", "8bit"), ("step", "deferred"), (1, 4)
+CODECS, UPDATES, PASSES = ("exact", "8bit"), ("step", "deferred"), (4, 1)
 EXACT_CODECS = ("exact", "split")
 MEMORY_SHARES = (1, 2)
 """The table has the host memory divided by each."""
@@ -115,30 +115,36 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
     Args: as of `Forecaster.plan`.
     """
     codecs, updates = dict.fromkeys((*CODECS, setting.codec)), dict.fromkeys((*UPDATES, setting.update))
-    passes = PASSES if machine.device_bytes is None else PASSES[:1]  # which save no memory that is counted there
+    passes = PASSES if machine.device_bytes is None else PASSES[1:]  # which save no memory that is counted there
     rows: list[SettingCosts] = []
     for codec, (params, state), update, share in itertools.product(codecs, PREFERENCES, updates, MEMORY_SHARES):
         on = replace(machine, host_bytes=machine.host_bytes // share)
         for gradients in dict.fromkeys((setting.gradients, "nvme")):
             of = replace(setting, codec=codec, update=update, params=params, optimizer_state=state, gradients=gradients)
             try:
-                rows += [_row(forecaster, on, replace(of, passes=setting.passes * more)) for more in passes]
+                for more in passes:
+                    rows += _row(forecaster, on, replace(of, passes=setting.passes * more), rows)
                 break
             except (BudgetError, ConfigError, UnsupportedError):  # these options do not fit, or go together
                 continue
     return sorted(undominated(rows), key=lambda row: row.costs)
 
 
-def _row(forecaster: Forecaster, machine: Machine, setting: Setting) -> SettingCosts:
-    found = forecaster.forecast(machine, setting, TABLE_PAGES)
-    memory = found.memory_bytes * machine.of_node
+def _row(
+    forecaster: Forecaster, machine: Machine, setting: Setting, known: Sequence[SettingCosts]
+) -> list[SettingCosts]:
+    """Return a row; none if one of `known` beats the least that it can be, which is not simulated then."""
+    plan, here = forecaster.plan(machine, setting), machine.of_node
+    memory_bytes = (plan.budget.resident_bytes + plan.budget.pool_bytes) * here
     if machine.device_bytes is None:
-        memory += saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
-    placement = ", ".join(family for family in FAMILIES if found.plan.places[family] == "nvme") or "-"
-    written_bytes = found.written_bytes * machine.of_node
-    return SettingCosts(
-        setting.codec, setting.update, placement, setting.passes, found.step.wall_s, memory, written_bytes
-    )
+        memory_bytes += saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
+    placement = ", ".join(family for family in FAMILIES if plan.places[family] == "nvme") or "-"
+    min_s, min_bytes = forecaster.lower_bounds(machine, setting)
+    row = SettingCosts(setting.codec, setting.update, placement, setting.passes, min_s, memory_bytes, min_bytes * here)
+    if any(other.beats(row) for other in known):
+        return []
+    step = forecaster.forecast(machine, setting, TABLE_PAGES).step
+    return [replace(row, step_s=step.wall_s, written_bytes=step.written_bytes * here)]
 
 
 def saved_for_backward(model: nn.Module) -> int:
