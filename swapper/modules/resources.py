@@ -181,8 +181,8 @@ class Resources(Generic[StoreT]):
         names = ", ".join(dict.fromkeys(name for page in pages[:2] for name in page.tensors))
         if nbytes > free // 2:
             log.error(
-                "close: tensors, arrays or graphs of yours still refer to %s on NVMe (%s and others), for which %s of free memory are "
-                "not enough: do not use them, which would end the process; keep copies instead",
+                "close: tensors, arrays or graphs of yours still refer to %s on NVMe (%s and others), for which %s of free memory "
+                "are not enough: do not use them, which would end the process; keep copies instead",
                 format_bytes(nbytes), names, format_bytes(free),
             )  # fmt: skip
             return [page for page in pages if page.shown]
