@@ -64,8 +64,9 @@ def leave_view(view: torch.Tensor) -> None:
 
 
 def _drop_data(tensor: torch.Tensor) -> None:
+    """Have a tensor of host memory refer to none, unless it has a stand-in there, of one element."""
     with without_torch_functions():
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() >= tensor.nbytes:
             tensor.data = without_data(tensor)
 
 

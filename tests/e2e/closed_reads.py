@@ -68,6 +68,20 @@ def parameters(directory: Path, update: str = "step", is_away: bool = True) -> N
     raise AssertionError("a cold parameter was read")
 
 
+def parked(directory: Path) -> None:
+    """An array that is kept over `manager.parked()` has the values of then."""
+    pair = Twins(directory, layers())
+    pair.train(step, steps=1)
+    with pair.manager.gather(pair.swapped[4].weight):
+        array = pair.swapped[4].weight.detach().numpy()
+    expected = pair.plain[4].weight.detach().clone()
+    with pair.manager.parked():
+        assert torch.equal(torch.as_tensor(array), expected)
+    pair.train(step, steps=1)
+    pair.manager.close()
+    same([array], [expected])
+
+
 def written(directory: Path) -> None:
     """What was written through an array while its page was away."""
     pair = Twins(directory, layers())
@@ -227,6 +241,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "parameters in frames": lambda directory: parameters(directory, is_away=False),
     "parameters of deferred steps": lambda directory: parameters(directory, "deferred"),
     "parameters updated in backward": lambda directory: parameters(directory, "backward"),
+    "parameters of a parked run": parked,
     "written parameters": written,
     "a graph": graph,
     "gradients on the drive": gradients,

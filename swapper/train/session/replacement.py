@@ -25,6 +25,7 @@ commit are untouched meanwhile, so a process that is killed while it is parked r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -52,6 +53,8 @@ from swapper.train.session.origin import Origin
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
 from swapper.train.state.optim import StateOwner
+
+log = logging.getLogger("swapper")
 
 VERB = "train more parameters"
 DETACHED = (
@@ -202,6 +205,8 @@ def _plan_more(before: Plan) -> Plan | None:
 def check_between_steps(run: TrainingSession, verb: str, remedy: str) -> None:
     """Raise StateError in the middle of a forward, a backward or a gather, or if an alias would be cut off.
 
+    Of parameters on NVMe, views and graphs raise when they are used. Arrays cannot: a warning is logged.
+
     Args:
         verb: what the user called, for the message.
         remedy: for a call in the middle of something.
@@ -212,15 +217,20 @@ def check_between_steps(run: TrainingSession, verb: str, remedy: str) -> None:
     if doing:
         raise StateError(f"{verb} in the middle of {doing}: {remedy}")
     if not run.plan.request.model.is_sharded:
-        for group in run.model.groups:
-            if (
-                not group.paged and (name := next(group.aliased(), None)) is not None
-            ):  # those of cold ones raise when they are used
+        aliased = [(group.paged, name) for group in run.model.groups for name in group.aliased()]
+        for is_paged, name in aliased:
+            if not is_paged:
                 raise StateError(
                     f"{verb}: something refers to the memory of parameter {name} (a view, .data, an array, the graph of a "
                     "forward), which moves: it would keep the values of now, while in plain torch it follows the parameter. Drop "
                     f"it, or keep a copy (`p.detach().clone()`), before {verb}"
                 )
+        if aliased:
+            log.warning(
+                "%s: something refers to the memory of parameter %s: a view or the graph of a forward raises when it is used; an "
+                "array keeps the values of now, while in plain torch it follows the parameter",
+                verb, aliased[0][1],
+            )  # fmt: skip
 
 
 # --- parking ------------------------------------------------------------------------------------------------------------
