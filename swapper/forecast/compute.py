@@ -13,7 +13,7 @@ from torch import nn
 from swapper.device.device import open_device
 from swapper.errors import StateError
 from swapper.forecast.measured_pass import measure_pass
-from swapper.forecast.trials import mapping_seconds, measure_updates
+from swapper.forecast.trials import checking_seconds, mapping_seconds, measure_updates
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
@@ -40,6 +40,7 @@ class ComputeTimes:
         update_s: of the optimizer, for one element, by group.
         access_s: of the pager's, for one access.
         mapped_byte_s: of a byte that comes, until it can be used.
+        checked_byte_s: of the checksum of a byte that moves.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
     """
 
@@ -48,6 +49,7 @@ class ComputeTimes:
     update_s: Mapping[int, float] = field(default_factory=dict)
     access_s: float = 0.0
     mapped_byte_s: float = 0.0
+    checked_byte_s: float = 0.0
     activation_bytes: int | None = None
 
     def of(self, task: Task) -> float:
@@ -96,7 +98,8 @@ def measure_step(
         found = _with_gathers(found, request.model.shards, inventory.groups)
     if request.updates_there:
         return found
-    return with_updates(replace(found, mapped_byte_s=mapping_seconds()), plan)
+    checked_byte_s = checking_seconds() if request.manager.check_reads else 0.0
+    return with_updates(replace(found, mapped_byte_s=mapping_seconds(), checked_byte_s=checked_byte_s), plan)
 
 
 def with_updates(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:

@@ -204,21 +204,17 @@ def _time_units(model: nn.Module, group_of: Mapping[str, int], clock: _Clock) ->
 
         return note
 
-    slots: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    slot = torch.ones(SLOT_BYTES, dtype=torch.uint8, device=trained[0].device if trained else "cpu")
 
     def copy_gradient(parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        slot = slots[gradient.dtype, gradient.device]
-        for part in gradient.flatten().split(slot.numel()):
+        assert parameter.grad is not None
+        for part in parameter.grad.flatten().view(torch.uint8).split(SLOT_BYTES):
             slot[: part.numel()].copy_(part)
         parameter.grad = None
 
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            kind = parameter.dtype, parameter.device
-            slots[kind] = slots.get(kind, torch.ones(SLOT_BYTES // parameter.itemsize, dtype=kind[0], device=kind[1]))
-            parameter.register_post_accumulate_grad_hook(copy_gradient)
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(copy_gradient)
     for name, module in model.named_modules():
         if name in group_of:
             module.register_forward_pre_hook(note_entering(group_of[name]), prepend=True)

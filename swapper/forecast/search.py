@@ -115,7 +115,9 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
     Args: as of `Forecaster.plan`.
     """
     codecs, updates = dict.fromkeys((*CODECS, setting.codec)), dict.fromkeys((*UPDATES, setting.update))
-    passes = PASSES if machine.device_bytes is None else PASSES[1:]  # which save no memory that is counted there
+    passes, saved_bytes = PASSES, saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes)
+    if machine.device_bytes is not None:
+        passes, saved_bytes = PASSES[1:], 0  # more passes save no memory that is counted there
     rows: list[SettingCosts] = []
     for codec, (params, state), update, share in itertools.product(codecs, PREFERENCES, updates, MEMORY_SHARES):
         on = replace(machine, host_bytes=machine.host_bytes // share)
@@ -123,7 +125,7 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
             of = replace(setting, codec=codec, update=update, params=params, optimizer_state=state, gradients=gradients)
             try:
                 for more in passes:
-                    rows += _row(forecaster, on, replace(of, passes=setting.passes * more), rows)
+                    rows += _row(forecaster, on, replace(of, passes=setting.passes * more), saved_bytes, rows)
                 break
             except (BudgetError, ConfigError, UnsupportedError):  # these options do not fit, or go together
                 continue
@@ -131,13 +133,11 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
 
 
 def _row(
-    forecaster: Forecaster, machine: Machine, setting: Setting, known: Sequence[SettingCosts]
+    forecaster: Forecaster, machine: Machine, setting: Setting, saved_bytes: int, known: Sequence[SettingCosts]
 ) -> list[SettingCosts]:
     """Return a row; none if one of `known` beats the least that it can be, which is not simulated then."""
     plan, here = forecaster.plan(machine, setting), machine.of_node
-    memory_bytes = (plan.budget.resident_bytes + plan.budget.pool_bytes) * here
-    if machine.device_bytes is None:
-        memory_bytes += saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes) // setting.passes
+    memory_bytes = (plan.budget.resident_bytes + plan.budget.pool_bytes) * here + saved_bytes // setting.passes
     placement = ", ".join(family for family in FAMILIES if plan.places[family] == "nvme") or "-"
     min_s, min_bytes = forecaster.lower_bounds(machine, setting)
     row = SettingCosts(setting.codec, setting.update, placement, setting.passes, min_s, memory_bytes, min_bytes * here)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.forecast.accelerator import DeviceClocks, DeviceRates
 from swapper.forecast.compute import ComputeTimes, measure_step, with_pager, with_updates
-from swapper.forecast.trials import checking_seconds
 from swapper.io.drives import Tuning
 from swapper.paging.virtual_drive import DriveRates, VirtualDrive
 from swapper.runtime.sizes import parse_bytes_a_second
@@ -79,7 +78,7 @@ def simulate(
     Raises:
         BudgetError: the pool has too few frames for the step.
     """
-    virtual = VirtualDrive(drive, compute.access_s, compute.mapped_byte_s)
+    virtual = VirtualDrive(drive, compute.access_s, compute.mapped_byte_s, compute.checked_byte_s)
     if plan.request.device is None:
         return plan.dry_run(virtual, compute.of, passes).time()
     dry = plan.dry_run(virtual, passes=passes)
@@ -98,8 +97,7 @@ def drive_of(plan: PlannedStep, tokens: int, rates: Rates) -> DriveRates:
         raise ConfigError(f"predict(tokens={tokens!r}): give the number of tokens of a step, of all samples together")
     if plan.request.device is not None and set(plan.places.values()) == {"host"} and rates == (None, None):
         return DriveRates()
-    drive = drive_rates(plan.tuning, rates)
-    return drive.with_checksums(checking_seconds()) if plan.request.manager.check_reads else drive
+    return drive_rates(plan.tuning, rates)
 
 
 def drive_rates(tuning: Tuning | None, rates: Rates) -> DriveRates:

@@ -47,7 +47,7 @@ from swapper.train.updates.sweep import Sweep
 TRIALS, UPDATES = 5, 3
 MUCH_BYTES = 16 << 20
 """Of what is mapped or checked in a trial."""
-ELEMENTS, GROUP_ELEMENTS = 1 << 22, 1 << 24
+ELEMENTS, GROUP_ELEMENTS, MIN_ELEMENTS = 1 << 22, 1 << 24, 1 << 16
 """Most of a parameter, and of a group, in a trial of updates: larger parameters that may be cut are cut to it."""
 
 
@@ -83,14 +83,14 @@ def measure_updates(inventory: Inventory, optimizers: OptimizerSet, page_bytes: 
 def _element_seconds(
     inventory: Inventory, optimizers: OptimizerSet, parameters: list[tuple[str, nn.Parameter]], page_bytes: int
 ) -> float:
-    most = ELEMENTS
-    while most > 1 << 16 and sum(min(parameter.numel(), most) for _, parameter in parameters) > GROUP_ELEMENTS:
-        most //= 2
-    shapes = [_shape(p, most if inventory.forms[name].may_cut else p.numel()) for name, p in parameters]
-    named = [
-        (name, nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta")))
-        for (name, p), shape in zip(parameters, shapes, strict=True)
-    ]
+    most = min(ELEMENTS, max(GROUP_ELEMENTS // len(parameters), MIN_ELEMENTS))
+    named = []
+    for name, parameter in parameters:
+        rows, *others = parameter.shape or (1,)
+        if inventory.forms[name].may_cut and parameter.numel() > most:
+            rows = max(most * rows // parameter.numel(), 1)
+        shape = (rows, *others) if parameter.shape else ()
+        named.append((name, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))))
     specs = [
         spec
         for name, p in named
@@ -110,9 +110,7 @@ def _element_seconds(
     proxies = OptimizerProxies(OptimizerSet([copy_for_trial(member) for member in optimizers.members]))
     no_slots = Gradients([], [], pager, {}, lambda: None, Processor(pager))  # gradients are tensors of their own
     sweep = Sweep([trainable], proxies, StateEntries(inventory.forms), pager, page_bytes, no_slots)
-    gradients = [
-        torch.full(shape, 1e-3, dtype=p.dtype, device="cpu") for (_, p), shape in zip(named, shapes, strict=True)
-    ]
+    gradients = [torch.full(p.shape, 1e-3, dtype=p.dtype, device="cpu") for _, p in named]
 
     def update() -> None:
         for member in sweep.members:
@@ -126,14 +124,6 @@ def _element_seconds(
     with torch.no_grad():
         update()  # makes the state
         return min_seconds(update, UPDATES) / max(sum(gradient.numel() for gradient in gradients), 1)
-
-
-def _shape(parameter: nn.Parameter, most: int) -> torch.Size:
-    """Return the shape of a parameter of at most this many elements, or of one row."""
-    shape = parameter.shape
-    if parameter.numel() <= most:
-        return shape
-    return torch.Size((max(most // max(parameter.numel() // shape[0], 1), 1), *shape[1:]))
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class DriveRates:
         Writes alone are as fast as before: their checksums are taken while they are under way. If the engine's thread slows the
         computing, it does so for longer.
         """
-        slower = {name: 1 / (1 / getattr(self, name) + byte_s) for name in ("read", "both", "busy")}
+        slower = {name: 1 / (1 / getattr(self, name) + byte_s) for name in ("read", "both", "busy")} if byte_s else {}
         return replace(self, **slower, slowing_byte_s=self.slowing_byte_s + byte_s * (self.slowing_byte_s > 0))
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
@@ -140,6 +140,7 @@ class VirtualDrive:
         rates: of the drive. Default: it takes no time.
         access_s: that each access adds to the computing after it.
         mapped_byte_s: the same of each byte that is mapped into its window.
+        checked_byte_s: of the engine's checksum of a byte.
 
     Attributes:
         rates: bytes a second.
@@ -149,13 +150,20 @@ class VirtualDrive:
         counters: whose waits take the time of this drive.
     """
 
-    def __init__(self, rates: DriveRates | None = None, access_s: float = 0.0, mapped_byte_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        rates: DriveRates | None = None,
+        access_s: float = 0.0,
+        mapped_byte_s: float = 0.0,
+        checked_byte_s: float = 0.0,
+    ) -> None:
         self.rates = rates or DriveRates()
         self.now_s = self.busy_until_s = 0.0
         self.finished = 0
         self.counters: Counters = _Counters(self)
         self._access_s, self._mapped_byte_s = access_s, mapped_byte_s
-        self._lanes = self.rates.lanes()
+        self._rates = self.rates.with_checksums(checked_byte_s)
+        self._lanes = self._rates.lanes()
         self._drive_s = 0.0  # [Note: the drive's time]
         self._under_way: list[tuple[float, int, DryTransfer]] = []  # a heap
         self._added_s = 0.0  # to the computing
@@ -213,7 +221,7 @@ class VirtualDrive:
         while self.now_s < until_s and self._drive_s < until_drive_s:
             began_s, (reads, writes) = self._drive_s, self._lanes
             (reading, read_s), (writing, written_s) = reads.look(began_s), writes.look(began_s)
-            share = self.rates.share(reading, writing, self._is_computing)
+            share = self._rates.share(reading, writing, self._is_computing)
             change_s = min(read_s, written_s, until_drive_s)
             seconds = (change_s - began_s) / share
             if seconds < until_s - self.now_s:
@@ -221,9 +229,9 @@ class VirtualDrive:
             else:
                 self._drive_s += (until_s - self.now_s) * share
                 self.now_s = until_s
-            if self._is_computing and self.rates.slowing_byte_s:
+            if self._is_computing and self._rates.slowing_byte_s:
                 rate = (reads.rate if reading else 0.0) + (writes.rate if writing else 0.0)
-                self._added_s += (self._drive_s - began_s) * rate * self.rates.slowing_byte_s
+                self._added_s += (self._drive_s - began_s) * rate * self._rates.slowing_byte_s
             self._finish()
 
     def _finish(self) -> None:

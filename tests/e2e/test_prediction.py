@@ -125,7 +125,7 @@ def test_a_prediction_measures_the_update_of_each_optimizer(tmp_path: Path, kind
     assert compute.update_s.keys() == {group.index for group in plan.inventory.groups}
     assert all(seconds >= 0 for seconds in compute.update_s.values())
     assert sum(compute.forward_s.values()) > 0 and sum(compute.backward_s.values()) > 0
-    assert compute.access_s > 0 and compute.mapped_byte_s > 0
+    assert compute.access_s > 0 and compute.mapped_byte_s > 0 and compute.checked_byte_s > 0
     assert predicted.total.update_s > 0 and compute.activation_bytes is not None
     assert all(not one.state for one in optimizers)
     assert [{id(p): p for g in one.param_groups for p in g["params"]} for one in optimizers] == before

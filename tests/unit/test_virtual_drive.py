@@ -91,7 +91,8 @@ def test_accesses_and_bytes_that_are_mapped_lengthen_the_computing_and_checksums
     assert (rates.read, rates.write, rates.both) == pytest.approx((5e9, 10e9, 20e9 / 3))
     assert rates.slowing_byte_s == pytest.approx(1.1e-10)
     assert DriveRates(10e9, 10e9).with_checksums(1e-10).slowing_byte_s == 0.0  # a processor is left for them
-    drive = VirtualDrive(rates, access_s=0.1, mapped_byte_s=1.5e-10)
+    drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9, slowing_byte_s=1e-11), 0.1, 1.5e-10, checked_byte_s=1e-10)
+    assert drive.rates.read == 10e9  # it is the drive's limit all the same
     drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes
     assert drive.now_s == pytest.approx(2.0)
     drive.lease()
