@@ -368,8 +368,6 @@ class Frames:
 
     def settle(self) -> None:
         """Process every transfer that has finished: writes first, then the reads that waited for them."""
-        if not self.in_flight:
-            return
         if self._finished is not None:
             count = self._finished()
             if count == self._settled:

@@ -123,7 +123,8 @@ class Pager:
         is_leased = has_frames = False
         try:
             with self._lock:
-                self._frames.settle()
+                if self._frames.in_flight:
+                    self._frames.settle()
                 if self._frames.failure is not None:
                     self._frames.raise_failure()
                 if access.key is not None:
@@ -163,7 +164,8 @@ class Pager:
         A page of a lease for reading that was changed while it is being written stays noted: the next flush writes it again.
         """
         with self._lock:
-            self._frames.settle()
+            if self._frames.in_flight:
+                self._frames.settle()
             held = self._frames.held.pop(id(access), None)
             if self.counters.trace is not None and held is not None:
                 pages_of = {"pages": len(access.pages), "written": len(changed)}
@@ -490,7 +492,8 @@ class Pager:
     def _is_there(self, access: Access) -> bool:
         """Return whether nothing needs to be waited for, as is usual. Prepare frames for pages that are overwritten."""
         with self._lock:
-            self._frames.settle()
+            if self._frames.in_flight:
+                self._frames.settle()
             pages = self._pages
             for index in access.pages:
                 page = pages[index]
@@ -565,11 +568,8 @@ class Pager:
             raise InvariantError(f"{page} is released but was not leased")
         page.leases -= 1
         if page.leases:
-            if (
-                page.shown
-                and not page.guarded
-                and not any(page.index in held.writes for held, _ in self._frames.held.values())
-            ):
+            is_open = page.shown and not page.guarded
+            if is_open and not any(page.index in held.writes for held, _ in self._frames.held.values()):
                 self._frames.guard(page)  # those that are left only read
             return
         page.next_use = self._schedule.next_use(page.index)

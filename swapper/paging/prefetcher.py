@@ -168,6 +168,7 @@ class Prefetcher:
         self._max_ahead = pool.frame_count if one_at_a_time else self._window_pages
         self._next = 0  # all accesses before this position are prefetched
         self._distance = PrefetchDistance()
+        self._reach = len(schedule.cycle)  # accesses to read ahead, the present one included
         self._choose_resident_set()
 
     # --- the place in the schedule --------------------------------------------------------------------------------
@@ -177,9 +178,11 @@ class Prefetcher:
         before = self._schedule.position
         if self._schedule.advance(access):
             self._distance.hit()
+            self._reach = self._distance.accesses(len(self._schedule.cycle))
             return
         if not before <= self._schedule.position <= max(self._next, before + 1):
             self._distance.miss()
+            self._reach = self._distance.accesses(len(self._schedule.cycle))
         self._find_next_uses()
 
     def end_step(self, learn: bool) -> None:
@@ -197,6 +200,7 @@ class Prefetcher:
         self._next = self._schedule.position
 
     def _begin_cycle(self) -> None:
+        self._reach = self._distance.accesses(len(self._schedule.cycle))
         self._choose_resident_set()
         self._find_next_uses()
         self.read_ahead()
@@ -257,7 +261,7 @@ class Prefetcher:
         """Claim frames along the schedule, as long as other pages are needed later than those wanted."""
         pages, ahead = self._pages, self._frames.ahead
         self._next = max(self._next, self._schedule.position)
-        end = self._schedule.position + self._distance.accesses(len(self._schedule.cycle))
+        end = self._schedule.position + self._reach
         while self._next < end:
             access = self._schedule.pending(self._next)
             if access is None:

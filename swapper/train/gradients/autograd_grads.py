@@ -45,9 +45,10 @@ class AccumulationHooks:
         self._handles.clear()
 
 
-def sparse_refused(name: str) -> UnsupportedError:
-    """Return the error for a sparse gradient that autograd made of parameter `name`."""
-    return UnsupportedError(f"parameter {name} got a sparse gradient, which cannot be paged: say sparse=False")
+def check_dense(name: str, gradient: torch.Tensor) -> None:
+    """Raise UnsupportedError if autograd made a sparse gradient of parameter `name`."""
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(f"parameter {name} got a sparse gradient, which cannot be paged: say sparse=False")
 
 
 class AutogradGradients:
@@ -120,8 +121,7 @@ def _own(name: str, accumulation: Accumulation, came: Hook | None, parameter: to
     gradient = parameter.grad
     if gradient is None:
         return
-    if gradient.layout is not torch.strided:
-        raise sparse_refused(name)
+    check_dense(name, gradient)
     is_large = gradient.untyped_storage().nbytes() > gradient.nbytes + DEVICE_ALIGNMENT_BYTES
     if is_large and not accumulation.was_there(gradient):
         parameter.grad = gradient.clone()

@@ -42,7 +42,7 @@ from swapper.train.gradients.autograd_grads import (
     AccumulationHooks,
     AutogradGradients,
     GradientsOnDevice,
-    sparse_refused,
+    check_dense,
 )
 from swapper.train.gradients.cold_grad import Accumulation, ColdGradient, GradientMeta, is_part
 from swapper.train.gradients.device_grads import DeviceGradients
@@ -280,8 +280,7 @@ class _HostSlot:
         gradient = parameter.grad
         if gradient is None or gradient.requires_grad or self.accumulation.was_there(gradient):
             return
-        if gradient.layout is not torch.strided:
-            raise sparse_refused(self._name)
+        check_dense(self._name, gradient)
         if (
             not self.is_idle()
         ):  # by this gradient, or by an earlier one, of which somebody keeps a tensor, view or array

@@ -21,7 +21,7 @@ from swapper.paging.schedule import Access
 from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import defer_signals
 from swapper.tensors.torch_private import after_backward, backward_task
-from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook, sparse_refused
+from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook, check_dense
 from swapper.train.gradients.cold_grad import (
     Change,
     ColdGradient,
@@ -255,8 +255,7 @@ class PagedGradients:
             slot.stash = None
 
     def _take_held(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            raise sparse_refused(slot.name)
+        check_dense(slot.name, gradient)
         self.forget_released()
         note_freed(gradient.nbytes)
         before = slot.stash

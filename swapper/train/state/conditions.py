@@ -68,8 +68,7 @@ class Membership:
         Raises:
             StateError: an edit cannot be followed. Nothing has changed then.
         """
-        groups = self._optimizers.param_groups
-        members = list(map(members_of, groups, range(len(groups))))
+        members = self._members()
         if members == self._known:
             return
         self._check(members)
@@ -77,7 +76,9 @@ class Membership:
         for trainable in self._trainables:
             trainable.settings[:] = [group_of.get(id(parameter), NO_GROUP) for parameter in trainable.parameters]
         self.numbers = {key: number for number, key in enumerate(group_of)}
-        self.untrained = [p for group in groups for p in group["params"] if id(p) not in self._trained]
+        self.untrained = [
+            p for group in self._optimizers.param_groups for p in group["params"] if id(p) not in self._trained
+        ]
         self._known = members
         self.edits += 1
 
@@ -88,8 +89,11 @@ class Membership:
     @property
     def is_outdated(self) -> bool:
         """True if the groups were edited since `follow`."""
+        return self._members() != self._known
+
+    def _members(self) -> list[list[int]]:
         groups = self._optimizers.param_groups
-        return list(map(members_of, groups, range(len(groups)))) != self._known
+        return list(map(members_of, groups, range(len(groups))))
 
     def _check(self, members: Sequence[Sequence[int]]) -> None:
         """Raise StateError unless each parameter is the model's, in one group of its optimizer, and groups are complete."""

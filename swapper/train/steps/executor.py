@@ -255,7 +255,7 @@ class UpdateExecutor:
         Raises:
             StateError: a backward has begun the step, and `optimizer.step()` was not called.
         """
-        if not in_order:
+        if self._policy.in_backward and not in_order:
             self._refuse_begun()
         if self._open and (due := self._due(Read())):
             self.in_order = self.in_order and in_order

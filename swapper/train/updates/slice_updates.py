@@ -93,9 +93,7 @@ class SliceUpdates:
         # Of a parameter that is being updated in pieces: state that all pieces begin with, and its entries afterwards.
         self._old: dict[str, dict[str, torch.Tensor]] = {}
         self._new: dict[str, dict[str, Any]] = {}
-        self._passes: dict[
-            int, AllowedPasses
-        ] = {}  # of this step, by the optimizers' groups: their settings are the step's
+        self._passes: dict[int, AllowedPasses] = {}  # of this step, by the number of the group of the optimizers
         # By parameter: whether its state `fits`, found for these entries.
         self._fitting: dict[str, tuple[Mapping[str, Any], bool]] = {}
         # Cached tensors and parts: a new view takes a few microseconds, and ten if torch's code is not in the cache.
