@@ -23,6 +23,7 @@ import torch
 
 from swapper.device.device import Device
 from swapper.device.registered_memory import HostSide
+from swapper.errors import IoError
 from swapper.io.engines import Engine, open_engine
 from swapper.paging.host_memory import HostMemory, MappedFrame, Pool
 from swapper.paging.layout import PoolSize
@@ -156,11 +157,7 @@ class Resources(Generic[StoreT]):
         return f"transfers by {how}; memory {self.memory.describe()}{registered}"
 
     def close(self) -> None:
-        """Close what is open. [Note: order of opening and closing]
-
-        Raises:
-            IoError: a page to which somebody still refers cannot be read, or there is no memory for it. All is closed then.
-        """
+        """Close what is open. [Note: order of opening and closing]"""
         opened, kept = vars(self), list[MappedFrame]()
         endings: list[Callable[[], object]] = []
         if "pager" in opened:
@@ -193,7 +190,14 @@ class Resources(Generic[StoreT]):
     def _keep_bytes(self, pages: Sequence[Page], kept: list[MappedFrame]) -> None:
         """Have ordinary memory with their bytes take the place of pages that are not in memory; add the others to `kept`."""
         kept += [self._mapped(page) for page in pages if page.shown]
-        close_all(partial(page.section.window.fill, page.offset, page.nbytes) for page in pages if not page.shown)
+        for page in pages:
+            try:
+                if not page.shown:
+                    page.section.window.fill(page.offset, page.nbytes)
+            except IoError as error:  # an earlier one was raised, or the bytes are needed no more
+                log.error(
+                    "close: do not use tensors, arrays or graphs of %s, which would end the process: %s", page, error
+                )
 
     def _mapped(self, page: Page) -> MappedFrame:
         assert page.frame is not None

@@ -19,7 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -105,6 +105,9 @@ class Window:
         self._guarded: set[int] = set()
         self._written: set[int] = set()
         arena.windows.append(self)
+
+    def untyped_storage(self) -> NoReturn:
+        raise NotImplementedError("no tensor of torch's has it")
 
     def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False) -> bool:
         if not 0 <= window_offset <= window_offset + nbytes <= self._nbytes:
