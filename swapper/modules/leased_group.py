@@ -131,10 +131,10 @@ class LeasedGroup(ABC):
     def _changed(self) -> list[str]:
         """Return the names of the parameters that were changed in place during the lease, as by nn.Embedding(max_norm=...)."""
         versions, self._versions = self._versions, []
-        now = list(map(_version_of, self.parameters))
+        now = list(map(_version_of, self.parameters)) if versions else []  # none, if the lease failed
         if now == versions:
             return []
-        pairs = zip(self.names, now, versions, strict=False)  # none, if the lease failed
+        pairs = zip(self.names, now, versions, strict=False)
         return [name for name, version, before in pairs if version != before]
 
     @abstractmethod

@@ -302,6 +302,7 @@ class GroupParameters(LeasedGroup):
     def detach(self) -> None:
         """Leave the parameters without data and not cold, until they are adopted again: the memory is released next."""
         self._leases = 0
+        self.may_be_assigned = not self.paged
         self._at_places.clear()
         for parameter in self.parameters:
             unguard(parameter)

@@ -399,9 +399,9 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             if is_paged and type(tensor) is not nn.Parameter:
                 tensor = self._own(tensor)
             replaced.append(tensor)
-            if (node := tensor.grad_fn) is not None:
+            if _has_graph(tensor):
                 watched.append(tensor)
-                if node not in call.given:
+                if tensor.grad_fn not in call.given:
                     own.append(tensor)
         if torch.is_grad_enabled() and not self._hook_outputs(own or watched, call) and not call.is_functional:
             groups = [self._groups[index] for index in call.groups]

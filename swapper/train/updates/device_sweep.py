@@ -341,7 +341,7 @@ class DeviceSweep(Sweep):
     def _tensors_of(self, places: ParameterLocations, begin: int, end: int) -> PieceTensors:
         shape = (-1,) if places.may_cut else places.param.slot.spec.shape
         state = {key: self._there(place, begin, end).view(shape) for key, place in places.state.items()}
-        return PieceTensors(self._there(places.param, begin, end).view(shape), state, self._others(places))
+        return self._there(places.param, begin, end).view(shape), state, self._others(places)
 
     def _update_by_kernels(self, run: list[Update]) -> list[Work]:
         """Queue the updates by swapper's AdamW. Return the others. [Note: fused AdamW], one_pass.py"""

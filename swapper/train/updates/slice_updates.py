@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -61,17 +61,8 @@ class GradientSource(Protocol):
         """
 
 
-class PieceTensors(NamedTuple):
-    """Elements of a parameter and its state where they are updated. Do not change the mappings.
-
-    Attributes:
-        state: of the parameter's shape, by key.
-        others: state that belongs to the parameter as a whole, by key.
-    """
-
-    param: torch.Tensor
-    state: Mapping[str, torch.Tensor]
-    others: Mapping[str, torch.Tensor]
+PieceTensors = tuple[torch.Tensor, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
+"""Elements of a parameter, of state of its shape, and the state that belongs to all of it, each by key. Not to be changed."""
 
 
 class SliceUpdates:
@@ -285,7 +276,7 @@ class SliceUpdates:
         found = self._tensors.get((places, begin, end))
         if found is None:
             state = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
-            found = PieceTensors(self._part(places.param, places, begin, end), state, self._others(places))
+            found = self._part(places.param, places, begin, end), state, self._others(places)
             self._tensors[places, begin, end] = found
         return found
 
