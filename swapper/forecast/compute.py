@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from swapper.device.device import open_device
 from swapper.errors import StateError
-from swapper.forecast.measured_pass import measure_pass
+from swapper.forecast.measured_pass import MeasuredPass, measure_pass
 from swapper.forecast.trials import checking_seconds, mapping_seconds, measure_updates
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
@@ -56,7 +57,7 @@ class ComputeTimes:
         """Return the seconds of one task of a step."""
         if task.updated:
             return task.updated * self.update_s.get(task.group, 0.0)
-        return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
+        return (self.forward_s if task.phase == "forward" else self.backward_s).get(task.group, 0.0)
 
 
 def measure_step(
@@ -81,19 +82,14 @@ def measure_step(
     args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
     device = open_device(request.model.device or "cpu") if request.device is None else request.device.device
     dtypes = _compute_dtypes(request.model.shards) if isinstance(request.model, ShardedModel) else None
-    try:
-        measured = measure_pass(model, inventory.units, args, kwargs, bool(inventory.forms), dtypes, device)
-    except Exception as error:  # of the user's model: what it needs is not known
-        warn_of_products(error)
+
+    def count() -> ComputeTimes:
         groups = {id(parameter): group.index for group in inventory.groups for _, parameter in group.parameters}
         paged = {id(parameter): groups[id(request.model.paged(parameter))] for parameter in model.parameters()}
-        found = count_products(model, paged, tokens)
-    else:
-        forward, backward = (
-            {group.index: measured.seconds.get((phase, group.index), 0.0) for group in inventory.groups}
-            for phase in ("forward", "backward")
-        )
-        found = ComputeTimes(forward, backward, activation_bytes=measured.peak_bytes)
+        return count_products(model, paged, tokens)
+
+    measure = partial(measure_pass, model, inventory.units, args, kwargs, bool(inventory.forms), dtypes, device)
+    found = measure_or_count(measure, count)
     if isinstance(request.model, ShardedModel):
         found = _with_gathers(found, request.model.shards, inventory.groups)
     if request.updates_there:
@@ -117,10 +113,7 @@ def with_pager(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:
 
 def _compute_dtypes(shards: Shards) -> dict[int, torch.dtype]:
     """Return the dtype that each parameter has while it is gathered, by the id of the user's."""
-    found = {}
-    for shard in shards.all:
-        found[id(shard.parameter)] = shard.fsdp_param.param_dtype or shard.fsdp_param.orig_dtype
-    return found
+    return {id(of.parameter): of.fsdp_param.param_dtype or of.fsdp_param.orig_dtype for of in shards.all}
 
 
 def _with_gathers(compute: ComputeTimes, shards: Shards, groups: list[Group]) -> ComputeTimes:
@@ -144,19 +137,28 @@ def _with_gathers(compute: ComputeTimes, shards: Shards, groups: list[Group]) ->
     of = {id(shard.local): shard.parameter.numel() * dtypes[id(shard.parameter)].itemsize for shard in shards.all}
     gathers = {group.index: byte_s * sum(of[id(parameter)] for _, parameter in group.parameters) for group in groups}
     forward, backward = (
-        {group: seconds + times * gathers[group] for group, seconds in had.items()}
+        {group: had.get(group, 0.0) + times * seconds for group, seconds in gathers.items()}
         for had, times in ((compute.forward_s, 1), (compute.backward_s, 2))
     )
     return replace(compute, forward_s=forward, backward_s=backward)
 
 
-def warn_of_products(error: Exception) -> None:
-    """Say that a model could not run, and what counts then."""
-    log.warning(
-        "the model did not run with the example (%s: %s): a prediction counts products of matrices only. Give "
-        "predict(..., example=(tensors,)), the arguments of a forward",
-        type(error).__name__, str(error).strip().split("\n")[0][:200],
-    )  # fmt: skip
+def measure_or_count(measure: Callable[[], MeasuredPass], count: Callable[[], ComputeTimes]) -> ComputeTimes:
+    """Return what was measured; of a model that cannot run so what was counted, with a warning."""
+    try:
+        measured = measure()
+    except Exception as error:  # of the user's model: what it needs is not known
+        log.warning(
+            "the model did not run with the example (%s: %s): a prediction counts products of matrices only. Give "
+            "predict(..., example=(tensors,)), the arguments of a forward",
+            type(error).__name__, str(error).strip().split("\n")[0][:200],
+        )  # fmt: skip
+        return count()
+    forward, backward = (
+        {group: seconds for (of, group), seconds in measured.seconds.items() if of == phase}
+        for phase in ("forward", "backward")
+    )
+    return ComputeTimes(forward, backward, activation_bytes=measured.peak_bytes)
 
 
 def count_products(

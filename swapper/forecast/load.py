@@ -5,15 +5,17 @@ A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from swapper.errors import ConfigError
-from swapper.forecast.compute import count_products, warn_of_products
+from swapper.forecast.compute import count_products, measure_or_count
 from swapper.forecast.measured_pass import measure_pass
 from swapper.forecast.trials import TRIALS, mapping_seconds
 from swapper.infer.experts import are_experts
@@ -91,20 +93,17 @@ def _computing(
         return 1.0 if count is None or experts is None else min(experts.experts * tokens / count, 1.0)
 
     group_of = {id(weight.parameter): group.index for group in streaming.groups for weight in group.weights}
-    found = {group.index: 0.0 for group in streaming.groups}
+    found: dict[int, float] = defaultdict(float)
     for weight in (weight for group in streaming.groups for weight in group.weights):
         found[group_of[id(weight.parameter)]] += making.get(id(weight.parameter), 0.0) * used(weight.parameter, rows)
     dtypes = {id(weight.parameter): weight.recipe.dtype for weight in plan.matched.weights}
-    try:
-        measured = measure_pass(plan.model, by_module(plan.model)[1], args, {}, False, dtypes)
-    except Exception as error:  # of the user's model; a mixture's experts depend on values
-        warn_of_products(error)
-        for group, seconds in count_products(plan.model, group_of, rows, share=lambda p: used(p, 1)).forward_s.items():
-            found[group] += seconds
-        return found, 0
-    for (_, group), seconds in measured.seconds.items():
+    passed = measure_or_count(
+        partial(measure_pass, plan.model, by_module(plan.model)[1], args, {}, False, dtypes),
+        partial(count_products, plan.model, group_of, rows, share=lambda parameter: used(parameter, 1)),
+    )
+    for group, seconds in passed.forward_s.items():
         found[group] += seconds
-    return found, measured.peak_bytes or 0
+    return found, passed.activation_bytes or 0
 
 
 def _making_seconds(plan: PlannedLoad) -> dict[int, float]:

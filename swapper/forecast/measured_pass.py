@@ -33,7 +33,7 @@ SCRATCH_BYTES = 64 << 20
 SLOT_BYTES = 16 << 20
 """Of what gradients are copied to, one after the other."""
 MAX_PASSES, ENOUGH_S = 5, 0.1
-"""A short pass is measured this many times at most, until all have taken this many seconds. Medians count."""
+"""A short pass is repeated this many times at most, for this many seconds. Medians count."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,15 @@ def measure_pass(
 
 
 def _measure(run: Callable[[], None], clock: _Clock) -> MeasuredPass:
-    """Run it once for what torch makes at a first use, then for its memory and its time."""
+    """Run it once for what torch makes at a first use, then for its memory and its time; and a short one again."""
     run()
     return_free_memory()
     before_bytes = peak_resident_bytes(reset=True)
-    after_bytes = None
-    found: list[Mapping[tuple[str, int], float]] = []
-    began_s = time.perf_counter()
-    while len(found) < MAX_PASSES and (not found or time.perf_counter() - began_s < ENOUGH_S):
+    run()
+    after_bytes, found = peak_resident_bytes(), [dict(clock.seconds)]
+    for _ in range(min(int(ENOUGH_S / max(sum(found[0].values()), 1e-6)), MAX_PASSES)):
         run()
         found.append(dict(clock.seconds))
-        if len(found) == 1:
-            after_bytes = peak_resident_bytes()
     timed = found[1:] or found  # the first one took its memory from the system
     seconds = {key: median(each.get(key, 0.0) for each in timed) for key in found[0]}
     peak_bytes = None if before_bytes is None or after_bytes is None else max(after_bytes - before_bytes, 0)

@@ -115,9 +115,10 @@ def find_table(forecaster: Forecaster, machine: Machine, setting: Setting) -> li
     Args: as of `Forecaster.plan`.
     """
     codecs, updates = dict.fromkeys((*CODECS, setting.codec)), dict.fromkeys((*UPDATES, setting.update))
-    passes, saved_bytes = PASSES, saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes)
+    saved_bytes = saved_for_backward(forecaster.model) * (forecaster.tokens // machine.nodes)
     if machine.device_bytes is not None:
-        passes, saved_bytes = PASSES[1:], 0  # more passes save no memory that is counted there
+        saved_bytes = 0  # that is counted: so more passes save none
+    passes = PASSES if saved_bytes else PASSES[1:]
     rows: list[SettingCosts] = []
     for codec, (params, state), update, share in itertools.product(codecs, PREFERENCES, updates, MEMORY_SHARES):
         on = replace(machine, host_bytes=machine.host_bytes // share)

@@ -65,14 +65,7 @@ def measure_updates(inventory: Inventory, optimizers: OptimizerSet, page_bytes: 
         if not any(parameter.numel() for _, parameter in parameters):
             continue
         kind = tuple(
-            (
-                inventory.settings[id(p)],
-                p.dtype,
-                p.shape,
-                inventory.forms[name].may_cut,
-                *inventory.codecs[name].items(),
-            )
-            for name, p in parameters
+            (inventory.settings[id(p)], p.dtype, p.shape, *inventory.codecs[name].items()) for name, p in parameters
         )
         if kind not in known:
             known[kind] = _element_seconds(inventory, optimizers, parameters, page_bytes)
