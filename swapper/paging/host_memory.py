@@ -15,6 +15,7 @@ from swapper.errors import InvariantError
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.paging.layout import resident_bytes
 from swapper.paging.section import NoWindow, Section
+from swapper.tensors.storages import count_uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ class HostMemory:
 def _attach_window(section: Section, arena: _C.Arena) -> None:
     nbytes = section.plan.nbytes
     window = arena.window(nbytes)
-    section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
+    memory = torch.frombuffer(window, dtype=torch.uint8)[:nbytes]
+    section.attach(memory, window, uses=count_uses(memory))
 
 
 class Pool:

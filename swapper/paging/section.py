@@ -150,7 +150,7 @@ class Section:
             weakref.WeakValueDictionary()
         )  # by begin, end and a number: what storages of their own hold
         self._numbers = count()
-        self._uses = 0  # of the memory, by nobody but this section
+        self._uses = 1
 
     @cached_property
     def pages(self) -> list[Page]:
@@ -158,18 +158,19 @@ class Section:
         pieces = [] if self.page_bytes is None else self.plan.pages(self.page_bytes)
         return [Page(self._first_page + i, self, offset, nbytes) for i, (offset, nbytes) in enumerate(pieces)]
 
-    def attach(self, memory: torch.Tensor, window: Window | None, view: View | None = None) -> None:
+    def attach(self, memory: torch.Tensor, window: Window | None, view: View | None = None, uses: int = 1) -> None:
         """Give the section its memory.
 
         Args:
             memory: uint8 of shape (plan.nbytes,).
             window: that has it, if the section is paged.
             view: of an arena, that has it, if it is resident.
+            uses: how often the storage is held by this alone, as `count_uses` counts.
         """
         self._memory = memory
         self._window = window
         self.view = view
-        self._uses = count_uses(memory)
+        self._uses = uses
 
     def detach(self) -> None:
         """Drop the section's memory, window and view."""
