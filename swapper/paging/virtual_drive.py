@@ -213,7 +213,7 @@ class VirtualDrive:
         self._added_s += self._access_s
 
     def map(self, nbytes: int) -> None:
-        """Note that so many bytes are shown in their window: the next computing takes longer."""
+        """Note that these bytes are mapped into a window: the next computing takes longer."""
         self._added_s += nbytes * self._mapped_byte_s
 
     def _go_on(self, until_s: float, until_drive_s: float) -> None:
