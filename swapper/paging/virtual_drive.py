@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from swapper.io.drives import Tuning
 from swapper.io.engines import Transfer
 from swapper.paging.section import NoWindow
 from swapper.runtime.counters import Counters
 
-MIN_S = 1e-9
-"""Less than this is not computed now, but with what follows."""
+MIN_S, ROUNDING_S = 1e-9, 1e-12
+"""Less than this is not computed now, but with what follows; and times that differ by less are one."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +109,24 @@ class Lane:
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
-        self._busy: deque[tuple[float, float]] = deque()  # from when to when, in order
+        self._busy: list[tuple[float, float]] = []  # from when to when, in order
 
     def add(self, begin_s: float, nbytes: float) -> tuple[float, float]:
         """Move these bytes from `begin_s` on, when nothing else moves. Returns since when it moves something then, and the end."""
-        busy, later, first_s, end_s = self._busy, [], begin_s, begin_s + nbytes / self.rate
-        while busy and busy[-1][1] >= begin_s:
-            later.append(busy.pop())
-        while later and later[-1][0] < end_s - MIN_S * 1e-3:
-            since_s, until_s = later.pop()
+        busy, first_s, end_s = self._busy, begin_s, begin_s + nbytes / self.rate
+        at = after = bisect_left(busy, begin_s, key=itemgetter(1))
+        while after < len(busy) and busy[after][0] < end_s - ROUNDING_S:
+            since_s, until_s = busy[after]
             first_s, end_s = min(first_s, since_s), end_s + until_s - max(since_s, begin_s)
-        busy.append((first_s, end_s))
-        busy.extend(reversed(later))
+            after += 1
+        busy[at:after] = [(first_s, end_s)]
         return first_s, end_s
 
     def look(self, now_s: float) -> tuple[bool, float]:
         """Return whether something moves, and until when that stays so."""
         busy = self._busy
         while busy and busy[0][1] <= now_s:
-            busy.popleft()
+            del busy[0]
         if not busy:
             return False, math.inf
         since_s, until_s = busy[0]
@@ -213,7 +213,7 @@ class VirtualDrive:
         self._added_s += self._access_s
 
     def map(self, nbytes: int) -> None:
-        """Note bytes that are mapped in their window: the next computing takes longer."""
+        """Note that these bytes are mapped into a window: the next computing takes longer."""
         self._added_s += nbytes * self._mapped_byte_s
 
     def _go_on(self, until_s: float, until_drive_s: float) -> None:
