@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from swapper.paging.virtual_drive import DriveRates, Lane
+from swapper.paging.virtual_drive import DriveRates, DryTransfer, PagingCosts, VirtualDrive
 
 SLICE_S = 0.1
 """Linux: DFL_THROTL_SLICE, HZ / 10."""
-REST_S = 1.5 * SLICE_S
-"""The end of the slice after the one that was used last, on average."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +17,8 @@ class CappedRates(DriveRates):
 
     cap: float = math.inf
 
-    def lanes(self) -> tuple[Lane, Lane]:
-        return CappedLane(self.read, self.cap), CappedLane(self.write, self.cap)
-
-    def share(self, reading: bool, writing: bool, computing: bool) -> float:
-        return 1.0  # slices are of the clock's time
+    def open(self, costs: PagingCosts) -> VirtualDrive:
+        return CappedDrive(self, costs)
 
     def faster(self, times: float) -> CappedRates:
         rates = super().faster(times)
@@ -34,26 +29,56 @@ class CappedRates(DriveRates):
         return max(super().seconds_for(read_bytes, written_bytes), read_bytes / self.cap, written_bytes / self.cap)
 
 
-class CappedLane(Lane):
+@dataclass
+class _Lane:
+    """One direction.
+
+    Attributes:
+        begin_s: of the slices that `passed` counts.
+        passed: bytes since then.
+        last_s: when it was last in use.
+    """
+
+    begin_s: float = -math.inf
+    passed: float = 0.0
+    last_s: float = -math.inf
+
+
+class CappedDrive(VirtualDrive):
     """Linux lets bytes pass in slices of time (block/blk-throttle.c). A slice's bytes pass at the drive's own speed, then nothing
     does until the next slice. So a drive that rested first does SLICE_S of the cap at once, which short steps feel. What a slice
     has left over can be used in the one after it; a rest of more than a slice begins a new one.
     """
 
-    def __init__(self, rate: float, cap: float) -> None:
-        super().__init__(rate)
-        self._allowed = Lane(cap)
-        self._began_s = self._last_s = -math.inf  # of slices without a rest: the begin, the last use
+    def __init__(self, rates: CappedRates, costs: PagingCosts | None = None) -> None:
+        super().__init__(rates, costs)
+        self._cap = rates.cap
+        self._lanes = _Lane(), _Lane()
 
-    def add(self, begin_s: float, nbytes: float) -> tuple[float, float]:
-        if begin_s > self._last_s + REST_S:
-            self._began_s = begin_s
-        first_s, end_s = self._allowed.add(max(begin_s - SLICE_S, self._began_s), nbytes)
-        slice_s = first_s + SLICE_S * max(math.ceil((end_s - first_s) / SLICE_S - 1e-6) - 1, 0)
-        found = super().add(max(begin_s, slice_s), min(nbytes, (end_s - slice_s) * self._allowed.rate))
-        self._last_s = max(self._last_s, found[1])
-        return found
+    def _allowed(self, writes: bool) -> tuple[float, float]:
+        """Return the bytes that may pass in the present slice, and its end in seconds from now."""
+        lane, cap = self._lanes[writes], self._cap
+        has_rested = not lane.passed or self.now_s > math.ceil(lane.last_s / SLICE_S + 1) * SLICE_S
+        if has_rested:
+            lane.begin_s, lane.passed = self.now_s, 0.0
+        over = int((self.now_s - lane.begin_s) / SLICE_S + 1e-9)
+        if over >= 2:  # one stays, for what it has left over
+            lane.begin_s += (over - 1) * SLICE_S
+            lane.passed = max(lane.passed - (over - 1) * SLICE_S * cap, 0.0)
+            over = 1
+        return cap * SLICE_S * (over + 1) - lane.passed, lane.begin_s + SLICE_S * (over + 1) - self.now_s
 
-    def look(self, now_s: float) -> tuple[bool, float]:
-        self._allowed.look(now_s - 2 * SLICE_S)  # forgets what was before
-        return super().look(now_s)
+    def _moving(self) -> list[tuple[list[DryTransfer], DryTransfer, float]]:
+        return [(queue, one, rate * self._is_open(queue is self._writes)) for queue, one, rate in super()._moving()]
+
+    def _is_open(self, writes: bool) -> bool:
+        return self._allowed(writes)[0] > 1e-3
+
+    def _until_change(self, transfer: DryTransfer, rate: float, writes: bool) -> float:
+        allowed, end_s = self._allowed(writes)
+        return min(transfer.left, allowed) / rate if rate else end_s
+
+    def _passed(self, nbytes: float, writes: bool) -> None:
+        lane = self._lanes[writes]
+        lane.passed += nbytes
+        lane.last_s = self.now_s

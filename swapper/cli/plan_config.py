@@ -184,14 +184,14 @@ def _check(is_right: bool, otherwise: str) -> None:
 def figures_of(forecaster: Forecaster, machine: Machine, setting: Setting, found: Forecast) -> dict[str, Any]:
     """Return the figures of a forecast. Bytes are of a node, or of each drive where they are named so."""
     step, here = found.step, machine.of_node
-    written_bytes = step.written_bytes * here
+    written_bytes = found.written_bytes * here
     return {
         "parameters": sum(p.numel() for p in forecaster.model.parameters()),
         "places": found.plan.places,
         "step_s": step.wall_s,
         "phases": {name: asdict(phase) for name, phase in step.phases.items()},
         "tokens_a_day": forecaster.tokens / step.wall_s * DAY_S,
-        "read_bytes": step.read_bytes * here,
+        "read_bytes": found.read_bytes * here,
         "written_bytes": written_bytes,
         "page_bytes": found.plan.budget.page_bytes,
         "bytes_are_exact": found.exact,

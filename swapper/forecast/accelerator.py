@@ -5,7 +5,7 @@ what it needs, as streams order it (docs/decisions/a-step-on-a-device.md). Kerne
 another in the order in which the program queues them. A slice of an update is copied up into one of the RING's slots, or early into
 memory that the plan has left for that; its kernels wait for the gradient, and for all gradients if they are clipped; and what was
 copied up early comes down last. Kernels of updates slow those of passes by their time. The host waits for updates on its own
-processors, and, where pages are read, until a slot is free. The memory of images is no limit: copies up wait for the link.
+processors, and, where pages are read, until a slot or the memory of an image is free.
 """
 
 from __future__ import annotations
@@ -59,6 +59,26 @@ class _Lane:
     free_s: float = 0.0
 
 
+class _Images:
+    """Memory of the device for parameters that do not stay: what comes waits until what came before has left enough of it."""
+
+    def __init__(self, nbytes: float) -> None:
+        self._free_bytes = nbytes
+        self._used: deque[tuple[float, float]] = deque()  # until when, and bytes
+
+    def when_free(self, nbytes: float) -> float:
+        """Return when there is room for these bytes."""
+        free_s = 0.0
+        while self._used and nbytes > self._free_bytes:
+            free_s, left = self._used.popleft()
+            self._free_bytes += left
+        return free_s
+
+    def use(self, nbytes: float, until_s: float) -> None:
+        self._used.append((until_s, nbytes))
+        self._free_bytes -= nbytes
+
+
 @dataclass
 class _Group:
     """A group of parameters on the clocks.
@@ -106,12 +126,14 @@ class DeviceClocks:
         assert plan.on_device is not None
         self._plan, self._placed, self._rates, self._compute, self._drive = plan, plan.on_device, rates, compute, drive
         self._update_time, self._clipped = plan.request.options.update, clipped
-        self._state_is_read = plan.traffic.read_bytes.get("state", 0) > 0
+        self._param_is_read, self._state_is_read = (plan.traffic.read_bytes.get(of, 0) > 0 for of in ("param", "state"))
         self._up, self._down = _Lane("upload_s"), _Lane("download_s")
         self._groups = _groups_of(plan)
         self._first_uses = self._uses_left = (passes - 1) * len(self._groups)  # in backwards before the last one
-        self._late: list[tuple[_Group, float, float]] = []  # results that come down last: bytes, and since when
         self._ring: deque[float] = deque([0.0] * RING, maxlen=RING)
+        kept_bytes = sum(group.nbytes for group in self._groups.values() if group.stays)
+        self._images = _Images(plan.on_device.image_bytes - kept_bytes)
+        self._late: list[tuple[_Group, float, float]] = []  # results that come down last: bytes, and since when
 
     def run(self, task: Task) -> None:
         """Queue what a task computes."""
@@ -123,13 +145,13 @@ class DeviceClocks:
             self._update_here(task, self._groups[task.group])
 
     def end_step(self) -> None:
-        """Bring down what was copied up early, and wait for results that lease frames."""
+        """Bring down what was copied up early."""
         for group, nbytes, since_s in self._late:
             group.early_free_s = self._copy(self._down, nbytes, since_s)
         self._late.clear()
         self._uses_left = self._first_uses
         if self._state_is_read and self._update_time == "step":
-            self._compute_until(self._down.free_s)
+            self._compute_until(self._down.free_s)  # results that lease frames are waited for
 
     def _compute_until(self, end_s: float) -> float:
         self._drive.busy_until_s = max(self._drive.clock_s, end_s)
@@ -162,8 +184,13 @@ class DeviceClocks:
             self._uses_left -= 1
         ready_s = group.ready_s
         if not group.stays:
-            ready_s = self._copy(self._up, group.nbytes, max(ready_s, self._drive.now_s))
+            free_s = self._images.when_free(group.nbytes)
+            if self._param_is_read:
+                self._drive.wait_until(free_s)
+            ready_s = self._copy(self._up, group.nbytes, max(ready_s, free_s, self._drive.now_s))
         end_s = self._compute_until(max(self._drive.clock_s, ready_s) + self._compute.of(task))
+        if not group.stays:
+            self._images.use(group.nbytes, end_s)
         if task.phase == "backward":
             group.gradient_s = end_s
             if group.gradient_bytes and (self._uses_left < 0 or not self._placed.sum_bytes):

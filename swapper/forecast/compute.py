@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +12,14 @@ from torch import nn
 
 from swapper.device.device import open_device
 from swapper.errors import StateError
-from swapper.forecast.measured_pass import MeasuredPass, measure_pass
-from swapper.forecast.trials import checking_seconds, mapping_seconds, measure_updates
+from swapper.forecast.measured_pass import measure_pass
+from swapper.forecast.trials import measure_paging, measure_updates
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
 from swapper.paging.dry_run import Task
+from swapper.paging.layout import SectionPlan
+from swapper.paging.virtual_drive import PagingCosts
 from swapper.train.planning.planned_step import PlannedStep
 from swapper.train.planning.update_place import min_seconds
 from swapper.train.sharded.sharded_model import ShardedModel
@@ -26,6 +27,8 @@ from swapper.train.sharded.shards import Shards, shard_count
 
 log = logging.getLogger("swapper")
 
+COPIED_BYTES = 32 << 20
+"""Of a trial copy: more than most caches."""
 GATHERED_BYTES = 16 << 20
 """Of a trial's collective, in all ranks together."""
 PRODUCT_ROWS = 4096
@@ -39,31 +42,51 @@ class ComputeTimes:
     Attributes:
         forward_s, backward_s: by group of parameters.
         update_s: of the optimizer, for one element, by group.
-        access_s: of the pager's, for one access.
-        mapped_byte_s: of a byte that comes, until it can be used.
-        checked_byte_s: of the checksum of a byte that moves.
+        copied_byte_s: of a byte of a gradient that swapper copies to its slot.
+        paging: what windows and checksums add.
         activation_bytes: the peak of what the model makes outside of swapper's memory; None: not known.
     """
 
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
     update_s: Mapping[int, float] = field(default_factory=dict)
-    access_s: float = 0.0
-    mapped_byte_s: float = 0.0
-    checked_byte_s: float = 0.0
+    copied_byte_s: float = 0.0
+    paging: PagingCosts = field(default_factory=PagingCosts)
     activation_bytes: int | None = None
 
     def of(self, task: Task) -> float:
         """Return the seconds of one task of a step."""
         if task.updated:
             return task.updated * self.update_s.get(task.group, 0.0)
-        return (self.forward_s if task.phase == "forward" else self.backward_s).get(task.group, 0.0)
+        return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
+
+    def faster(self, times: float) -> ComputeTimes:
+        """Return the seconds on a processor that is `times` as fast."""
+        forward, backward, update = (
+            {group: seconds / times for group, seconds in of.items()}
+            for of in (self.forward_s, self.backward_s, self.update_s)
+        )
+        copied_byte_s, paging = self.copied_byte_s / times, self.paging.faster(times)
+        return ComputeTimes(forward, backward, update, copied_byte_s, paging)
+
+    def longer(self, forward_s: Mapping[int, float], backward_s: Mapping[int, float]) -> ComputeTimes:
+        """Return the seconds with more of them, by group."""
+        pairs = ((self.forward_s, forward_s), (self.backward_s, backward_s))
+        forward, backward = ({group: of + more.get(group, 0.0) for group, of in had.items()} for had, more in pairs)
+        return replace(self, forward_s=forward, backward_s=backward)
+
+    def with_copied(self, gradients: Sequence[SectionPlan]) -> ComputeTimes:
+        """Return the seconds with those in which backward copies these gradients to sections."""
+        backward = dict(self.backward_s)
+        for plan in gradients:
+            backward[plan.group] += plan.nbytes * self.copied_byte_s
+        return replace(self, backward_s=backward)
 
 
 def measure_step(
     plan: PlannedStep, tokens: int, example: Sequence[Any] | Mapping[str, Any] | None = None
 ) -> ComputeTimes:
-    """Measure on this machine how long a step computes, wherever its content lies: a forward and backward, an update, pages.
+    """Measure on this machine how long a step computes, wherever its content lies: one forward and backward, an update, pages.
 
     A model that cannot run so counts by its products of matrices, with a warning.
 
@@ -82,49 +105,51 @@ def measure_step(
     args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
     device = open_device(request.model.device or "cpu") if request.device is None else request.device.device
     dtypes = _compute_dtypes(request.model.shards) if isinstance(request.model, ShardedModel) else None
-
-    def count() -> ComputeTimes:
+    try:
+        measured = measure_pass(model, inventory.units, args, kwargs, bool(inventory.forms), dtypes, device)
+    except Exception as error:  # of the user's model: what it needs is not known
+        warn_of_products(error)
         groups = {id(parameter): group.index for group in inventory.groups for _, parameter in group.parameters}
         paged = {id(parameter): groups[id(request.model.paged(parameter))] for parameter in model.parameters()}
-        return count_products(model, paged, tokens)
-
-    measure = partial(measure_pass, model, inventory.units, args, kwargs, bool(inventory.forms), dtypes, device)
-    found = measure_or_count(measure, count)
+        found = count_products(model, paged, tokens)
+    else:
+        forward, backward = (
+            {group.index: measured.seconds.get((phase, group.index), 0.0) for group in inventory.groups}
+            for phase in ("forward", "backward")
+        )
+        found = ComputeTimes(forward, backward, activation_bytes=measured.peak_bytes)
     if isinstance(request.model, ShardedModel):
-        found = _with_gathers(found, request.model.shards, inventory.groups)
+        gathers = _gathering_seconds(request.model.shards, inventory.groups)
+        found = found.longer(gathers, {group: 2 * of for group, of in gathers.items()})  # a sum over ranks is as long
     if request.updates_there:
         return found
-    checked_byte_s = checking_seconds() if request.manager.check_reads else 0.0
-    return with_updates(replace(found, mapped_byte_s=mapping_seconds(), checked_byte_s=checked_byte_s), plan)
+    paging = measure_paging(request.manager.check_reads)
+    used_s = dict.fromkeys(found.forward_s, paging.use_s)
+    paging = replace(paging, access_s=paging.access_s - paging.use_s)  # an update has no hooks
+    return with_updates(replace(found.longer(used_s, used_s), copied_byte_s=_copying_seconds(), paging=paging), plan)
 
 
 def with_updates(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:
-    """Return the seconds of the same passes, with the update of a plan, measured, and with its pager's."""
+    """Return the seconds of the same passes, with the update of a plan, measured."""
     if plan.request.updates_there:
         return compute
-    update_s = measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes)
-    return with_pager(replace(compute, update_s=update_s), plan)
-
-
-def with_pager(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:
-    """Return the same seconds, with those of a plan's pager."""
-    return replace(compute, access_s=plan.dry_run().access_seconds())
+    return replace(compute, update_s=measure_updates(plan.inventory, plan.request.optimizers, plan.slice_bytes))
 
 
 def _compute_dtypes(shards: Shards) -> dict[int, torch.dtype]:
     """Return the dtype that each parameter has while it is gathered, by the id of the user's."""
-    return {id(of.parameter): of.fsdp_param.param_dtype or of.fsdp_param.orig_dtype for of in shards.all}
+    found = {}
+    for shard in shards.all:
+        found[id(shard.parameter)] = shard.fsdp_param.param_dtype or shard.fsdp_param.orig_dtype
+    return found
 
 
-def _with_gathers(compute: ComputeTimes, shards: Shards, groups: list[Group]) -> ComputeTimes:
-    """Return the seconds with those of gathers of parameters from all ranks, who all call this at the same time.
-
-    A backward gathers too, and sums gradients over ranks, which takes as long.
-    """
+def _gathering_seconds(shards: Shards, groups: list[Group]) -> Mapping[int, float]:
+    """Return, by group, the seconds of a gather of its parameters from all ranks. All ranks call this at the same time."""
     param_group = shards.by_group[0][0]
     ranks = shard_count(param_group)
     if ranks == 1:
-        return compute
+        return {group.index: 0.0 for group in groups}
     device, process_group = shards.all[0].fsdp_param.device, param_group.mesh_info.shard_process_group
     parts = [torch.zeros(GATHERED_BYTES // ranks, dtype=torch.uint8, device=device) for _ in range(ranks)]
 
@@ -135,30 +160,23 @@ def _with_gathers(compute: ComputeTimes, shards: Shards, groups: list[Group]) ->
     byte_s = min_seconds(gather, times=3) / GATHERED_BYTES
     dtypes = _compute_dtypes(shards)
     of = {id(shard.local): shard.parameter.numel() * dtypes[id(shard.parameter)].itemsize for shard in shards.all}
-    gathers = {group.index: byte_s * sum(of[id(parameter)] for _, parameter in group.parameters) for group in groups}
-    forward, backward = (
-        {group: had.get(group, 0.0) + times * seconds for group, seconds in gathers.items()}
-        for had, times in ((compute.forward_s, 1), (compute.backward_s, 2))
-    )
-    return replace(compute, forward_s=forward, backward_s=backward)
+    return {group.index: byte_s * sum(of[id(parameter)] for _, parameter in group.parameters) for group in groups}
 
 
-def measure_or_count(measure: Callable[[], MeasuredPass], count: Callable[[], ComputeTimes]) -> ComputeTimes:
-    """Return what was measured; of a model that cannot run so what was counted, with a warning."""
-    try:
-        measured = measure()
-    except Exception as error:  # of the user's model: what it needs is not known
-        log.warning(
-            "the model did not run with the example (%s: %s): a prediction counts products of matrices only. Give "
-            "predict(..., example=(tensors,)), the arguments of a forward",
-            type(error).__name__, str(error).strip().split("\n")[0][:200],
-        )  # fmt: skip
-        return count()
-    forward, backward = (
-        {group: seconds for (of, group), seconds in measured.seconds.items() if of == phase}
-        for phase in ("forward", "backward")
-    )
-    return ComputeTimes(forward, backward, activation_bytes=measured.peak_bytes)
+def warn_of_products(error: Exception) -> None:
+    """Say that a model could not run, and what counts then."""
+    log.warning(
+        "the model did not run with the example (%s: %s): a prediction counts products of matrices only. Give "
+        "predict(..., example=(tensors,)), the arguments of a forward",
+        type(error).__name__, str(error).strip().split("\n")[0][:200],
+    )  # fmt: skip
+
+
+def _copying_seconds() -> float:
+    """Return how long it takes to copy a byte of a gradient."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device="cpu")
+    target = torch.zeros_like(source)
+    return min_seconds(lambda: target.copy_(source), times=5) / COPIED_BYTES
 
 
 def count_products(

@@ -122,16 +122,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan of one rank, and its step, which is `exact` if it is simulated with the plan's own pages, not larger ones."""
+    """A plan of one rank, and its step.
+
+    Attributes:
+        read_bytes, written_bytes: of a step: those that the plan states, if it is `exact`.
+        memory_bytes: host memory that the rank's plan takes.
+        exact: the plan has its own pages, not larger ones.
+    """
 
     plan: Plan
     step: StepStats
+    read_bytes: int
+    written_bytes: int
+    memory_bytes: int
     exact: bool
-
-    @property
-    def memory_bytes(self) -> int:
-        """Host memory that the rank's plan takes."""
-        return self.plan.budget.resident_bytes + self.plan.budget.pool_bytes
 
 
 @dataclass
@@ -205,7 +209,12 @@ class Forecaster:
         exact = self.plan(machine, setting)
         plan = self._once((id(exact), pages), lambda: coarser(exact, pages))
         step = simulate(plan, machine.rank_drive, self.compute(exact, machine, setting), setting.passes, machine.device)
-        return Forecast(exact, step, plan is exact)
+        read_bytes, written_bytes = step.read_bytes, step.written_bytes
+        if plan is exact and pages == EXACT_PAGES:
+            traffic = exact.traffic_of(setting.passes)
+            read_bytes, written_bytes = traffic.total_read_bytes, traffic.total_written_bytes
+        memory_bytes = exact.budget.resident_bytes + exact.budget.pool_bytes
+        return Forecast(plan, step, read_bytes, written_bytes, memory_bytes, plan is exact)
 
     def lower_bounds(self, machine: Machine, setting: Setting) -> tuple[float, int]:
         """Return seconds and written bytes that no step is below: it computes, and has state in the pool, or moves it."""

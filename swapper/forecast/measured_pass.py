@@ -2,7 +2,7 @@
 
 [Note: measured passes] A copy of the model runs with the user's own code. Its parameters all lie in one small memory, each
 somewhere else, larger than a processor's cache: so a model of which no weight exists, or that is larger than memory, takes the
-time of a real one. Activations are as large as they will be. Gradients are copied as they come, as to their slots, and dropped.
+time of a real one. Activations are as large as they will be. Gradients are dropped as they come.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ log = logging.getLogger("swapper")
 
 SCRATCH_BYTES = 64 << 20
 """Memory of the weights, of each dtype; more if one of them is larger. More than most caches."""
-SLOT_BYTES = 16 << 20
-"""Of what gradients are copied to, one after the other."""
-MAX_PASSES, ENOUGH_S = 5, 0.1
-"""A short pass is repeated this many times at most, for this many seconds. Medians count."""
+MAX_PASSES, ENOUGH_S = 5, 1.0
+"""A short pass is measured this many times at most, until all have taken this many seconds. Medians count."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +109,18 @@ def measure_pass(
 
 
 def _measure(run: Callable[[], None], clock: _Clock) -> MeasuredPass:
-    """Run it once for what torch makes at a first use, then for its memory and its time; and a short one again."""
+    """Run it once for what torch makes at a first use, then for its memory and its time."""
     run()
     return_free_memory()
     before_bytes = peak_resident_bytes(reset=True)
-    run()
-    after_bytes, found = peak_resident_bytes(), [dict(clock.seconds)]
-    for _ in range(min(int(ENOUGH_S / max(sum(found[0].values()), 1e-6)), MAX_PASSES)):
+    after_bytes = None
+    found: list[Mapping[tuple[str, int], float]] = []
+    began_s = time.perf_counter()
+    while len(found) < MAX_PASSES and (not found or time.perf_counter() - began_s < ENOUGH_S):
         run()
         found.append(dict(clock.seconds))
+        if len(found) == 1:
+            after_bytes = peak_resident_bytes()
     timed = found[1:] or found  # the first one took its memory from the system
     seconds = {key: median(each.get(key, 0.0) for each in timed) for key in found[0]}
     peak_bytes = None if before_bytes is None or after_bytes is None else max(after_bytes - before_bytes, 0)
@@ -201,21 +202,17 @@ def _time_units(model: nn.Module, group_of: Mapping[str, int], clock: _Clock) ->
 
         return note
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    slot = torch.ones(SLOT_BYTES, dtype=torch.uint8, device=trained[0].device if trained else "cpu")
-
-    def copy_gradient(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        for part in parameter.grad.flatten().view(torch.uint8).split(SLOT_BYTES):
-            slot[: part.numel()].copy_(part)
-        parameter.grad = None
-
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(copy_gradient)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
     for name, module in model.named_modules():
         if name in group_of:
             module.register_forward_pre_hook(note_entering(group_of[name]), prepend=True)
             module.register_forward_hook(note_results(group_of[name]))
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def loss_of(result: Any) -> torch.Tensor:

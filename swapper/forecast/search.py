@@ -144,8 +144,8 @@ def _row(
     row = SettingCosts(setting.codec, setting.update, placement, setting.passes, min_s, memory_bytes, min_bytes * here)
     if any(other.beats(row) for other in known):
         return []
-    step = forecaster.forecast(machine, setting, TABLE_PAGES).step
-    return [replace(row, step_s=step.wall_s, written_bytes=step.written_bytes * here)]
+    found = forecaster.forecast(machine, setting, TABLE_PAGES)
+    return [replace(row, step_s=found.step.wall_s, written_bytes=found.written_bytes * here)]
 
 
 def saved_for_backward(model: nn.Module) -> int:

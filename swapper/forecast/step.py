@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from swapper.errors import BudgetError, ConfigError, UnsupportedError
 from swapper.forecast.accelerator import DeviceClocks, DeviceRates
-from swapper.forecast.compute import ComputeTimes, measure_step, with_pager, with_updates
+from swapper.forecast.compute import ComputeTimes, measure_step, with_updates
 from swapper.io.drives import Tuning
-from swapper.paging.virtual_drive import DriveRates, VirtualDrive
+from swapper.paging.virtual_drive import DriveRates
 from swapper.runtime.sizes import parse_bytes_a_second
 from swapper.runtime.stats import StepStats
 from swapper.train.planning.planned_step import PlannedStep
@@ -43,18 +43,16 @@ def predict_on(
 ) -> tuple[StepStats, int | None]:
     """Predict as `predict`, on a drive and an accelerator with these rates, and with this computing."""
     step = simulate(plan, drive, compute, device=device)
-    slower = None if device is None else DeviceRates(device.link / 2, device.memory / 2)
     better = {
-        "a drive twice as fast": simulate(plan, drive.faster(2), compute, device=device).wall_s,
-        "a processor twice as fast": simulate(plan, drive.faster(1 / 2), compute, device=slower).wall_s / 2,
+        "a drive twice as fast": simulate(plan, drive.faster(2), compute, device=device),
+        "a processor twice as fast": simulate(plan, drive, compute.faster(2), device=device),
     }
     if device is None:
         budget = replace(plan.budget, frame_count=2 * plan.budget.frame_count)
-        better["twice the pool"] = simulate(replace(plan, budget=budget), drive, compute).wall_s
+        better["twice the pool"] = simulate(replace(plan, budget=budget), drive, compute)
     else:
-        faster = replace(device, link=2 * device.link)
-        better["a link twice as fast"] = simulate(plan, drive, compute, device=faster).wall_s
-    savings = {what: step.wall_s - wall_s for what, wall_s in better.items()}
+        better["a link twice as fast"] = simulate(plan, drive, compute, device=replace(device, link=2 * device.link))
+    savings = {what: step.wall_s - other.wall_s for what, other in better.items()}
     return replace(step, savings=savings), compute.activation_bytes
 
 
@@ -78,9 +76,9 @@ def simulate(
     Raises:
         BudgetError: the pool has too few frames for the step.
     """
-    virtual = VirtualDrive(drive, compute.access_s, compute.mapped_byte_s, compute.checked_byte_s)
+    virtual = drive.open(compute.paging)
     if plan.request.device is None:
-        return plan.dry_run(virtual, compute.of, passes).time()
+        return plan.dry_run(virtual, compute.with_copied(plan.placed_grad_plans).of, passes).time()
     dry = plan.dry_run(virtual, passes=passes)
     dry.device = DeviceClocks(plan, device or DeviceRates(), compute, virtual, passes, clipped)
     return dry.time()
@@ -155,7 +153,7 @@ def choose_fastest(
         if codec not in computing:  # the forward and the backward are the same for each
             known = next(iter(computing.values()), None)
             computing[codec] = measure_step(plan, tokens, example) if known is None else with_updates(known, plan)
-        compute = computing[codec] if plan.request.updates_there else with_pager(computing[codec], plan)
+        compute = computing[codec]
         found.append((simulate(plan, drive, compute, device=device).wall_s, _describe(plan), plan, drive, compute))
     if not found:
         raise refusals[-1]

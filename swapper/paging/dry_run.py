@@ -6,9 +6,8 @@ With a drive whose transfers take time (virtual_drive.py) it also predicts how l
 from __future__ import annotations
 
 import itertools
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,10 +30,6 @@ FIRST_STEPS = 2
 MAX_STEPS, SETTLED = 12, 0.002
 """Steps until one is like the one before, with the same bytes, and times that differ by no more than this part. If after this many
 none is, the steps wander: with few frames, other pages stay in each. Then the mean counts. Runs of a model wander too."""
-
-IN_A_RUN = 3
-"""How many times as long an access takes in a run, whose engine and windows are real, and whose data and code are in no cache.
-A choice: small loaded models took 1.6 to 4 times as long, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +77,7 @@ class DryStore:
 
 
 class DryRunVictimCache:
-    """A victim cache in gradient slots, which are idle from the first forward after a group's update to its backward.
+    """A victim cache in gradient slots, which are idle from a group's update to its backward.
 
     Args:
         groups: by index of a page of parameters, the group whose gradient slots may cache it.
@@ -90,8 +85,11 @@ class DryRunVictimCache:
 
     def __init__(self, groups: Mapping[int, int]) -> None:
         self._groups = groups
+        self._pages: dict[int, list[int]] = {}
+        for page, group in groups.items():
+            self._pages.setdefault(group, []).append(page)
+        self._uses: Counter[Hashable] = Counter()  # of each group's parameters since its update
         self._taken: set[int] = set()
-        self._updated: set[int] = set()
 
     def keep(self, page: Page, address: int) -> bool:
         return page.index in self._groups and self._groups[page.index] not in self._taken
@@ -102,17 +100,21 @@ class DryRunVictimCache:
     def place_of(self, page: Page) -> tuple[None, int]:
         return None, 0
 
-    def note(self, task: Task) -> Sequence[int]:
-        """Note a task. Returns the pages that cannot be cached any longer: a gradient needs their slots."""
-        if task.updated:
-            self._updated.add(task.group)
-        elif task.phase == "backward":
-            self._taken.add(task.group)
-            return [page for access in task.accesses for page in access.pages if page in self._groups]
-        elif task.group in self._updated:  # gradients were zeroed before
-            self._updated.discard(task.group)
-            self._taken.discard(task.group)
-        return ()
+    def note(self, access: Access) -> list[int]:
+        """Note an access. Returns the pages that cannot be cached any longer: a gradient needs their slots."""
+        if not isinstance(access.key, tuple):
+            return []
+        use, group = access.key[:2]
+        if use == "slice":
+            self._uses[group] = 0
+        elif use == "param":
+            self._uses[group] += 1
+            if self._uses[group] == 1:  # the forward's: gradients were zeroed before
+                self._taken.discard(group)
+            else:
+                self._taken.add(group)
+                return self._pages.get(group, [])
+        return []
 
 
 class DryDevice(Protocol):
@@ -188,13 +190,6 @@ class DryRun:
         self._victim_cache = DryRunVictimCache(slot_groups)
         self._pager.use_victim_cache(self._victim_cache)
 
-    def access_seconds(self) -> float:
-        """Return how long the pager takes of a processor for an access in a run, by what it takes here."""
-        self.step()
-        began_s = time.thread_time()
-        self.step()
-        return IN_A_RUN * (time.thread_time() - began_s) / max(sum(len(task.accesses) for task in self._tasks), 1)
-
     def flush(self) -> None:
         """Write changed pages, as a commit does."""
         with defer_signals:
@@ -243,7 +238,7 @@ class DryRun:
             self._pager.wait(access)
             self._drive.compute(seconds)
             self._counters.update_s += seconds if task.updated else 0
-            self._pager.drop_cached(self._victim_cache.note(task))
+            self._pager.drop_cached(self._victim_cache.note(access))
             if access.writes:
                 self._held = access
             else:

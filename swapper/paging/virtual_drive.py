@@ -3,29 +3,23 @@
 Reads are carried out in the order of their submission, and so are writes; both at the same time, each at the drive's rate for it,
 or slower if the drive does not reach both rates at once. A read that waits for a write (`after`) begins after it, and does not hold
 up the reads behind it: as in the engine (csrc/io/scheduler.cpp). What a drive does while nobody waits, it does during `compute`.
-
-[Note: the drive's time] A transfer is never delayed by later ones in its direction, and what slows the drive slows both directions
-alike. So the end of a transfer is known when it is submitted, in seconds of a drive that is at its full rates: the drive's time.
-How fast that passes on the clock depends on what the drive and the processors do.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from dataclasses import dataclass, fields, replace
 
+from swapper.errors import InvariantError
 from swapper.io.drives import Tuning
 from swapper.io.engines import Transfer
 from swapper.paging.section import NoWindow
 from swapper.runtime.counters import Counters
 
-MIN_S, ROUNDING_S = 1e-9, 1e-12
-"""Less than this is not computed now, but with what follows; and times that differ by less are one."""
+MIN_S = 1e-9
+"""Less than this is not computed now, but with what follows."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +42,9 @@ class DriveRates:
         read, write, both = tuning.read_bytes_per_s, tuning.write_bytes_per_s, tuning.both_bytes_per_s
         return cls(read, write, both, tuning.busy_bytes_per_s, tuning.slowing_byte_s)
 
-    def lanes(self) -> tuple[Lane, Lane]:
-        """Return the directions of a drive with these rates: reads, writes."""
-        return Lane(self.read), Lane(self.write)
+    def open(self, costs: PagingCosts) -> VirtualDrive:
+        """Return a drive with these rates."""
+        return VirtualDrive(self, costs)
 
     def faster(self, times: float) -> DriveRates:
         """Return the rates of a drive that is `times` as fast, with the same processors."""
@@ -59,40 +53,70 @@ class DriveRates:
     def with_checksums(self, byte_s: float) -> DriveRates:
         """Return the rates of an engine whose thread takes checksums of what it moves, in `byte_s` seconds a byte.
 
-        Writes alone are as fast as before: their checksums are taken while they are under way. If the engine's thread slows the
-        computing, it does so for longer.
+        Writes alone are as fast as before: their checksums are taken while they are under way.
         """
         slower = {name: 1 / (1 / getattr(self, name) + byte_s) for name in ("read", "both", "busy")} if byte_s else {}
-        return replace(self, **slower, slowing_byte_s=self.slowing_byte_s + byte_s * (self.slowing_byte_s > 0))
+        return replace(self, **slower)
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """Return the least seconds for these bytes."""
         return max(read_bytes / self.read, written_bytes / self.write, (read_bytes + written_bytes) / self.both)
 
-    def share(self, reading: bool, writing: bool, computing: bool) -> float:
-        """Return which part of its rates a drive reaches while it reads and writes, and the processors compute, or do not."""
+    def of(self, reading: bool, writing: bool, computing: bool = False) -> tuple[float, float]:
+        """Return the rates of reads and of writes while the drive, and the processors, do these.
+
+        Args:
+            reading, writing: what the drive does.
+            computing: whether the processors compute meanwhile.
+        """
         both = min(self.both, self.read + self.write)
         share = both / (self.read + self.write) if reading and writing and both < math.inf else 1.0
-        return share * self.busy / both if computing and self.busy < both < math.inf else share
+        if computing and self.busy < both < math.inf:  # one direction alone is slower by as much
+            share *= self.busy / both
+        return self.read * share, self.write * share
+
+
+@dataclass(frozen=True, slots=True)
+class PagingCosts:
+    """Seconds that paging takes of the processors. Of a machine: forecast/trials.py measures them.
+
+    Attributes:
+        access_s: of an access, whatever its pages.
+        page_s: of a page, whatever its size; the next use of the page waits for it.
+        mapped_byte_s: the same for a byte of it, which is mapped into its window.
+        transfer_s: of the engine's thread for a transfer, whatever its size.
+        checked_byte_s: of the engine's checksum of a byte that moves: its thread submits nothing meanwhile.
+        use_s: of a use of a module whose weights stay.
+        takes_turns: the computing needs each processor, and waits for the engine's thread.
+    """
+
+    access_s: float = 0.0
+    page_s: float = 0.0
+    mapped_byte_s: float = 0.0
+    transfer_s: float = 0.0
+    checked_byte_s: float = 0.0
+    use_s: float = 0.0
+    takes_turns: bool = True
+
+    def faster(self, times: float) -> PagingCosts:
+        """Return the costs with processors that are `times` as fast."""
+        return replace(self, **{of.name: getattr(self, of.name) / times for of in fields(self)[:-1]})
 
 
 class DryTransfer:
-    """A transfer of a dry run. See `swapper.io.engines.Transfer`.
+    """A transfer of a dry run. See `swapper.io.engines.Transfer`."""
 
-    Attributes:
-        end_s: when it is over. [Note: the drive's time]
-    """
-
-    __slots__ = ("_drive", "done", "end_s", "nbytes")
+    __slots__ = ("_drive", "after", "done", "left", "nbytes")
     error = None
     crc32 = 0
     submitted_s = completed_s = 0.0
 
-    def __init__(self, drive: VirtualDrive, nbytes: int, end_s: float) -> None:
+    def __init__(self, drive: VirtualDrive, nbytes: int, after: Transfer | None = None) -> None:
         self._drive = drive
         self.nbytes = nbytes
-        self.end_s = end_s
-        self.done = False
+        self.left = float(nbytes)
+        self.done = nbytes == 0
+        self.after = after
 
     def exception(self) -> None: ...
 
@@ -100,47 +124,12 @@ class DryTransfer:
         self._drive.wait(self)
 
 
-class Lane:
-    """One direction of a drive. [Note: the drive's time]
-
-    Args:
-        rate: bytes a second.
-    """
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self._busy: list[tuple[float, float]] = []  # from when to when, in order
-
-    def add(self, begin_s: float, nbytes: float) -> tuple[float, float]:
-        """Move these bytes from `begin_s` on, when nothing else moves. Returns since when it moves something then, and the end."""
-        busy, first_s, end_s = self._busy, begin_s, begin_s + nbytes / self.rate
-        at = after = bisect_left(busy, begin_s, key=itemgetter(1))
-        while after < len(busy) and busy[after][0] < end_s - ROUNDING_S:
-            since_s, until_s = busy[after]
-            first_s, end_s = min(first_s, since_s), end_s + until_s - max(since_s, begin_s)
-            after += 1
-        busy[at:after] = [(first_s, end_s)]
-        return first_s, end_s
-
-    def look(self, now_s: float) -> tuple[bool, float]:
-        """Return whether something moves, and until when that stays so."""
-        busy = self._busy
-        while busy and busy[0][1] <= now_s:
-            del busy[0]
-        if not busy:
-            return False, math.inf
-        since_s, until_s = busy[0]
-        return (True, until_s) if since_s <= now_s else (False, since_s)
-
-
 class VirtualDrive:
     """A drive on a clock. See the module.
 
     Args:
         rates: of the drive. Default: it takes no time.
-        access_s: that each access adds to the computing after it.
-        mapped_byte_s: the same of each byte that is mapped into its window.
-        checked_byte_s: of the engine's checksum of a byte.
+        costs: that its transfers, and their pages, add to the computing.
 
     Attributes:
         rates: bytes a second.
@@ -150,40 +139,35 @@ class VirtualDrive:
         counters: whose waits take the time of this drive.
     """
 
-    def __init__(
-        self,
-        rates: DriveRates | None = None,
-        access_s: float = 0.0,
-        mapped_byte_s: float = 0.0,
-        checked_byte_s: float = 0.0,
-    ) -> None:
+    def __init__(self, rates: DriveRates | None = None, costs: PagingCosts | None = None) -> None:
         self.rates = rates or DriveRates()
         self.now_s = self.busy_until_s = 0.0
         self.finished = 0
         self.counters: Counters = _Counters(self)
-        self._access_s, self._mapped_byte_s = access_s, mapped_byte_s
-        self._rates = self.rates.with_checksums(checked_byte_s)
-        self._lanes = self._rates.lanes()
-        self._drive_s = 0.0  # [Note: the drive's time]
-        self._under_way: list[tuple[float, int, DryTransfer]] = []  # a heap
-        self._added_s = 0.0  # to the computing
+        self._costs = costs or PagingCosts()
+        self._rates = self.rates.with_checksums(self._costs.checked_byte_s)
+        self._at_once = DryTransfer(self, 0) if math.isinf(self.rates.read + self.rates.write) else None
+        self._reads: list[DryTransfer] = []
+        self._writes: list[DryTransfer] = []
+        self._added_s = 0.0  # to the computing, by pages and transfers
         self._is_computing = False
 
     def read(self, nbytes: int, after: Transfer | None) -> DryTransfer:
-        begin_s = after.end_s if isinstance(after, DryTransfer) else 0.0
-        return self._submit(self._lanes[0], nbytes, max(begin_s, self._drive_s))
+        return self._submit(self._reads, nbytes, after)
 
     def write(self, nbytes: int) -> DryTransfer:
-        return self._submit(self._lanes[1], nbytes, self._drive_s)
+        return self._submit(self._writes, nbytes, None)
 
-    def _submit(self, lane: Lane, nbytes: int, begin_s: float) -> DryTransfer:
-        transfer = DryTransfer(self, nbytes, lane.add(begin_s, nbytes)[1])
-        heapq.heappush(self._under_way, (transfer.end_s, id(transfer), transfer))
-        self._finish()
+    def _submit(self, queue: list[DryTransfer], nbytes: int, after: Transfer | None) -> DryTransfer:
+        if self._at_once is not None:
+            self.finished += 1
+            return self._at_once
+        transfer = DryTransfer(self, nbytes, after)
+        queue.append(transfer)
         return transfer
 
     def compute(self, seconds: float) -> None:
-        """Let this time pass, and what pages and their transfers take of the processors, while the drive works."""
+        """Let this time pass, and what pages and transfers take of the processors, while the drive works."""
         self._added_s += seconds
         end_s, self._is_computing = self.now_s, True
         while self._added_s > MIN_S:
@@ -193,11 +177,9 @@ class VirtualDrive:
 
     def wait_until(self, end_s: float) -> None:
         """Let time pass while the drive works."""
-        self._go_on(end_s, math.inf)
-
-    def wait(self, transfer: DryTransfer) -> None:
-        """Let time pass until `transfer` is done."""
-        self._go_on(math.inf, transfer.end_s)
+        while self.now_s < end_s and self._advance(end_s):
+            pass
+        self.now_s = max(self.now_s, end_s)
 
     @property
     def clock_s(self) -> float:
@@ -206,39 +188,57 @@ class VirtualDrive:
 
     def window(self) -> NoWindow:
         """Return a window for a section, which shows nothing, and takes time."""
-        return _Window(self)
+        return _Window(self) if self._at_once is None else NoWindow()
 
     def lease(self) -> None:
         """Note that an access is leased: the next computing takes longer."""
-        self._added_s += self._access_s
+        self._added_s += self._costs.access_s
 
     def map(self, nbytes: int) -> None:
-        """Note that these bytes are mapped into a window: the next computing takes longer."""
-        self._added_s += nbytes * self._mapped_byte_s
+        """Note that a page of this size is shown in its window: the next computing takes longer."""
+        self._added_s += self._costs.page_s + nbytes * self._costs.mapped_byte_s
 
-    def _go_on(self, until_s: float, until_drive_s: float) -> None:
-        """Let time pass until the clock has come to `until_s`, or the drive's time to `until_drive_s`."""
-        while self.now_s < until_s and self._drive_s < until_drive_s:
-            began_s, (reads, writes) = self._drive_s, self._lanes
-            (reading, read_s), (writing, written_s) = reads.look(began_s), writes.look(began_s)
-            share = self._rates.share(reading, writing, self._is_computing)
-            change_s = min(read_s, written_s, until_drive_s)
-            seconds = (change_s - began_s) / share
-            if seconds < until_s - self.now_s:
-                self.now_s, self._drive_s = self.now_s + seconds, change_s
-            else:
-                self._drive_s += (until_s - self.now_s) * share
-                self.now_s = until_s
-            if self._is_computing and self._rates.slowing_byte_s:
-                rate = (reads.rate if reading else 0.0) + (writes.rate if writing else 0.0)
-                self._added_s += (self._drive_s - began_s) * rate * self._rates.slowing_byte_s
-            self._finish()
+    def wait(self, transfer: DryTransfer) -> None:
+        """Let time pass until `transfer` is done."""
+        while not transfer.done:
+            if not self._advance(math.inf):
+                raise InvariantError("a transfer is waited for that can never begin")
 
-    def _finish(self) -> None:
-        """Note which transfers are done."""
-        while self._under_way and self._under_way[0][0] <= self._drive_s:
-            heapq.heappop(self._under_way)[2].done = True
-            self.finished += 1
+    def _moving(self) -> list[tuple[list[DryTransfer], DryTransfer, float]]:
+        """Return the transfers that are under way: the queue, the transfer, and its rate."""
+        read = next((one for one in self._reads if one.after is None or one.after.done), None)
+        write = self._writes[0] if self._writes else None
+        rates = self._rates.of(read is not None, write is not None, self._is_computing)
+        found = zip((self._reads, self._writes), (read, write), rates, strict=True)
+        return [(queue, one, rate) for queue, one, rate in found if one is not None]
+
+    def _advance(self, end_s: float) -> bool:
+        """Go on to the end of the next transfer, or to `end_s` if that comes first. False if nothing is under way."""
+        moving = self._moving()
+        if not moving:
+            return False
+        seconds = min(self._until_change(one, rate, queue is self._writes) for queue, one, rate in moving)
+        is_last = self.now_s + seconds > end_s
+        seconds = end_s - self.now_s if is_last else seconds
+        self.now_s = end_s if is_last else self.now_s + seconds
+        for queue, one, rate in moving:
+            one.left -= seconds * rate
+            self._passed(seconds * rate, queue is self._writes)
+            self._added_s += seconds * rate * self.rates.slowing_byte_s * self._is_computing
+            if one.left <= 1e-3:  # of a byte: rounding
+                one.left, one.done = 0.0, True
+                self.finished += 1
+                if self._is_computing and self._costs.takes_turns:
+                    self._added_s += self._costs.transfer_s + one.nbytes * self._costs.checked_byte_s
+                queue.remove(one)
+        return True
+
+    def _until_change(self, transfer: DryTransfer, rate: float, writes: bool) -> float:
+        """Return the seconds until this rate ends."""
+        return transfer.left / rate
+
+    def _passed(self, nbytes: float, writes: bool) -> None:
+        """Note that bytes have moved."""
 
 
 class _Window(NoWindow):

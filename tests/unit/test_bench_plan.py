@@ -110,7 +110,7 @@ def test_a_row_is_predicted_again_from_what_it_has(tool: dict[str, Any]) -> None
     groups = {str(group): 1e-3 for group in range(64)}
     compute = {
         "forward_s": groups, "backward_s": groups, "update_s": dict.fromkeys(groups, 1e-9),
-        "access_s": 1e-4, "mapped_byte_s": 5e-11, "checked_byte_s": 2e-11,
+        "paging": {"mapped_byte_s": 5e-11, "checked_byte_s": 2e-11},
     }  # fmt: skip
     drive = {"read": 2e9, "write": 3e9, "both": 3e9, "busy": 3e9, "cap": 5e8}
     found = tool["replay"]({"row": row.name, "compute": compute, "drive": drive, "measured_s": 0.25})

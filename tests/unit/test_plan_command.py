@@ -128,11 +128,13 @@ def test_a_step_moves_what_the_plan_says_and_one_of_larger_pages_nearly_that() -
         exact = forecaster.forecast(machine(host_bytes), Setting(update=update))
         plan = forecaster.plan(machine(host_bytes), Setting(update=update))
         assert exact.exact
-        moved = plan.traffic.total_read_bytes, plan.traffic.total_written_bytes
-        assert (exact.step.read_bytes, exact.step.written_bytes) == pytest.approx(moved, rel=0.03)
+        assert (exact.read_bytes, exact.written_bytes) == (
+            plan.traffic.total_read_bytes,
+            plan.traffic.total_written_bytes,
+        )
         rough = forecaster.forecast(machine(host_bytes), Setting(update=update), pages=60)
-        assert not rough.exact and rough.plan is exact.plan
-        assert rough.step.written_bytes == pytest.approx(exact.step.written_bytes, rel=0.1)
+        assert not rough.exact and rough.plan.budget.page_bytes > plan.budget.page_bytes
+        assert rough.written_bytes == pytest.approx(exact.written_bytes, rel=0.1)
         assert rough.step.wall_s == pytest.approx(exact.step.wall_s, rel=0.1)
 
 
@@ -234,12 +236,9 @@ def test_of_settings_only_those_stay_that_no_other_beats() -> None:
 
 
 @pytest.mark.parametrize("host_bytes", [24 << 20, 64 << 20, 160 << 20])
-def test_the_table_has_each_placement_that_none_beats(host_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    forecaster, on, simulated = Forecaster(meta_gpt(), 64), machine(host_bytes), []
-    forecast = Forecaster.forecast
-    with monkeypatch.context() as patched:
-        patched.setattr(Forecaster, "forecast", lambda *given: simulated.append(given) or forecast(*given))
-        rows = find_table(forecaster, on, Setting())
+def test_the_table_has_each_placement_that_none_beats(host_bytes: int) -> None:
+    forecaster, on = Forecaster(meta_gpt(), 64), machine(host_bytes)
+    rows = find_table(forecaster, on, Setting())
     everything = []
     for codec, (params, state), update, share, passes in itertools.product(
         CODECS, PREFERENCES, UPDATES, MEMORY_SHARES, PASSES
@@ -252,7 +251,7 @@ def test_the_table_has_each_placement_that_none_beats(host_bytes: int, monkeypat
             places = ", ".join(name for name in ("param", "state", "grad") if found.plan.places[name] == "nvme") or "-"
             memory_bytes = found.memory_bytes + saved_bytes
             everything.append(
-                SettingCosts(codec, update, places, passes, found.step.wall_s, memory_bytes, found.step.written_bytes)
+                SettingCosts(codec, update, places, passes, found.step.wall_s, memory_bytes, found.written_bytes)
             )
     on_host = [row for row in rows if "grad" not in row.on_nvme]
     assert {row.costs for row in undominated(everything)} >= {row.costs for row in on_host}
@@ -260,7 +259,6 @@ def test_the_table_has_each_placement_that_none_beats(host_bytes: int, monkeypat
     assert {row.codec for row in rows} == {"exact", "8bit"}
     places = {row.on_nvme for row in rows}
     assert places == {"-"} if host_bytes == 160 << 20 else len(places) >= 2
-    assert len(simulated) < len(everything) or host_bytes < 160 << 20  # not those that cannot be in it
 
 
 def test_a_models_function_is_found_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swapper.errors import InvariantError
 from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.layout import TensorSpec, plan_group
 from swapper.paging.schedule import Access
-from swapper.paging.virtual_drive import DriveRates, VirtualDrive
+from swapper.paging.virtual_drive import DriveRates, PagingCosts, VirtualDrive
 from swapper.runtime.stats import PhaseStats, StepStats
 from swapper.train.layout.inventory import make_sections
 
@@ -53,17 +54,12 @@ def test_a_drive_without_rates_takes_no_time() -> None:
     assert drive.read(1 << 30, None).done and drive.write(1 << 30).done and drive.now_s == 0.0
 
 
-def test_reads_behind_writes_leave_the_time_before_them_to_later_reads() -> None:
-    drive = VirtualDrive(DriveRates(read=100, write=10, both=110))
-    writes = [drive.write(10), drive.write(10)]
-    behind = [drive.read(50, write) for write in writes]  # from 1.0 to 1.5, from 2.0 to 2.5
-    other = drive.read(120, None)  # 1.0 of it before the first, 0.2 between them
-    drive.wait(other)
-    assert drive.now_s == pytest.approx(1.7) and behind[0].done and not behind[1].done
-    drive.compute(2.3 - 1.7)
-    assert writes[1].done and not behind[1].done
-    drive.wait(behind[1])
-    assert drive.now_s == pytest.approx(2.5) and drive.finished == 5
+def test_what_can_never_begin_is_noticed() -> None:
+    drive = VirtualDrive(DriveRates(1, 1, 2))
+    stuck = drive.read(1, None)
+    stuck.after = stuck
+    with pytest.raises(InvariantError, match="never begin"):
+        drive.wait(stuck)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 10**9), st.floats(0, 3)), min_size=1, max_size=20))
@@ -86,28 +82,27 @@ def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
     assert min_s * (1 - 1e-6) <= drive.now_s <= max_s * (1 + 1e-6)
 
 
-def test_accesses_and_bytes_that_are_mapped_lengthen_the_computing_and_checksums_what_they_are_taken_of() -> None:
-    rates = DriveRates(10e9, 10e9, 20e9, slowing_byte_s=1e-11).with_checksums(1e-10)
-    assert (rates.read, rates.write, rates.both) == pytest.approx((5e9, 10e9, 20e9 / 3))
-    assert rates.slowing_byte_s == pytest.approx(1.1e-10)
-    assert DriveRates(10e9, 10e9).with_checksums(1e-10).slowing_byte_s == 0.0  # a processor is left for them
-    drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9, slowing_byte_s=1e-11), 0.1, 1.5e-10, checked_byte_s=1e-10)
-    assert drive.rates.read == 10e9  # it is the drive's limit all the same
-    drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_accesses_and_pages_lengthen_the_computing_and_the_engine_s_work_only_what_it_meets(takes_turns: bool) -> None:
+    costs = PagingCosts(
+        0.1, page_s=0.05, mapped_byte_s=1.5e-10, transfer_s=0.3, checked_byte_s=1e-10, takes_turns=takes_turns
+    )
+    drive = VirtualDrive(DriveRates(10e9, 10e9, 20e9), costs)
+    drive.wait(drive.read(10 * 10**9, None))  # checked while nobody computes, and submits the next read later
     assert drive.now_s == pytest.approx(2.0)
     drive.lease()
     drive.map(10**9)
+    drive.write(10 * 10**9)
     drive.compute(2.0)
-    assert drive.now_s == pytest.approx(2.0 + 2.0 + 0.1 + 0.15)
-    drive.write(10**9)
+    assert drive.now_s == pytest.approx(2.0 + 2.0 + 0.1 + 0.2 + 1.3 * takes_turns)
     drive.compute(1.0)
-    assert drive.now_s == pytest.approx(4.25 + 1.0 + 0.11)
+    assert drive.now_s == pytest.approx(5.3 + 1.3 * takes_turns)
 
 
 def test_a_cap_lets_the_bytes_of_a_slice_pass_at_once_and_no_more_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
     capped = importlib.import_module("capped_drive")
-    drive = VirtualDrive(capped.CappedRates(read=10e9, write=10e9, both=20e9, cap=100e6))
+    drive = capped.CappedRates(read=10e9, write=10e9, both=20e9, cap=100e6).open(PagingCosts())
     assert drive.rates.seconds_for(200 * 10**6, 0) == 2.0
     first = drive.read(10 * 10**6, None)  # 0.1 s of the cap
     drive.wait(first)
@@ -128,9 +123,9 @@ def test_while_the_processors_compute_a_drive_is_as_fast_as_they_let_it_be() -> 
     drive = VirtualDrive(DriveRates(read=300, write=200, both=400, busy=100))
     read, write = drive.read(300, None), drive.write(200)
     drive.compute(4.0)  # 60 a second of the reads, 40 of the writes
-    assert not read.done and not write.done
-    drive.wait(read)  # 60 of it are left, and 40 of the other
-    assert drive.now_s == pytest.approx(4.25) and write.done  # 240 a second of 400, and 160
+    assert (read.left, write.left) == (pytest.approx(60), pytest.approx(40))
+    drive.wait(read)
+    assert drive.now_s == pytest.approx(4.25)  # 240 a second of 400
     alone = VirtualDrive(DriveRates(read=300, write=200, both=400, busy=1000))
     other = alone.read(300, None)
     alone.compute(1.0)
@@ -138,8 +133,7 @@ def test_while_the_processors_compute_a_drive_is_as_fast_as_they_let_it_be() -> 
     slower = VirtualDrive(DriveRates(read=300, write=200, both=400, busy=100))
     one = slower.read(300, None)  # as much slower as both together
     slower.compute(1.0)
-    slower.wait(one)
-    assert slower.now_s == pytest.approx(1.0 + 225 / 300)
+    assert one.left == pytest.approx(225)
 
 
 def test_each_byte_that_moves_makes_the_computing_longer() -> None:
@@ -171,7 +165,7 @@ def test_a_simulated_step_updates_when_the_committed_one_is_written(is_committed
     left: list[int] = []
 
     def seconds(task: Task) -> float:
-        left.append(len(drive._under_way))
+        left.append(len(drive._writes))
         return 0.0
 
     dry = DryRun(sections, 2 * len(pages), [update], None, False, 0, {}, drive, seconds, is_committed)
@@ -199,7 +193,7 @@ def test_a_simulated_step_counts_each_access_and_each_page_that_it_maps() -> Non
     sections = make_sections(plans, [0] * len(plans), lambda plan: False, 1 << 16)
     pages = tuple(page.index for section in sections for page in section.pages)
     task = Task("forward", 0, [Access(("param", 0), pages), Access(("param", 0), pages)])
-    drive = VirtualDrive(DriveRates(1e15, 1e15, 2e15), access_s=0.5, mapped_byte_s=0.125 / (1 << 16))
+    drive = VirtualDrive(DriveRates(1e15, 1e15, 2e15), PagingCosts(0.5, page_s=0.125))
     dry = DryRun(sections, len(pages), [task], None, False, 0, {}, drive, lambda task: 2.0)
     for mapped in (len(pages), 0):  # then they stay
         dry.step()
