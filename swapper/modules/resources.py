@@ -28,6 +28,7 @@ from swapper.io.engines import Engine, open_engine
 from swapper.paging.host_memory import HostMemory, MappedFrame, Pool
 from swapper.paging.layout import PoolSize
 from swapper.paging.pager import Pager
+from swapper.paging.residency import COLD
 from swapper.paging.schedule import Schedule
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_files import PageStore
@@ -171,7 +172,7 @@ class Resources(Generic[StoreT]):
 
     def _referenced_pages(self) -> list[Page]:
         """Return the pages that keep their bytes. [Note: who still refers to a window]"""
-        pages = [page for section in self._sections for page in section.referenced_pages()]
+        pages = [page for section in self._sections for page in section.referenced_pages() if self._has_content(page)]
         if not pages:
             return []
         nbytes, free = sum(page.nbytes for page in pages if not page.shown), headroom_bytes()
@@ -187,17 +188,26 @@ class Resources(Generic[StoreT]):
         log.info("close: tensors, arrays or graphs of yours keep %s in memory (%s and others)", kept, names)
         return pages
 
+    def _has_content(self, page: Page) -> bool:
+        """Whether anything has the page's bytes: no, if a transient one was never written, or its content was forgotten."""
+        is_empty = page.residency is COLD and not page.kept and self.pager.file_of(page) is None
+        return not (is_empty and page.section.transient)
+
     def _keep_bytes(self, pages: Sequence[Page], kept: list[MappedFrame]) -> None:
         """Have ordinary memory with their bytes take the place of pages that are not in memory; add the others to `kept`."""
         kept += [self._mapped(page) for page in pages if page.shown]
+        lost: list[str] = []
         for page in pages:
             try:
-                if not page.shown:
-                    page.section.window.fill(page.offset, page.nbytes)
+                if not page.shown and not page.section.window.fill(page.offset, page.nbytes):
+                    lost.append(f"{page}: nothing has its bytes")
             except IoError as error:  # an earlier one was raised, or the bytes are needed no more
-                log.error(
-                    "close: do not use tensors, arrays or graphs of %s, which would end the process: %s", page, error
-                )
+                lost.append(f"{page}: {error}")
+        if lost:
+            log.error(
+                "close: do not use tensors, arrays or graphs of yours that show %s (of %d pages), which would end the process",
+                lost[0], len(lost),
+            )  # fmt: skip
 
     def _mapped(self, page: Page) -> MappedFrame:
         assert page.frame is not None

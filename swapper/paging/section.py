@@ -205,12 +205,16 @@ class Section:
         self._own[begin, end, next(self._numbers)] = array
         return torch.from_numpy(array)
 
-    def referenced_pages(self) -> list[Page]:
-        """Return the pages to whose addresses a tensor, an array or a graph refers, besides its own memory."""
+    def referenced_pages(self, going: int = 0) -> list[Page]:
+        """Return the pages to whose addresses a tensor, an array or a graph refers, besides its own memory.
+
+        Args:
+            going: how many uses of its memory are ending just now, and do not count.
+        """
         if self.resident or self._memory is None:
             return []
         ranges = [(begin, end) for begin, end, _ in list(self._own)]
-        if count_uses(self._memory) > self._uses + len(ranges):
+        if count_uses(self._memory) > self._uses + len(ranges) + going:
             ranges = [(0, self.plan.nbytes)]
         return list(dict.fromkeys(page for begin, end in ranges for page in self.pages_of(begin, end)))
 

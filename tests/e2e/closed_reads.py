@@ -222,6 +222,31 @@ def keys(directory: Path) -> None:
     same(kept, [plain.layers[0].keys, plain.layers[5].values])
 
 
+def forgotten_keys(directory: Path) -> None:
+    """Keys and values of a cache that was reset and is used again; those of a window, which may have moved on, can be read."""
+    from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    ids = torch.arange(600).view(2, 300) % 300
+    for window in (None, 64):
+        config = MistralConfig(vocab_size=300, num_hidden_layers=8, sliding_window=window, **sizes)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        kept: list[Any] = []
+        expected: list[torch.Tensor] = []
+        with torch.no_grad(), swapper.KVCache(model, host_memory="2MiB", directory=directory) as cache:
+            for some in (ids, ids.flip(1)):
+                plain = DynamicCache(config=config)
+                for part in (some[:, :100], *some[:, 100:].split(8, dim=1)):
+                    model(part, cache=cache)
+                    model(part, cache=plain)
+                    kept.append(cache.layers[5].values[:, 1:])
+                    expected.append(plain.layers[5].values[:, 1:].clone())
+                cache.reset()
+            seen = [one.clone() for one in kept]
+        same(kept, seen if window else expected)
+
+
 def activations(directory: Path) -> None:
     """An array of an activation that was on the drive, and came back."""
     pair = Twins(directory, layers())
@@ -252,6 +277,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "the end of a file": end_of_file,
     "weights in memory": lambda directory: weights(directory, "1GiB"),
     "keys and values": keys,
+    "keys and values of the past": forgotten_keys,
     "activations": activations,
 }
 

@@ -32,6 +32,7 @@ from swapper.infer.kv.kv_home import HostRows
 from swapper.infer.kv.kv_rows import PADDING_BYTES
 from swapper.integrations.transformers import from_pretrained
 from swapper.integrations.transformers_layers import PagedLayer
+from swapper.paging.residency import COLD
 
 SMALL = "2MiB"
 """Of the keys and values of each test, which are more."""
@@ -254,6 +255,23 @@ def test_a_layers_turn_ends_when_nobody_has_its_keys(small, monkeypatch):
             expected = model(tokens, cache=plain).logits
         assert torch.equal(logits, expected)
         assert torch.equal(kept[0], plain.layers[2].values[:, 1:, 5:].transpose(1, 2))
+
+
+def test_what_a_window_has_left_behind_is_forgotten_unless_somebody_has_views(small):
+    model, ids = make("sliding"), prompt(length=140)["input_ids"]
+    with KVCache(model, **small) as cache, torch.no_grad():
+        for index, tokens in enumerate((ids[:, :100], *ids[:, 100:].split(8, 1))):
+            model(tokens, cache=cache)
+            if index == 1:
+                kept = cache.layers[3].keys[:, 1:]
+        pages = cache._pages.owner
+        left = {}
+        for rows in pages._layers.values():
+            behind = rows.section.pages_of(0, rows.over * rows.shape.nbytes)[:-1]
+            left[rows.index] = [page.residency is COLD and pages.pager.file_of(page) is None for page in behind]
+        assert all(left.values())
+        assert [index for index, forgotten in left.items() if not all(forgotten)] == [3]
+        del kept
 
 
 def test_a_ctrl_c_while_a_turn_ends_is_raised_in_the_next_one(small, monkeypatch):

@@ -127,9 +127,10 @@ class KeyValuePages(Resources[KeyValueFile]):
                 self.end_turn()
             return keys.contiguous(), values.contiguous()  # attention takes a tenth less time than with rows
         memory = self._home.memory(rows)
+        others = count_uses(memory)
         shown = rows.shape.views(memory, begin, rows.end)
         if self._ends_early:
-            gone = partial(self._one_is_gone, memory, count_uses(memory))
+            gone = partial(self._one_is_gone, memory, others, count_uses(memory))
             self._shown = tuple(weakref.ref(one, gone) for one in shown)
         return shown
 
@@ -169,23 +170,29 @@ class KeyValuePages(Resources[KeyValueFile]):
             self._home.lease(rows, 0)
         return rows.shape.views(self._home.memory(rows), rows.begin, rows.end)
 
-    def end_turn(self) -> None:
-        """End the lease of the layer that had its turn."""
+    def end_turn(self, going: int = 0) -> None:
+        """End the lease of the layer that had its turn, and forget what its window has left behind, unless somebody has views.
+
+        Args:
+            going: how many uses of the layer's memory are ending just now.
+        """
         self._shown = ()
         rows = self._home.release()
-        if rows is not None and rows.kept is not None:
+        if rows is not None and rows.kept is not None and not rows.section.referenced_pages(going):
             self.pager.forget(rows.section.indices_of(0, rows.over * rows.shape.nbytes)[:-1])
 
-    def _one_is_gone(self, memory: torch.Tensor, uses: int, gone: object) -> None:
+    def _one_is_gone(self, memory: torch.Tensor, others: int, uses: int, gone: object) -> None:
         """End the turn if keys and values are gone, and all views of them: attention is over. Python calls this, wherever it is.
 
         Args:
-            uses: of the layer's memory when both were there. The one that goes still counts.
+            others: uses of the layer's memory before its keys and values were there.
+            uses: of it when both were. The one that goes still counts.
         """
-        if threading.get_ident() != self._thread or count_uses(memory) >= uses:
+        going = count_uses(memory)
+        if threading.get_ident() != self._thread or going >= uses:
             return
         try:
-            self.end_turn()
+            self.end_turn(going - others)
         except BaseException as error:  # which Python would only print
             self._late = error
 
@@ -248,13 +255,14 @@ class KeyValuePages(Resources[KeyValueFile]):
         self._home.expect(1)
 
     def close_rows(self, rows: Rows) -> None:
-        """Forget the tokens of a layer; its part of the file is used again."""
+        """Forget the tokens of a layer; its part of the file is used again, unless somebody has views of them, which stay."""
         self.end_turn()
         self._home.settle(rows)
         self._home.remove(rows)
-        self.pager.discard_pages(page.index for page in rows.section.pages)
-        self.pager.forget(page.index for page in rows.section.pages)
-        self._unused.setdefault(rows.section.plan.nbytes, []).append(rows.section)
+        if not rows.section.referenced_pages():
+            self.pager.discard_pages(page.index for page in rows.section.pages)
+            self.pager.forget(page.index for page in rows.section.pages)
+            self._unused.setdefault(rows.section.plan.nbytes, []).append(rows.section)
         if self._layers.get(rows.index) is rows:
             del self._layers[rows.index]
         if not self._layers:
