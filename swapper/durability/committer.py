@@ -145,7 +145,7 @@ class Committer:
         except IoError as error:
             if not self._way_back.is_of_all_ranks:
                 raise
-            log.warning("step %s is not committed yet, and tried again before the next: %s", self._due, error)
+            log.warning("step %s is not committed yet, and tried again before the next: %s", self._due, str(error))
 
     def before_step(self) -> None:
         """Finish the last step before everything changes, except while a snapshot copies from the last commit's files.

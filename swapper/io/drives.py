@@ -210,7 +210,7 @@ def find_tuning(directory: Path) -> Tuning | None:
         entry = json.loads(text).get(drive_of(directory))
         return None if entry is None else Tuning(**entry).checked()
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        log.warning("%s is not used: its entry for the drive of %s is wrong (%s)", tuning_path(), directory, error)
+        log.warning("%s is not used: its entry for the drive of %s is wrong (%s)", tuning_path(), directory, str(error))
         return None
 
 

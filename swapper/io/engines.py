@@ -132,7 +132,7 @@ def _open(directory: Path, backend: str, options: Mapping[str, Any]) -> _C.Engin
     except ConfigError as error:
         if settings["backend"] == backend:
             raise
-        log.warning("the tuning of the drive of %s is not used, since it does not work here: %s", directory, error)
+        log.warning("the tuning of the drive of %s is not used, since it does not work here: %s", directory, str(error))
         return _C.Engine(backend=backend, **options)
 
 

@@ -101,7 +101,7 @@ def close_all(endings: Iterable[Callable[[], object]]) -> None:
             end()
         except BaseException as error:  # also Ctrl-C: half-closed is worse than a moment's wait
             if failures:
-                log.error("%s: %s (after another error)", type(error).__name__, error)
+                log.error("%s: %s (after another error)", type(error).__name__, str(error))  # not its frames
             else:
                 failures.append(error)
     if failures:

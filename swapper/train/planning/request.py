@@ -271,7 +271,7 @@ def _updates_there(
     except UnsupportedError as error:
         if accelerator.update_on == "device" or needed:
             raise
-        log.info("updates are on the CPU, since those on %s are impossible: %s", there, error)
+        log.info("updates are on the CPU, since those on %s are impossible: %s", there, str(error))
         return False
     if accelerator.update_on == "auto" and not needed:
         return faster_place(max(optimizers, key=_numel), there) == "device"
