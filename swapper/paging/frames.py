@@ -196,8 +196,8 @@ class Frames:
         return self.victim_cache is not None and self.victim_cache.keep(page, self._pool.address(page.frame))
 
     def drop_cached(self, page: Page) -> None:
-        """Forget that the victim cache has the content of `page`, which was kept."""
-        if page.residency is READING:
+        """Forget that the victim cache has the content of `page`."""
+        if page.kept and page.residency is READING:
             self.give_up_claim(page)
         page.kept = False
 
@@ -268,8 +268,8 @@ class Frames:
     # --- who writes -----------------------------------------------------------------------------------------------
 
     def guard(self, page: Page) -> None:
-        """Note writes to a page that is shown, and was not guarded: no lease for writing has it. [Note: unannounced writes]"""
-        if page.section.guards_writes:
+        """Note writes to the page from now on: no lease for writing has it. [Note: unannounced writes]"""
+        if page.section.guards_writes and page.shown and not page.guarded:
             page.section.window.guard(page.offset, page.nbytes)
             page.guarded = True
 

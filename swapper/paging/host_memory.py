@@ -191,7 +191,7 @@ class Pool:
             self._free.reverse()
 
     def take(self) -> int:
-        if not self._free and not self.has_free():
+        if not self.has_free():
             raise InvariantError("no frame is free")
         frame = self._free.pop()
         self._is_free[frame] = False

@@ -337,8 +337,7 @@ class Pager:
             self._fault_in_deferred(index for index in pages if index in self._frames.deferred_writes)
         with self._lock:
             for index in pages:
-                if self._pages[index].kept:
-                    self._frames.drop_cached(self._pages[index])
+                self._frames.drop_cached(self._pages[index])
 
     def back_cold_pages(self) -> None:
         """Let pages of a resumed run that were never in memory be read past the guard too. See csrc/memory/fault.h."""
@@ -568,15 +567,13 @@ class Pager:
             raise InvariantError(f"{page} is released but was not leased")
         page.leases -= 1
         if page.leases:
-            is_open = page.shown and not page.guarded
-            if is_open and not any(page.index in held.writes for held, _ in self._frames.held.values()):
+            if not page.guarded and not any(page.index in held.writes for held, _ in self._frames.held.values()):
                 self._frames.guard(page)  # those that are left only read
             return
         page.next_use = self._schedule.next_use(page.index)
         if page.residency is CLEAN and page.index in self._schedule.fresh and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # it is overwritten next: evict it first
-        if page.shown and not page.guarded:
-            self._frames.guard(page)  # before its write is submitted
+        self._frames.guard(page)  # before its write is submitted
         if page.residency is DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content

@@ -15,6 +15,7 @@ from torch import nn
 import swapper
 from e2e.models import Net, loss_of, tokens
 from e2e.twins import Twins
+from swapper.train.updates.device_slots import StateAhead
 
 MakeTwins = Callable[..., Twins]
 MIB = 1 << 20
@@ -88,3 +89,18 @@ def assert_can_be_closed(pair: Twins, device: HostDevice) -> None:
         pair.manager.close()
     assert pair.manager.current.is_over
     device.module.is_lost = False
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each slice of an update: True if its state was there."""
+    found: list[bool] = []
+    take = StateAhead.take
+
+    def note(self: StateAhead, *of: Any) -> Any:
+        slot = take(self, *of)
+        found.append(slot is not None)
+        return slot
+
+    monkeypatch.setattr(StateAhead, "take", note)
+    return found

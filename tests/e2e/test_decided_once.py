@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import swapper
+from e2e.models import finish_step
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -33,11 +34,7 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
 
 
 def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    loss = model(torch.randn(4, WIDTH)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish_step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
 
 
 CHANGES: list[Callable[[Any, Any], object]] = [

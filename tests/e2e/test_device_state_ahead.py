@@ -11,33 +11,18 @@ from infer.host_device import ORDERS, HostDevice
 from torch import nn
 
 import swapper
-from e2e.device_twins import MIB, MakeTwins, accumulate, on_device, short_of_memory, step_again
+from e2e.device_twins import MIB, MakeTwins, accumulate, on_device, short_of_memory, step_again, used
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins
 from swapper.train.updates.device_slots import StateAhead
 
-__all__ = ["on_device"]
+__all__ = ["on_device", "used"]
 
 UPDATES = ("step", "deferred", "backward")
 STAYING = {
     "params": "device", "gradients": "device", "optimizer_state": "host", "update_on": "device", "device_memory": 16 * MIB,
     "commit_every": None,
 }  # fmt: skip
-
-
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each slice of an update: True if its state was there."""
-    found: list[bool] = []
-    take = StateAhead.take
-
-    def note(self: StateAhead, *of: Any) -> Any:
-        slot = take(self, *of)
-        found.append(slot is not None)
-        return slot
-
-    monkeypatch.setattr(StateAhead, "take", note)
-    return found
 
 
 @pytest.mark.parametrize("update", UPDATES)

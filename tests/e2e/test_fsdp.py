@@ -21,11 +21,13 @@ from torch.distributed.fsdp import fully_shard
 
 import swapper
 from e2e import fsdp_open_step, fsdp_run, fsdp_snapshot, fsdp_tensor_parallel, fsdp_unfrozen, replicated_run
+from e2e.device_twins import used
 from e2e.processes import run_python
 from e2e.twins import named_budget
 from swapper.device.device import Device
 from swapper.train.sharded.shards import param_groups_of
-from swapper.train.updates.device_slots import StateAhead
+
+__all__ = ["used"]
 
 
 def torchrun(ranks: int, program: ModuleType, *arguments: object, **variables: str) -> list[str]:
@@ -371,17 +373,8 @@ def test_state_of_shards_stays_on_a_device(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_state_of_shards_goes_up_to_a_device_before_their_gradients_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str
+    tmp_path: Path, used: list[bool], update: str
 ) -> None:
-    found: list[bool] = []
-    take = StateAhead.take
-
-    def note(self: StateAhead, *of: Any) -> Any:
-        slot = take(self, *of)
-        found.append(slot is not None)
-        return slot
-
-    monkeypatch.setattr(StateAhead, "take", note)
     plain, plain_optimizer = fsdp_run.make({})
     model, original = fsdp_run.make({})
     where: Any = {"params": "host", "optimizer_state": "host", "update": update}
@@ -391,7 +384,7 @@ def test_state_of_shards_goes_up_to_a_device_before_their_gradients_are_there(
             expected = fsdp_run.train(plain, plain_optimizer, {}, None, step)
             fsdp_run.same(fsdp_run.train(model, optimizer, {}, None, step), expected, f"step {step}")
         fsdp_run.same_state(model, optimizer, plain, plain_optimizer, "at the end")
-    assert any(found)
+    assert any(used)
 
 
 @pytest.mark.usefixtures("alone")

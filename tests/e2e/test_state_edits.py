@@ -14,6 +14,7 @@ from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
+from e2e.models import finish_step
 from e2e.twins import Twins, assert_same
 
 MakeTwins = Callable[..., Twins]
@@ -25,11 +26,7 @@ def layers() -> nn.Sequential:
 
 
 def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    loss = model(torch.randn(4, WIDTH)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish_step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -101,10 +101,8 @@ class GradientGuards:
     def fix(self, update: GroupUpdate, finish: Callable[[], None]) -> None:
         """Have operations on the update's gradients, as they are now, call `finish` first."""
         self.note(update)
-        watch = FixedGradient(finish)
         for gradient in update.present:
-            if type(gradient) is torch.Tensor:
-                watch.watch(gradient)
+            fix(gradient, finish)
 
     def note(self, update: GroupUpdate) -> None:
         """Note the update's gradients as they are now."""
@@ -120,9 +118,8 @@ class GradientGuards:
         for gradient, places in zip(update.gradients, update.trainable.places, strict=True):
             if gradient is None:
                 continue
-            if isinstance(watch_of(gradient), FixedGradient):
-                unwatch(gradient)
-            if gradient._version != self._versions[id(gradient)]:
+            unfix(gradient)
+            if self._is_changed(gradient):
                 raise StateError(
                     f"the gradient of {places.name} was changed after optimizer.step() by way of an alias of it, and with "
                     "update='deferred' that step was still to use it: change gradients by `parameter.grad`, or offload with "
@@ -156,7 +153,7 @@ class GradientGuards:
                     continue
                 with without_torch_functions():  # as in `protect`
                     is_other = parameter.grad is not gradient
-                if is_other or (gradient is not None and gradient._version != self._versions[id(gradient)]):
+                if is_other or (gradient is not None and self._is_changed(gradient)):
                     yield f"the gradient of {places.name}"
 
     def clear(self, updates: Iterable[GroupUpdate] = ()) -> None:
@@ -167,3 +164,6 @@ class GradientGuards:
         for _, gradient in self._protected:
             release(gradient)
         self._versions, self._protected = {}, []
+
+    def _is_changed(self, gradient: torch.Tensor) -> bool:
+        return gradient._version != self._versions[id(gradient)]

@@ -147,14 +147,18 @@ def state_slice_bytes(trainable: Trainable, part: Slice) -> int:
     return max(round_up(max(ends, default=0), DEVICE_ALIGNMENT_BYTES), DEVICE_ALIGNMENT_BYTES)
 
 
-def group_ahead_bytes(trainable: Trainable, slice_bytes: int, only_state: bool) -> int:
-    """Return the bytes that the slots of all slices of a group take whose state goes up early.
+def ahead_slice_bytes(trainable: Trainable, part: Slice, only_state: bool) -> int:
+    """Return the bytes of a slot for a slice whose state goes up early.
 
     Args:
-        only_state: gradients and parameters are there already; else the slots have room for them.
+        only_state: gradients and parameters are there already; else the slot has room for them.
     """
-    needed = state_slice_bytes if only_state else device_slice_bytes
-    return sum(needed(trainable, part) for part in trainable.all_slices(slice_bytes))
+    return (state_slice_bytes if only_state else device_slice_bytes)(trainable, part)
+
+
+def group_ahead_bytes(trainable: Trainable, slice_bytes: int, only_state: bool) -> int:
+    """Return the bytes of such slots for all slices of a group. Args: as of `ahead_slice_bytes`."""
+    return sum(ahead_slice_bytes(trainable, part, only_state) for part in trainable.all_slices(slice_bytes))
 
 
 def ring_bytes(trainables: Sequence[Trainable], slice_bytes: int) -> int:

@@ -48,13 +48,13 @@ from swapper.train.updates.device_slots import (
     StateAhead,
     UpdateRing,
     UpdateSlot,
+    ahead_slice_bytes,
     coded_in,
     device_scratch_bytes,
     device_slice_bytes,
     parts_of,
     pieces_on_host,
     slot_bytes,
-    state_slice_bytes,
 )
 from swapper.train.updates.one_pass import AdamWKernel, Update, is_fused, is_rounded, update_by_kernel
 from swapper.train.updates.slice_updates import PieceTensors
@@ -162,14 +162,14 @@ class DeviceSweep(Sweep):
         """Return the bytes of a slot that gets the state of a slice early."""
         group = trainable.group
         only_state = self.on_device.updates_in_place(group) and group in self.on_device.staying_gradients
-        return (state_slice_bytes if only_state else device_slice_bytes)(trainable, part)
+        return ahead_slice_bytes(trainable, part, only_state)
 
     def _slot_ahead(self, update: GroupUpdate, number: int, part: Slice) -> UpdateSlot | None:
         """Return a slot with the state of a slice of the update, and room for the rest, if that is on the device already."""
         if not all(update.active):
             return None
         only_state = self._is_in_place and not any(type(gradient) is ColdGradient for gradient in update.gradients)
-        needed_bytes = (state_slice_bytes if only_state else device_slice_bytes)(update.trainable, part)
+        needed_bytes = ahead_slice_bytes(update.trainable, part, only_state)
         return self._ahead.take(update.trainable.group, number, needed_bytes)
 
     def give_back(self, then: Access | None = None) -> None:
