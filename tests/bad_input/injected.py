@@ -3,8 +3,9 @@
 Usage: injected.py DIRECTORY WAY UPDATE PLACES SEED. WAY "signal": a trace function sends a signal before an instruction, which
 Python handles there and then, by a handler that raises. WAY "thread": it raises the exception itself, where Python raises what
 another thread sends (PyThreadState_SetAsyncExc): after calls, whatever section the code is in. PLACES is how many of a step's
-instructions are tried, or 0 for all. After each, the step is whole, or as if it had never begun, or the session says that it has
-failed: then the manager is closed, and the run resumed from its last commit. The plain twin says how each looks.
+instructions are tried, or 0 for all, or the name of the file whose instructions are. After each, the step is whole, or as if it
+had never begun, or the session says that it has failed: then the manager is closed, and the run resumed from its last commit.
+The plain twin says how each looks.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ def raise_injected(number: int, frame: FrameType | None) -> None:
 
 
 class Injector:
-    """Raises Injected at the instruction with number `at` of those in swapper's files."""
+    """Raises Injected at the instruction with number `at` of those in swapper's files, or in those whose names end with `file`."""
 
-    def __init__(self, at: int, way: str) -> None:
+    def __init__(self, at: int, way: str, file: str = "") -> None:
         self.at = at
+        self._file = file
         self.count = 0
         self.where = ""
         self._is_by_signal = way == "signal"
@@ -60,7 +62,7 @@ class Injector:
         return frame.f_lasti in self._calls[code]
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(SOURCE):
+        if not (frame.f_code.co_filename.startswith(SOURCE) and frame.f_code.co_filename.endswith(self._file)):
             return None
         if event == "call":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -176,21 +178,23 @@ class Run:
         assert leased_pages(self.manager) == [], self.manager.current.run.pager.describe()
 
 
-def main(directory: Path, way: str, update: str, places: int, seed: int) -> None:
+def main(directory: Path, way: str, update: str, places: str, seed: int) -> None:
     signal.signal(NUMBER, raise_injected)
     chance = random.Random(seed)
     run = Run(directory, update, way)
     for _ in range(2):
         run.step_swapped()
         run.check()
-    counter = Injector(-1, way)
+    file = "" if places.isdigit() else places
+    counter = Injector(-1, way, file)
     assert counter.run(run.step_swapped) is None
     run.check()
     count = counter.count
-    chosen = range(1, count + 1) if places == 0 else sorted(chance.sample(range(1, count + 1), min(places, count)))
+    tried = count if file else int(places) or count
+    chosen = sorted(chance.sample(range(1, count + 1), min(tried, count)))
     raised = 0
     for number, at in enumerate(chosen):
-        injector = Injector(at, way)
+        injector = Injector(at, way, file)
         error = injector.run(run.step_swapped)
         raised += error is not None
         print(at, injector.where, type(error).__name__, flush=True)
@@ -211,4 +215,4 @@ def main(directory: Path, way: str, update: str, places: int, seed: int) -> None
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))

@@ -30,6 +30,13 @@ def test_what_is_raised_at_any_instruction_of_a_step_leaves_it_whole_or_untaken(
     assert "all exact" in done.stdout
 
 
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_a_step_is_counted_if_its_updates_were_made(tmp_path: Path, update: str) -> None:
+    done = run_python("-m", "bad_input.injected", tmp_path, "thread", update, "training_step.py", 1)
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
+
+
 def test_any_signal_is_deferred_however_its_handler_was_set_and_wherever_it_arrives(tmp_path: Path) -> None:
     done = run_python("-c", DEFERRED)
     assert done.returncode == 0, done.stderr

@@ -178,25 +178,30 @@ class TrainingStep:
             with self._told(run, has_begun or self.is_open):
                 run = self._prepare(run, member, train_more)
             model = run.model
-            if is_first := not self.is_open:
-                if not has_begun:
-                    self.begin(run)
-                self._learn, self.is_open = model.updates.in_order, True
-                self._steps.clear()
-            is_alone = not model.updates.is_open or (has_begun and is_first)
-            self._steps[member] += 1
+            if (is_first := not self.is_open) and not has_begun:
+                self.begin(run)
+            steps, learn = (Counter[int](), model.updates.in_order) if is_first else (self._steps.copy(), self._learn)
+            steps[member] += 1
+            is_alone, is_over, is_agreed = not model.updates.is_open or (has_begun and is_first), False, False
             try:
+                self._steps, self._learn, self.is_open = steps, learn, True
                 with self._on_all_ranks(step):
                     model.before_update()
                     yield run
                     run.placed.processor.after_update()
-                    if self.is_over:
+                    if is_over := self.is_over:
                         run.pager.end_step(self._learn)
-            except BaseException as error:
-                self._undo(run, member, error, is_alone)
+                is_agreed = self._ranks.are_together
+                if is_over:
+                    self._count(run, step)
+            except BaseException as error:  # one that another thread sends may come between any two calls
+                if self._counters.step == step:
+                    self._count(run, step)
+                elif is_agreed:
+                    self.fail_for_good(f"step {step}", error)
+                else:
+                    self._undo(run, member, error, is_alone)
                 raise
-            if is_over := self.is_over:
-                self._count(run)
         if is_over:
             self._clock.end_step()
 
@@ -212,7 +217,7 @@ class TrainingStep:
             self._skipped.clear()
             return
         run.pager.end_step(self._learn)
-        self._count(run)
+        self._count(run, self._counters.step + 1)
         self._clock.end_step()
 
     def begin(self, run: TrainingSession) -> None:
@@ -222,13 +227,13 @@ class TrainingStep:
             run.committer.before_step()
         run.committer.meet_ranks()
 
-    def _count(self, run: TrainingSession) -> None:
-        """Count the training step, and have it committed."""
+    def _count(self, run: TrainingSession, step: int) -> None:
+        """Count the training step, and have it committed. If an exception came in between, it may be called again."""
+        self._user.note_rng()
+        self._counters.step = step
         self.is_open = False
         self._skipped.clear()
-        self._counters.step += 1
-        self._user.note_rng()
-        run.committer.step_done(self._counters.step)
+        run.committer.step_done(step)
 
     def _prepare(self, run: TrainingSession, member: int, train_more: Callable[[], TrainingSession]) -> TrainingSession:
         """Check that the step can be taken, and return the session that takes it."""
