@@ -321,12 +321,13 @@ class SwapManager:
     def register(self, **objects: Any) -> None:
         """Register objects with `state_dict` and `load_state_dict` that belong to a step (a scheduler, a sampler).
 
-        Commits and snapshots include their state; a resumed run loads its last commit's state into them here.
+        Commits and snapshots include their state; a resumed run loads its last commit's state into them here. A scheduler's
+        constructor sets rates of a first step: the optimizer then gets its settings of that commit again.
 
         Raises:
             ConfigError: an object lacks these methods, or torch.load(weights_only=True) could not read its state.
         """
-        self._user.register(objects)
+        self.current.training_step.register(objects)
 
     @contextmanager
     def gather(self, target: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: bool = False) -> Iterator[Any]:

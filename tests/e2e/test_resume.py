@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import shutil
@@ -12,7 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
 
 import swapper
 from e2e import killed_run
@@ -39,6 +44,61 @@ def go(directory: Path, until: int, **options: Any) -> list[float]:
 
 def test_a_closed_run_goes_on_exactly_with_its_scheduler(tmp_path: Path) -> None:
     assert go(tmp_path, 2) + go(tmp_path, 4) + go(tmp_path, STEPS) == killed_run.plain_losses(STEPS)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: (step + 1) / 10),
+    "warmup": lambda optimizer: LinearLR(optimizer, 0.1, total_iters=8),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 1e-2, total_steps=20),  # changes the betas too
+    "sequence": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 10)], [2]
+    ),
+}
+
+
+def settings_of_a_run(
+    directory: Path,
+    make: Callable[[torch.optim.Optimizer], Any],
+    rate: Any,
+    ends: tuple[int, ...],
+    accelerated: bool = False,
+) -> list[Any]:
+    """Stop and resume a run at each of `ends`; return each step's loss, rate and betas."""
+    found = []
+    for end in ends:
+        model, optimizer, _ = killed_run.make()
+        for group in optimizer.param_groups:
+            group["lr"] = copy.deepcopy(rate)
+        with swapper.SwapManager(directory, host_memory=killed_run.BUDGET, resume="auto") as manager:
+            model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+            scheduler = made = make(optimizer)  # as the guides say: after offload
+            if accelerated:
+                made = AcceleratedScheduler(scheduler, AcceleratedOptimizer(optimizer))
+            manager.register(scheduler=made)
+            while manager.step < end:
+                settings = [(float(group["lr"]), group["betas"]) for group in optimizer.param_groups]
+                found.append((settings, killed_run.train_step(model, optimizer, scheduler, manager.step)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "rate"), [*((name, 1e-3) for name in SCHEDULERS), ("lambda", torch.tensor(1e-3))]
+)
+def test_a_scheduler_that_is_made_after_offload_goes_on_with_its_rate(
+    tmp_path: Path, scheduler: str, rate: Any
+) -> None:
+    """Its constructor sets the optimizer's rate, and betas, to those of a first step."""
+    make = SCHEDULERS[scheduler]
+    assert settings_of_a_run(tmp_path / "parts", make, rate, (2, 4, 6)) == settings_of_a_run(
+        tmp_path / "one", make, rate, (6,)
+    )
+
+
+def test_a_scheduler_of_accelerate_goes_on_with_its_rate(tmp_path: Path) -> None:
+    Accelerator(cpu=True)  # its optimizer asks for its state
+    make = SCHEDULERS["lambda"]
+    whole = settings_of_a_run(tmp_path / "one", make, 1e-3, (6,))
+    assert settings_of_a_run(tmp_path / "parts", make, 1e-3, (3, 6), accelerated=True) == whole
 
 
 @pytest.mark.parametrize("options", [{"fsync": True}, {"params": "host", "commit_every": 1}, {"commit_every": 2}])

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from torch.optim import Optimizer
+
 from swapper.durability.commit import CommitRecord, check_state
 from swapper.durability.ranks import Ranks
 from swapper.errors import CheckpointError, ConfigError, InvariantError, StateError
@@ -39,12 +41,27 @@ class UserState:
     def __init__(self, keeps_rng: bool, resumed: CommitRecord | None) -> None:
         self.extra: dict[str, Any] = {} if resumed is None else dict(resumed.extra)
         self._resumed = resumed
+        self._settings = (
+            [] if resumed is None else copy.deepcopy(resumed.param_groups)
+        )  # torch changes tensors in place
         self._registered: dict[str, Any] = {}
         self._keeps_rng = keeps_rng
         self._rng: dict[str, Any] | None = None
 
-    def register(self, objects: Mapping[str, Any]) -> None:
-        """Add `objects`, with the state of the resumed commit if it has them."""
+    def register(self, objects: Mapping[str, Any], optimizers: OptimizerSet, step: int) -> None:
+        """Add `objects`, with the state of the resumed commit if it has them.
+
+        A scheduler's constructor sets the settings of a first step. Those of the resumed commit are restored, if no step has
+        been taken since.
+
+        Args:
+            optimizers: of the offloaded model, if any.
+            step: the present one.
+        """
+        known = {} if self._resumed is None or step != self._resumed.step else self._resumed.registered
+        if any(name in known and _holds_optimizer(value) for name, value in objects.items()):
+            for group, saved in zip(optimizers.param_groups, copy.deepcopy(self._settings), strict=False):
+                group.update({key: value for key, value in saved.items() if key != "params"})
         for name, value in objects.items():
             if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise ConfigError(f"register({name}=...) needs an object with state_dict() and load_state_dict()")
@@ -91,6 +108,14 @@ class UserState:
         }
 
 
+def _holds_optimizer(value: object) -> bool:
+    """Return True for torch's schedulers, and for those of others that are made as they are."""
+    held = getattr(value, "__dict__", {}).values()
+    return any(
+        isinstance(one, Optimizer) for some in held for one in (some if isinstance(some, list | tuple) else (some,))
+    )
+
+
 class TrainingStep:
     """The training step that goes on, or the last one, in whatever session of a manager.
 
@@ -116,6 +141,10 @@ class TrainingStep:
         self._is_held = False
         self.is_open = False
         self._learn = True  # see `Pager.end_step`
+
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """Add `objects` to the user's state. See UserState.register."""
+        self._user.register(objects, self._optimizers, self._counters.step)
 
     def check(self, member: int) -> None:
         """Raise StateError if optimizer `member` has stepped already in this training step, and another one has not."""
