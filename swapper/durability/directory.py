@@ -326,9 +326,11 @@ class RunDirectory:
     def _refuse_runs(self) -> None:
         for locked in self._locked:
             if held := locked.held():
+                names, known = ", ".join(file.name for file in held), any(one.has_commit for one in self._locked)
+                resumed = "resume from its last commit" if known else "begin a new one: it has no commit"
                 raise DirectoryError(
-                    f'{locked.path} holds a run ({", ".join(f.name for f in held)}): pass resume="auto" to resume from its '
-                    'last commit, resume="discard" to delete it, or choose another directory'
+                    f'{locked.path} holds a run ({names}): pass resume="auto" to {resumed}, resume="discard" to delete it, '
+                    "or choose another directory"
                 )
 
     def _drives_of_run(self, records: Sequence[DrivesRecord | None]) -> Drives:

@@ -286,3 +286,15 @@ def test_a_run_of_this_process_is_ended_by_its_close_or_with_its_model(tmp_path:
         del manager, model, optimizer
         gc.collect()
         swapper.SwapManager(tmp_path / end, "64MiB", resume="discard").close()
+
+
+def test_the_error_of_a_run_without_a_commit_does_not_say_that_it_can_be_resumed(tmp_path: Path) -> None:
+    """Parameters and state in memory are not committed unasked."""
+    with swapper.SwapManager(tmp_path, host_memory=BUDGET) as manager:
+        model = Net()
+        model, optimizer = manager.offload(model, adamw(model.parameters()), params="host", optimizer_state="nvme")
+        train_step(model, optimizer)
+    with pytest.raises(swapper.DirectoryError, match="begin a new one: it has no commit"):
+        swapper.SwapManager(tmp_path, host_memory=BUDGET)
+    with swapper.SwapManager(tmp_path, host_memory=BUDGET, resume="auto") as manager:
+        assert manager.step == 0
