@@ -73,7 +73,7 @@ _F = Feature
 _WITH_DEVICE = "say manager.offload(..., device='cuda')"
 _UPDATE_THERE = "otherwise it is needed in host memory. Say device='cuda', and leave out update_on='cpu'"
 _SHARDED = "FSDP2 gathers shards from host memory, and gradients go there. Leave it out"
-_NOT_SHARDED = "so far it is for models that a rank has whole"
+_NOT_SHARDED = "it is for models that a rank has whole"
 _IN_PASSING = "offload with update='step'"
 
 RULES: tuple[Rule, ...] = (
