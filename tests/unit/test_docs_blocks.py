@@ -7,12 +7,15 @@ a block of text: the page's code prints it. Pages of docs/reference show fragmen
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib.util
 import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,31 @@ def test_the_blocks_of_a_page_run(
         assert text in printed
     if left_out and len(left_out) == len([code for code, condition in blocks(page) if condition]) == len(blocks(page)):
         pytest.skip("; ".join(left_out))
+
+
+def imports(code: str) -> set[str]:
+    """Return the names that code imports."""
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {(alias.asname or alias.name).split(".")[0] for node in nodes for alias in node.names}
+
+
+@pytest.mark.parametrize("page", [page for page in RUN if blocks(page)], ids=page_name)
+def test_what_a_page_shows_imports_what_it_uses(page: Path) -> None:
+    """A reader does not see what a hidden block imports."""
+    shown, hidden = ([match[kind] or "" for match in BLOCK.finditer(page.read_text())] for kind in ("shown", "hidden"))
+    used = {node.id for code in shown for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    assert used & set().union(*map(imports, hidden)) - set().union(*map(imports, shown)) == set()
+
+
+def test_the_script_of_the_guide_to_ranks_runs_again(tmp_path: Path) -> None:
+    """It ends as it begins: a snapshot is never replaced."""
+    scripts = [match["shown"] for match in BLOCK.finditer((DOCS / "guides" / "ranks.md").read_text()) if match["shown"]]
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, "-c", scripts[0]], cwd=tmp_path, env={**environment, "MASTER_PORT": "0"}, check=True
+        )
+    assert (tmp_path / "step-3").is_dir()
 
 
 def commands(page: Path) -> list[str]:
