@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
 
@@ -61,7 +58,7 @@ def settings_of_a_run(
     make: Callable[[torch.optim.Optimizer], Any],
     rate: Any,
     ends: tuple[int, ...],
-    accelerated: bool = False,
+    wrap: Callable[[Any, Any], Any] = lambda scheduler, optimizer: scheduler,
 ) -> list[Any]:
     """Stop and resume a run at each of `ends`; return each step's loss, rate and betas."""
     found = []
@@ -71,10 +68,8 @@ def settings_of_a_run(
             group["lr"] = copy.deepcopy(rate)
         with swapper.SwapManager(directory, host_memory=killed_run.BUDGET, resume="auto") as manager:
             model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
-            scheduler = made = make(optimizer)  # as the guides say: after offload
-            if accelerated:
-                made = AcceleratedScheduler(scheduler, AcceleratedOptimizer(optimizer))
-            manager.register(scheduler=made)
+            scheduler = make(optimizer)  # as the guides say: after offload
+            manager.register(scheduler=wrap(scheduler, optimizer))
             while manager.step < end:
                 settings = [(float(group["lr"]), group["betas"]) for group in optimizer.param_groups]
                 found.append((settings, killed_run.train_step(model, optimizer, scheduler, manager.step)))
@@ -95,10 +90,17 @@ def test_a_scheduler_that_is_made_after_offload_goes_on_with_its_rate(
 
 
 def test_a_scheduler_of_accelerate_goes_on_with_its_rate(tmp_path: Path) -> None:
-    Accelerator(cpu=True)  # its optimizer asks for its state
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True)  # its optimizer asks for its state
+
+    def wrap(scheduler: Any, optimizer: Any) -> Any:
+        return accelerate.scheduler.AcceleratedScheduler(
+            scheduler, accelerate.optimizer.AcceleratedOptimizer(optimizer)
+        )
+
     make = SCHEDULERS["lambda"]
     whole = settings_of_a_run(tmp_path / "one", make, 1e-3, (6,))
-    assert settings_of_a_run(tmp_path / "parts", make, 1e-3, (3, 6), accelerated=True) == whole
+    assert settings_of_a_run(tmp_path / "parts", make, 1e-3, (3, 6), wrap) == whole
 
 
 @pytest.mark.parametrize("options", [{"fsync": True}, {"params": "host", "commit_every": 1}, {"commit_every": 2}])

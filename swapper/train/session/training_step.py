@@ -41,9 +41,7 @@ class UserState:
     def __init__(self, keeps_rng: bool, resumed: CommitRecord | None) -> None:
         self.extra: dict[str, Any] = {} if resumed is None else dict(resumed.extra)
         self._resumed = resumed
-        self._settings = (
-            [] if resumed is None else copy.deepcopy(resumed.param_groups)
-        )  # torch changes tensors in place
+        self._settings = copy.deepcopy(resumed.param_groups) if resumed else []  # torch changes tensors in place
         self._registered: dict[str, Any] = {}
         self._keeps_rng = keeps_rng
         self._rng: dict[str, Any] | None = None
