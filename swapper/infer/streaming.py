@@ -45,7 +45,7 @@ class WeightFiles(PageStore):
     def __init__(self, engine: Engine, source: Source, runs: Mapping[Section, Path]) -> None:
         self._engine = engine
         self._source = source
-        self._paths = runs
+        self._runs = {section: (path, source.nbytes_of(path)) for section, path in runs.items()}  # and the file's size
         self._files = ExternalFiles(source.stamps)
         self._known: dict[Path, int] = {}  # CRC-32 of files, once verified
         for path, stamp in source.stamps.items():
@@ -57,9 +57,8 @@ class WeightFiles(PageStore):
 
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         """Submit a read of `page` into memory at `address`, up to the file's end; return its ticket."""
-        path = self._paths[page.section]
-        nbytes = min(page.nbytes, self._source.nbytes_of(path) - page.file_offset)
-        return self._submit(path, page.file_offset, address, nbytes, None, after)
+        path, end = self._runs[page.section]
+        return self._submit(path, page.file_offset, address, min(page.nbytes, end - page.file_offset), None, after)
 
     def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Transfer:
         """Submit a read of any bytes of a file that fill `memory`, contiguous; return its ticket."""
@@ -82,7 +81,7 @@ class WeightFiles(PageStore):
 
     def file_of(self, page: Page) -> File | None:
         """Return the file that serves reads of a cold page's addresses; None: its bytes lie in several. Its end reads as zeros."""
-        return self._files.cached.get(self._paths[page.section])
+        return self._files.cached.get(self._runs[page.section][0])
 
     def write(self, page: Page, address: int) -> Transfer:
         raise InvariantError(f"{page} of a checkpoint would be written")
