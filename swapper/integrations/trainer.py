@@ -10,6 +10,7 @@ training, and continues a resumed run at its step.
 from __future__ import annotations
 
 import atexit
+import copy
 import dataclasses
 import json
 import os
@@ -343,7 +344,11 @@ class _TrainerPosition:
         self._trainer = trainer
         self.found: dict[str, Any] | None = None
         self.folder: str | None = None
-        self.rng = rng_states()  # offload has just restored them
+        self.rng = rng_states()  # offload has just restored them, as the optimizer's settings
+        self._settings = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in trainer.optimizer.param_groups
+        ]
         self.steps_before = self.calls = 0
 
     def state_dict(self) -> dict[str, object]:
@@ -399,10 +404,9 @@ class _TrainerPosition:
         return dict(states)
 
     def set_schedule(self) -> None:
-        """Set the Trainer's new schedule, and the learning rates that it has changed, to the commit's."""
+        """Set the Trainer's new schedule, and the settings (rates, momenta) that it has changed, to the commit's."""
         if self.found is None or self.found["schedule"] is None:
             return
-        schedule = self._trainer.lr_scheduler
-        schedule.load_state_dict(self.found["schedule"])
-        for group, rate in zip(self._trainer.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-            group["lr"] = rate
+        self._trainer.lr_scheduler.load_state_dict(self.found["schedule"])
+        for group, settings in zip(self._trainer.optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)

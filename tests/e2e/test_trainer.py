@@ -264,6 +264,25 @@ def test_a_killed_training_continues_at_its_step(tmp_path: Path) -> None:
         assert_equal(values(again), values(plain))
 
 
+def test_a_schedule_that_changes_more_than_rates_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_cycle(trainer: Any, num_training_steps: int, optimizer: Any = None) -> Any:
+        trainer.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            trainer.optimizer, 1e-2, total_steps=num_training_steps
+        )
+        return trainer.lr_scheduler
+
+    monkeypatch.setattr(Trainer, "create_scheduler", one_cycle)
+    model, run = write_model(tmp_path / "model"), tmp_path / "run"
+    plain = plain_trainer(tmp_path, model)
+    plain.train()
+    with (first := offloaded_trainer(run, model, AtStep(5, interrupt))).manager, pytest.raises(KeyboardInterrupt):
+        first.train()
+    with (last := offloaded_trainer(run, model)).manager:
+        last.train()
+        assert logged(first) + logged(last) == logged(plain)
+        assert_equal(values(last), values(plain))
+
+
 def test_the_trainers_own_checkpoint_is_loaded_if_it_is_asked_for(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3}
     model = write_model(tmp_path / "model")
