@@ -76,7 +76,7 @@ class SwapManager:
         cold: for operations on a cold parameter outside of a forward that contains it: "read" brings it in for that
             operation, which may be in place; "raise" raises ColdParameterError.
         stall_s: seconds of one wait for the drive until the log gets a `dump`; None: never. SIGUSR1 requests one too,
-            unless it has another handler (runtime/watchdog.py).
+            unless it has another handler (runtime/notices.py).
 
     Attributes:
         extra: a dict of the user's values that belong to a step (an epoch, a position in the data), in every commit and

@@ -72,7 +72,7 @@ def run_clients(options: argparse.Namespace) -> dict[str, Any]:
     from transformers import LlamaForCausalLM
 
     import swapper
-    from swapper.bench.drive import measure_read
+    from swapper.bench.hardware import measure_read
     from swapper.integrations.transformers import from_pretrained
     from swapper.runtime.sizes import parse_bytes
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from swapper.checkpoint import zero
 from swapper.checkpoint.encoded_state import MARK, codecs_of
-from swapper.checkpoint.inspecting import find_run, parameters_of
+from swapper.checkpoint.inspecting import find_run, find_zero, parameters_of, read_zero
 from swapper.checkpoint.quantization import KEY, AlreadyQuantized, Loss, layouts_of, losses, metadata, quantised
 from swapper.checkpoint.stream import StreamWriter
 from swapper.checkpoint.torch_load import load
@@ -100,13 +99,13 @@ def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
                 "snapshot (manager.snapshot), which has all"
             )
         return Selection(*parameters_of(run))
-    ranks = zero.find(source) if source.is_dir() else None
+    ranks = find_zero(source) if source.is_dir() else None
     if ranks is not None:
         if what == "all":
             raise CheckpointError(
                 f"{ranks} is of DeepSpeed's ZeRO, whose fp32 weights can be exported: leave out what='all'"
             )
-        tensors, stamps = zero.read(ranks)
+        tensors, stamps = read_zero(ranks)
         return Selection(tensors, [], stamps)
     opened = open_source(source)
     if opened.kind != "torch":

@@ -23,7 +23,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.table import Table
 
 from swapper import _C
-from swapper.bench.drive import check_directory
+from swapper.bench.hardware import (
+    Link,
+    WholeStep,
+    check_directory,
+    find_device,
+    measure_link,
+    measure_step,
+    measure_update,
+)
 from swapper.bench.measure import (
     KINDS,
     POOL_BYTES,
@@ -36,7 +44,6 @@ from swapper.bench.measure import (
     measure_fio,
     measure_while_computing,
 )
-from swapper.bench.whole_step import Link, WholeStep, find_device, measure_link, measure_step, measure_update
 from swapper.cli.command import ARGUMENT, check_output, make_console, make_progress, reported
 from swapper.errors import ConfigError
 from swapper.io.drives import Tuning, keep_tuning

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 
 import swapper
 from swapper.bench import plain
-from swapper.bench.drive import StepLimit, check_directory, choose_directory, measure_drive
+from swapper.bench.hardware import StepLimit, check_directory, choose_directory, measure_drive
 from swapper.bench.measure import PeakMemory, pss_bytes
 from swapper.bench.plain import Corpus, GptConfig, make_gpt
 from swapper.cli import demo_ranks

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from swapper.bench.drive import DriveSpeed, StepLimit, measure_drive
+from swapper.bench.hardware import DriveSpeed, StepLimit, measure_drive
 from swapper.bench.plain import GptConfig
 from swapper.bench.sharded import StartedRanks
 

@@ -1,4 +1,7 @@
-"""Implements `swapper doctor`: checks which features of swapper work on this machine, and gives remedies."""
+"""Implements `swapper doctor`: checks which features of swapper work on this machine, and gives remedies.
+
+What drives, PCIe links, NUMA nodes and control groups are is read from /sys and /proc.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,7 +27,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from swapper import _C
-from swapper.cli import hardware
 from swapper.cli.command import make_console
 from swapper.errors import SwapperError, UnsupportedError
 from swapper.io.drives import find_tuning, read_record, tuning_path
@@ -162,7 +165,7 @@ def _memory() -> Iterator[Finding]:
     if (limit := group_limit()) is not None:
         of = f"a control group allows {format_bytes(limit)}"
     yield Finding("Memory", state, f'{of}; host_memory="auto" would be {format_bytes(free)}', remedy)
-    if len(nodes := hardware.numa_nodes()) > 1:
+    if len(nodes := numa_nodes()) > 1:
         text = f"{len(nodes)} NUMA nodes: memory of another one than the GPU's and the drive's is slower"
         advice = "numactl --cpunodebind=N --membind=N, N being the node of the drive (below) or of the GPU"
         yield Finding("NUMA", SLOW, text, advice)
@@ -203,14 +206,14 @@ def filesystem_of(directory: Path) -> str:
 def _drive(directory: Path) -> Iterator[Finding]:
     if not directory.is_dir():
         return  # which is said of the directory
-    disk = hardware.disk_of(directory)
+    disk = disk_of(directory)
     if disk is None:
         found = "the filesystem is on no drive of this machine (network, memory, or stacked)"
         yield Finding("Drive", SLOW, found, "name a directory on a drive of this machine")
         return
 
     def said(name: str) -> str:
-        return hardware.read(disk / name) or "?"
+        return read_text(disk / name) or "?"
 
     text = (
         f"{' '.join((disk.name, said('device/model').replace('?', ''))).strip()}, sectors of {said('queue/logical_block_size')}, "
@@ -218,10 +221,10 @@ def _drive(directory: Path) -> Iterator[Finding]:
     )
     if said("queue/rotational") == "1":
         text += ", which says it is rotational, as virtual drives do; swapper is for NVMe"
-    if (node := hardware.numa_node_of(disk)) is not None:
+    if (node := numa_node_of(disk)) is not None:
         text += f", at NUMA node {node}"
     yield _with_link("Drive", text, disk / "device")
-    written, a_day = hardware.written_a_day(disk)
+    written, a_day = written_a_day(disk)
     text = f"{format_bytes(written)} were written since the machine was started, {format_bytes(a_day)} a day"
     yield Finding("Endurance", GOOD, f"{text}: compare with the TBW of its data sheet; print(plan) has a step's bytes")
     tuning = find_tuning(directory)
@@ -235,7 +238,7 @@ def _drive(directory: Path) -> Iterator[Finding]:
 
 def _with_link(what: str, text: str, device: Path) -> Finding:
     """Return the finding of a device, with its PCIe link if it has one."""
-    link = hardware.PcieLink.of(device.resolve())
+    link = PcieLink.of(device.resolve())
     if link is None:
         return Finding(what, GOOD, text)
     remedy = "put it into a slot with all its lanes, or see the BIOS's bifurcation" if link.is_narrow else ""
@@ -284,3 +287,82 @@ def _peers() -> Iterator[Finding]:
             yield Finding(name, GOOD, importlib.metadata.version(package))
     if shutil.which("fio"):
         yield Finding("fio", GOOD, "installed; swapper bench compares with it")
+
+
+SECTOR_BYTES = 512
+"""Unit of /sys/block/*/stat, whatever the drive's sectors (Documentation/block/stat.rst of Linux)."""
+SECTORS_WRITTEN = 6
+"""Field of that file."""
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of the kernel; "" if there is none."""
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def disk_of(directory: Path) -> Path | None:
+    """Return the directory of /sys of the drive that has `directory`; None if it is on no drive of this machine."""
+    device = directory.stat().st_dev
+    entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if not entry.exists():
+        return None
+    entry = entry.resolve()
+    return entry.parent if (entry / "partition").exists() else entry
+
+
+@dataclass(frozen=True)
+class PcieLink:
+    """A PCIe link: its lanes and GT/s of each as they are, and as both ends could.
+
+    A device at rest may lower the rate, not the number of lanes.
+    """
+
+    lanes: int
+    max_lanes: int
+    rate: str
+    max_rate: str
+
+    @staticmethod
+    def of(device: Path) -> PcieLink | None:
+        """Return the link of a device of /sys, or of what it is behind; None if there is no PCIe."""
+        for folder in (device, *device.parents):
+            lanes, most = read_text(folder / "current_link_width"), read_text(folder / "max_link_width")
+            if lanes.isdigit() and most.isdigit() and int(lanes):
+                rates = (read_text(folder / name).split(" ")[0] for name in ("current_link_speed", "max_link_speed"))
+                return PcieLink(int(lanes), int(most), *rates)
+        return None
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.lanes < self.max_lanes
+
+    def __str__(self) -> str:
+        of = f" of {self.max_lanes}" if self.is_narrow else ""
+        return f"PCIe with {self.lanes}{of} lanes of at most {self.max_rate} GT/s"
+
+
+def written_a_day(disk: Path) -> tuple[int, int]:
+    """Return the bytes that were written to a drive since the machine was started, and those of a day at that rate."""
+    fields = read_text(disk / "stat").split()
+    written = int(fields[SECTORS_WRITTEN]) * SECTOR_BYTES if len(fields) > SECTORS_WRITTEN else 0
+    return written, round(written * 86400 / max(time.time() - psutil.boot_time(), 1))
+
+
+def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> list[int]:
+    """Return the numbers of the nodes that have memory."""
+    found: list[int] = []
+    for part in filter(None, read_text(system / "has_memory").split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def numa_node_of(disk: Path) -> int | None:
+    """Return the node that a drive is attached to; None if that is not known."""
+    for folder in (disk / "device", *disk.resolve().parents):
+        number = read_text(folder / "numa_node")
+        if number.isdigit():  # not -1
+            return int(number)
+    return None

@@ -8,7 +8,7 @@ Copies host memory to new memory on a device, without a wait, on a stream of its
 
 The copy waits for what was queued when its memory was allocated, and kernels wait for the copy's event. So a copy that is sent
 before the kernels of an earlier one runs concurrently with them. Who drops the memory first lets the stream that it was
-allocated on wait for the event ([Note: stream order of a storage], device_storage.py).
+allocated on wait for the event ([Note: stream order of a storage], device_memory.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from swapper.device.device import Device, QueuedCopy
-from swapper.device.device_storage import DeviceStorage, Span, place_in_storage
+from swapper.device.device_memory import DeviceStorage, Span, place_in_storage
 from swapper.errors import DeviceError, IoError
 from swapper.paging.pager import Pager
 from swapper.paging.residency import CLEAN, DIRTY, READING, WRITING

@@ -17,8 +17,7 @@ from torch import nn
 
 from swapper.device.copies import PageCopy, Uploads
 from swapper.device.device import Device, open_device
-from swapper.device.device_storage import DeviceStorage, Span, merge_spans, place_in_storage, spans_of_page
-from swapper.device.registered_memory import HostSide
+from swapper.device.device_memory import DeviceStorage, HostSide, Span, merge_spans, place_in_storage, spans_of_page
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError, ConfigError, DeviceError, InvariantError
 from swapper.paging.pager import Pager

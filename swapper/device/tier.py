@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from swapper.device.copies import PageCopy, Uploads
 from swapper.device.device import OUT_OF_MEMORY, Device, refuse_compiled_graphs
-from swapper.device.device_storage import DeviceStorage
+from swapper.device.device_memory import DeviceStorage
 from swapper.errors import BudgetError, DeviceError, InvariantError
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes

@@ -27,7 +27,7 @@ from torch import nn
 
 from swapper.device.copies import NewCopies, NewCopy
 from swapper.device.device import OUT_OF_MEMORY
-from swapper.device.registered_memory import LockedMemory
+from swapper.device.device_memory import LockedMemory
 from swapper.errors import StateError
 from swapper.formats.stored import Empty
 from swapper.infer.adoption import view_of

@@ -16,7 +16,7 @@ from torch import nn
 
 from swapper.device.copies import COPIES_IN_FLIGHT, NewCopies
 from swapper.device.device import Device
-from swapper.device.device_storage import Span
+from swapper.device.device_memory import Span
 from swapper.device.model_device import DevicePlacement, ModelDevice
 from swapper.errors import BudgetError
 from swapper.infer.adoption import Places, adopt, locate, view_of

@@ -16,7 +16,7 @@ from swapper.formats.stored import ChunkedTensor, Empty, StoredTensor
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import check_plain, refuse_scripted
 from swapper.modules.guarded import is_guarded
-from swapper.tensors.storages import storage_of
+from swapper.tensors.torch_private import storage_of
 
 SHOWN_NAMES = 8  # in a message
 

@@ -29,8 +29,7 @@ from swapper.device.device import OUT_OF_MEMORY
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.manager import SwapManager
 from swapper.options import check_at_once
-from swapper.runtime.process import is_off
-from swapper.runtime.random_states import rng_states, set_rng_states
+from swapper.runtime.process import is_off, rng_states, set_rng_states
 from swapper.runtime.records import parse_json
 
 TIMES_AGAIN = 3

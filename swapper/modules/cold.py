@@ -40,8 +40,7 @@ from swapper.tensors.guarded_tensor import (
     tensors_among,
     written_among,
 )
-from swapper.tensors.storages import without_data
-from swapper.tensors.torch_private import without_torch_functions
+from swapper.tensors.torch_private import without_data, without_torch_functions
 
 
 def unguard(parameter: nn.Parameter) -> None:

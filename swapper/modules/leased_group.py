@@ -12,7 +12,7 @@ from torch import nn
 from swapper.errors import InvariantError
 from swapper.modules.cold import leave_cold, unguard
 from swapper.modules.home import GroupHome, Update
-from swapper.tensors.storages import storage_of
+from swapper.tensors.torch_private import storage_of
 
 _version_of = attrgetter("_version")
 

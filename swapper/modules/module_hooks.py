@@ -25,8 +25,7 @@ from swapper.modules.groups import Unit
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.turns import Turns
 from swapper.runtime.interrupts import close_all, defer_signals
-from swapper.tensors.storages import storage_of
-from swapper.tensors.torch_private import innermost_transform, not_traced, pytree, without_transforms
+from swapper.tensors.torch_private import innermost_transform, not_traced, pytree, storage_of, without_transforms
 
 
 class OwnHook:

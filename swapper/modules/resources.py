@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from swapper.device.device import Device
-from swapper.device.registered_memory import HostSide
+from swapper.device.device_memory import HostSide
 from swapper.errors import IoError
 from swapper.io.engines import Engine, open_engine
 from swapper.paging.host_memory import HostMemory, MappedFrame, Pool

@@ -15,7 +15,7 @@ from swapper.errors import InvariantError
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.paging.layout import resident_bytes
 from swapper.paging.section import NoWindow, Section
-from swapper.tensors.storages import count_uses
+from swapper.tensors.torch_private import count_uses
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from swapper.errors import InvariantError, IoError
 from swapper.io.engines import Transfer
 from swapper.paging.layout import SectionPlan, Slot
 from swapper.paging.residency import COLD, Resident
-from swapper.tensors.storages import count_uses
+from swapper.tensors.torch_private import count_uses
 
 EXTERNAL = -2
 """In place of the number of a swap file: the content is in the user's file that the section's plan names."""

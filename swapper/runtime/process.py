@@ -1,15 +1,19 @@
-"""The process: changes that swapper makes in it, named and turned off; its limits, whose errors Python raises raw.
+"""The process: changes that swapper makes in it, named and turned off; its limits; states of its random number generators.
 
-The environment's SWAPPER_OFF names those to leave out. It is read when swapper is imported (csrc/base/process.h reads it too).
-docs/reference/environment.md says what each is for, and what is lost without it.
+The environment's SWAPPER_OFF names those to leave out. It is read when swapper is imported (csrc/base/process.h reads
+it too). docs/reference/environment.md says what each is for, and what is lost without it. Python raises errors of
+limits raw.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from swapper.errors import LIMITS, ConfigError, IoError, SwapperError, remedy
 
@@ -80,3 +84,32 @@ def naming_limits(op: str, path: str | os.PathLike[str] = "") -> Iterator[None]:
         if str(error) not in _NO_THREAD:
             raise
         raise IoError(op, str(path), 0, 0, errno.EAGAIN, f"no thread can be started; {remedy(errno.EAGAIN)}") from error
+
+
+def rng_states(devices: bool = True) -> dict[str, object]:
+    """Return the states, those of devices too, in a form that torch.load(weights_only=True) reads."""
+    import torch  # late: a process that only moves bytes starts at once
+
+    states: dict[str, object] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (name, [int(key) for key in keys], int(position), int(has_gauss), float(gauss))
+    return states
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Set the generators to `states`, from `rng_states`, except those of missing devices."""
+    import torch
+
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, device)
+    if "numpy" in states:
+        import numpy
+
+        name, keys, position, has_gauss, gauss = states["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))

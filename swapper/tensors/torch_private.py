@@ -1,8 +1,9 @@
-"""Names of torch that are not public, each with what it is relied on for. All other modules use them by this one.
+"""Names of torch that are not public, each with what it is relied on for, and what they tell of a tensor's storage.
 
-They are there, and do this, in torch 2.7 to 2.13: where another torch lacks one it is replaced here. FSDP2's own are in
-train/sharded, where they are looked for; attributes of modules, tensors and storages (`_parameters`, `_version`, `_cdata`) are used
-where they are needed. What imports much is imported when it is asked for.
+All other modules use them by this one. They are there, and do this, in torch 2.7 to 2.13: where another torch lacks
+one it is replaced here. FSDP2's own are in train/sharded, where they are looked for; attributes of modules, tensors
+and storages (`_parameters`, `_version`, `_cdata`) are used where they are needed. What imports much is imported when
+it is asked for.
 """
 
 from __future__ import annotations
@@ -164,3 +165,32 @@ def never_trace(cls: type[torch.Tensor]) -> None:
     """Have torch.compile, if it is in use, run operations on tensors of this class without tracing them."""
     if (config := sys.modules.get("torch._dynamo.config")) is not None:
         config.nontraceable_tensor_subclasses.add(cls)
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Return the identity of a tensor's storage, on any device; None if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # sparse and opaque tensors, and those that functorch has wrapped
+        return None
+
+
+def count_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors and arrays hold the storage of `tensor`, itself included; 0 if it has no memory of its own."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # a sparse tensor, or one that functorch has wrapped
+        return 0
+    return uses_of_storage(storage._cdata) - _OF_COUNTING
+
+
+_OF_COUNTING = 0
+_OF_COUNTING = count_uses(torch.empty(1, device="cpu")) - 1
+
+
+def without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of this form whose storage is empty: code past its guard finds no memory."""
+    with without_torch_functions(), torch.inference_mode(False):
+        empty = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
+    empty.untyped_storage().resize_(0)
+    return empty

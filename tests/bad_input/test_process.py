@@ -26,7 +26,7 @@ WAYS = {
         "csrc/memory/signal_slot.cpp": "sigsegv` | ",  # and sigbus: of the two files before
         "csrc/memory/signal_slot.h": "sigsegv` | ",
         "swapper/runtime/interrupts.py": "signals",
-        "swapper/runtime/watchdog.py": "sigusr1",
+        "swapper/runtime/notices.py": "sigusr1",
     },
     r"\"mallopt\", None": {"swapper/runtime/free_memory.py": "mallopt"},
     r"::mlock2?\(|mlockall": {"csrc/memory/arena.cpp": "mlock"},

@@ -89,7 +89,7 @@ def test_leases_of_a_pass_that_never_ended_are_forgotten_in_training(name: str, 
 
 
 def test_a_view_of_it_is_known_by_its_storage(user: User) -> None:
-    from swapper.tensors.storages import storage_of
+    from swapper.tensors.torch_private import storage_of
 
     group = user.group()
     group.lease()

@@ -17,7 +17,7 @@ from infer.host_device import HostDevice, Registering, Stream
 
 from swapper import _C
 from swapper.device.device import RANGES, Device
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span, place_in_storage, spans_of_page
+from swapper.device.device_memory import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span, place_in_storage, spans_of_page
 from swapper.device.model_device import place_on_device
 from swapper.device.tier import DeviceTier
 from swapper.errors import BudgetError, IoError

@@ -48,7 +48,7 @@ from e2e.twins import before_each_update
 from swapper.durability import committer
 from swapper.durability.ranks import Ranks
 from swapper.options import ExternalWeights
-from swapper.train.planning.plan_text import chosen
+from swapper.train.planning.plan import chosen
 
 
 class Orders:

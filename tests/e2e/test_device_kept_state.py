@@ -25,7 +25,7 @@ from e2e.device_twins import (
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import assert_same, smallest_device_budget
 from swapper.device.copies import Downloads
-from swapper.device.device_storage import DeviceStorage
+from swapper.device.device_memory import DeviceStorage
 from swapper.paging.pager import Pager
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.state.resident_state import DeviceResidentState

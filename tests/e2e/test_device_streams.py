@@ -19,7 +19,7 @@ from torch import nn
 import swapper
 from e2e.device_twins import MIB, MakeTwins, assert_can_be_closed, forget_copies, lose, on_device
 from e2e.twins import Twins, smallest_device_budget
-from swapper.device.device_storage import DeviceStorage
+from swapper.device.device_memory import DeviceStorage
 from swapper.modules.home import DeviceHome
 from swapper.train.groups.train_device import StreamOrder, TrainingDevice
 

@@ -21,7 +21,7 @@ from e2e.device_twins import (
     step_again,
 )
 from e2e.models import Net, loss_of, tokens, train_step
-from swapper.device.device_storage import DeviceStorage
+from swapper.device.device_memory import DeviceStorage
 from swapper.train.groups.train_device import TrainingDevice
 from swapper.train.planning.update_place import faster_place
 from swapper.train.updates import device_slots, device_sweep

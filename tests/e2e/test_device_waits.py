@@ -13,7 +13,7 @@ from infer.host_device import HostDevice
 from e2e.device_twins import MIB, MakeTwins, forget_copies, on_device, two_steps
 from e2e.models import loss_of, tokens, train_step
 from swapper.device.copies import Downloads
-from swapper.device.device_storage import DeviceStorage
+from swapper.device.device_memory import DeviceStorage
 from swapper.device.tier import DeviceTier
 from swapper.errors import DeviceError, InvariantError
 from swapper.runtime.counters import Counters

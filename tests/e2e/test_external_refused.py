@@ -197,7 +197,7 @@ def test_a_read_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     """Cut off between the look at it and the read."""
     model = half_frozen()
     path = saved(model, tmp_path / "base.safetensors")
-    monkeypatch.setattr("swapper.train.layout.frozen.FrozenFiles.check_unchanged", lambda self: None)
+    monkeypatch.setattr("swapper.train.layout.given_values.FrozenFiles.check_unchanged", lambda self: None)
     optimizer = trained(model)
     budget = smallest_budget(tmp_path, model, optimizer, params="nvme", external=ExternalWeights(path=path))
     with swapper.SwapManager(tmp_path, budget, commits=swapper.CommitPolicy(every=None)) as manager:

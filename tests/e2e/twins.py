@@ -23,7 +23,7 @@ import swapper
 from e2e.keywords import for_offload
 from e2e.models import WIDTH, Net, finish_step, train_step
 from swapper.paging.residency import Residency
-from swapper.runtime.random_states import rng_states, set_rng_states
+from swapper.runtime.process import rng_states, set_rng_states
 from swapper.train.gradients.cold_grad import ColdGradient
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -10,7 +10,7 @@ from infer.device_models import MIB, check, load, run
 from infer.host_device import HostDevice
 from infer.small import make
 from swapper.device.copies import Uploads
-from swapper.device.device_storage import DeviceStorage
+from swapper.device.device_memory import DeviceStorage
 
 
 def late_model(saved, opened, budget=4 * MIB):

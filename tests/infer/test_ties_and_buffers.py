@@ -15,7 +15,7 @@ from torch import nn
 
 import swapper
 from swapper.formats.sources import open_source
-from swapper.train.layout.frozen import FrozenFiles
+from swapper.train.layout.given_values import FrozenFiles
 
 WIDTH = 512  # a matrix of 1 MiB streams
 BUDGETS = ["2400KiB", "64MiB"]

@@ -17,7 +17,7 @@ from test_deepnvme_failures import REFUSE_LOCKING
 from typer.testing import CliRunner
 
 from swapper.bench import measure
-from swapper.bench.drive import measure_read
+from swapper.bench.hardware import measure_read
 from swapper.bench.measure import Pattern, Speed, files_for, measure_deepnvme, measure_while_computing
 from swapper.cli import app
 from swapper.cli.bench import search

@@ -18,7 +18,7 @@ from e2e.late_device import LateDevice
 from infer.host_device import ORDERS
 from simulated_engine import Arena, Engine, Faults, File, SimulationError, Ticket
 
-from swapper.device.registered_memory import LockedMemory
+from swapper.device.device_memory import LockedMemory
 from swapper.errors import IoError
 from swapper.io.extents import SpillFile
 from swapper.paging.residency import Residency

@@ -17,7 +17,7 @@ from e2e.processes import run_python, started_python
 from rich.console import Console
 from typer.testing import CliRunner
 
-from swapper.bench.drive import (
+from swapper.bench.hardware import (
     DriveSpeed,
     StepLimit,
     check_directory,

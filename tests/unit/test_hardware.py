@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swapper.cli.hardware import PcieLink, numa_node_of, numa_nodes, read, written_a_day
+from swapper.cli.doctor import PcieLink, numa_node_of, numa_nodes, read_text, written_a_day
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -48,4 +48,4 @@ def test_the_node_of_a_drive_may_be_unknown(text: str, node: int | None, tmp_pat
 def test_written_bytes_are_sectors_of_512(tmp_path: Path) -> None:
     written, a_day = written_a_day(write(tmp_path / "disk", stat="   1 2 3 4 5 6 2000 8 9"))
     assert written == 2000 * 512 and a_day > 0
-    assert written_a_day(write(tmp_path / "none")) == (0, 0) and read(tmp_path / "none" / "stat") == ""
+    assert written_a_day(write(tmp_path / "none")) == (0, 0) and read_text(tmp_path / "none" / "stat") == ""

@@ -11,7 +11,7 @@ import torch
 from gpu.bench import Bench, Row, check_equal, each, ratio
 from swapper import _C
 from swapper.device.device import Device, open_device
-from swapper.device.device_storage import DeviceStorage, Span, spans_of_page
+from swapper.device.device_memory import DeviceStorage, Span, spans_of_page
 from swapper.io.registered import CudaRegistrar, Registration, slabs
 
 UP, DOWN = "arena -> device", "device -> arena"

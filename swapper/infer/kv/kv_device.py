@@ -21,9 +21,8 @@ import torch
 
 from swapper.device.copies import Downloads, PageCopy, Uploads
 from swapper.device.device import OUT_OF_MEMORY
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span
+from swapper.device.device_memory import DEVICE_ALIGNMENT_BYTES, DeviceStorage, HostSide, Span
 from swapper.device.model_device import DeviceBudget
-from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError, DeviceError
 from swapper.infer.kv.kv_home import HostRows

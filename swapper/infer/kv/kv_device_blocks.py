@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from swapper.device.copies import PageCopy, Uploads
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span
+from swapper.device.device_memory import DEVICE_ALIGNMENT_BYTES, DeviceStorage, HostSide, Span
 from swapper.device.model_device import DeviceBudget
-from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError
 from swapper.infer.kv.kv_attention import MAX_BLOCK_TOKENS

@@ -28,7 +28,7 @@ from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, ExternalBytes, PoolSize
 from swapper.paging.schedule import Schedule
 from swapper.paging.section import EXTERNAL, Section
 from swapper.runtime.counters import Counters
-from swapper.tensors.storages import count_uses
+from swapper.tensors.torch_private import count_uses
 
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64 << 10, 4 << 20
 LAST_PAGES_SHARE = 1 / 32

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from swapper.device.device_storage import place_in_storage
+from swapper.device.device_memory import place_in_storage
 from swapper.formats.stored import FileRange, plan_runs
 from swapper.infer.experts import ExpertWeights, are_experts, find_recipes, takes_single_experts
 from swapper.infer.matching import Match, Weight

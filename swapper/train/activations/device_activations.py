@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from swapper.device.device import OUT_OF_MEMORY, Device
-from swapper.device.registered_memory import LockedMemory
+from swapper.device.device_memory import LockedMemory
 from swapper.errors import BudgetError, DeviceError, IoError
 from swapper.runtime.interrupts import make_lock
 from swapper.runtime.sizes import format_bytes

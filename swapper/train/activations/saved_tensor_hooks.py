@@ -25,7 +25,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from swapper.device.device import Device
-from swapper.device.registered_memory import LockedMemory
+from swapper.device.device_memory import LockedMemory
 from swapper.errors import StateError, UnsupportedError
 from swapper.io.engines import Engine, open_engine
 from swapper.io.extents import SpillFile

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
+from swapper.device.device_memory import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
 from swapper.modules.module_hooks import hookable
 from swapper.train.gradients.cold_grad import Accumulation, GradientMeta

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
+from swapper.device.device_memory import DEVICE_ALIGNMENT_BYTES
 from swapper.device.model_device import EARLIER_SHARE, MAX_EARLIER_BYTES
 from swapper.paging.pager import Pager
 from swapper.runtime.interrupts import defer_signals

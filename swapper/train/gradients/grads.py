@@ -36,8 +36,7 @@ from swapper.io import beneath
 from swapper.paging.pager import Pager
 from swapper.paging.section import Page, Section
 from swapper.runtime.free_memory import note_freed
-from swapper.tensors.storages import count_uses
-from swapper.tensors.torch_private import without_torch_functions
+from swapper.tensors.torch_private import count_uses, without_torch_functions
 from swapper.train.gradients.autograd_grads import (
     AccumulationHooks,
     AutogradGradients,

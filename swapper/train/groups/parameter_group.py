@@ -22,8 +22,7 @@ from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
-from swapper.tensors.storages import count_uses
-from swapper.tensors.torch_private import without_torch_functions
+from swapper.tensors.torch_private import count_uses, without_torch_functions
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
 from swapper.train.layout.content import SectionSource, compare, fill
 

@@ -40,9 +40,8 @@ from torch import nn
 
 from swapper.device.copies import CopyTimes, Downloads, PageCopy
 from swapper.device.device import OUT_OF_MEMORY, Device
-from swapper.device.device_storage import DeviceStorage, Span
+from swapper.device.device_memory import DeviceStorage, HostSide, Span
 from swapper.device.model_device import PAGES_ON_THEIR_WAY, DeviceBudget, DevicePlacement, ModelDevice
-from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
 from swapper.modules.groups import Group

@@ -16,7 +16,7 @@ from swapper.formats.stored import StoredTensor
 from swapper.modules.groups import Group, Unit, partition
 from swapper.paging.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
-from swapper.train.layout.frozen import FrozenFiles
+from swapper.train.layout.given_values import FrozenFiles
 from swapper.train.layout.model_checks import check_model, check_state
 from swapper.train.layout.slices import NO_GROUP, CodedTensor, ParameterLocations, TensorLocation, Trainable
 from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, coded_specs

@@ -22,7 +22,7 @@ from swapper.errors import StateError, UnsupportedError
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import check_plain, refuse_scripted
 from swapper.modules.guarded import is_guarded
-from swapper.tensors.storages import count_uses, storage_of
+from swapper.tensors.torch_private import count_uses, storage_of
 from swapper.train.optimizer.entries import StateForm, is_plain
 
 log = logging.getLogger("swapper")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from heapq import nlargest
 
 from swapper.device.copies import COPIES_IN_FLIGHT, MAX_DOWNLOAD_BYTES
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
+from swapper.device.device_memory import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.device.model_device import (
     EARLIER_SHARE,
     MAX_EARLIER_BYTES,

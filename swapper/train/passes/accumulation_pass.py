@@ -36,7 +36,7 @@ from swapper.errors import StateError, UnsupportedError
 from swapper.modules.batched_pass import Batch, BatchedPass, BatchSet, ModelCaller
 from swapper.modules.leased_group import LeasedGroup
 from swapper.modules.module_hooks import outside_transforms
-from swapper.runtime.random_states import rng_states, set_rng_states
+from swapper.runtime.process import rng_states, set_rng_states
 from swapper.tensors.torch_private import backward_task, running_ddp, will_run, without_torch_functions
 from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook
 from swapper.train.passes.fault_handler import ParameterFaultHandler

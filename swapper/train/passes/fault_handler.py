@@ -17,7 +17,7 @@ from swapper.modules.guarded import FaultHandler, RunWith
 from swapper.modules.module_hooks import outside_transforms
 from swapper.paging.pager import Pager
 from swapper.tensors.guarded_tensor import KEEPS_NOTHING, Function
-from swapper.tensors.storages import storage_of
+from swapper.tensors.torch_private import storage_of
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.layout.inventory import Inventory

@@ -28,7 +28,7 @@ from swapper.modules.module_hooks import OwnHook, copy_without_hooks, outside_tr
 from swapper.modules.turns import Turns
 from swapper.paging.pager import Pager
 from swapper.runtime.interrupts import close_all, defer_signals, run_uninterrupted
-from swapper.tensors.storages import storage_of
+from swapper.tensors.torch_private import storage_of
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionEvents, SessionGuard
 from swapper.train.layout.content import copy_of

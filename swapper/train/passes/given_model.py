@@ -35,8 +35,7 @@ from swapper.runtime.process import is_off
 from swapper.tensors.torch_private import replace_sync_of_ddp, sync_of_ddp, without_torch_functions
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionEvents
-from swapper.train.layout.frozen import FrozenFiles
-from swapper.train.layout.initial import Values
+from swapper.train.layout.given_values import FrozenFiles, Values
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet

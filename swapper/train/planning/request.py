@@ -19,7 +19,7 @@ from swapper.errors import ConfigError, DeviceError, StateError, UnsupportedErro
 from swapper.io.drives import Drives
 from swapper.modules.groups import as_one
 from swapper.options import PLACEMENTS, UPDATES, Accelerator, ExternalWeights, parse_choice
-from swapper.train.layout.frozen import FrozenFiles
+from swapper.train.layout.given_values import FrozenFiles
 from swapper.train.layout.inventory import Inventory, take_inventory
 from swapper.train.layout.state_codecs import MASTER, StateCodecs
 from swapper.train.optimizer.optimizer_set import OptimizerSet, members_of_given

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from swapper import _C
 from swapper.codecs import CODECS, CodedState
 from swapper.device.device import OUT_OF_MEMORY, Device
-from swapper.device.device_storage import DeviceStorage
+from swapper.device.device_memory import DeviceStorage
 from swapper.errors import UnsupportedError
 from swapper.io.registered import Registration, slabs
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up

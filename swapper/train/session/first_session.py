@@ -18,13 +18,11 @@ from swapper.io import beneath
 from swapper.io.drives import find_tuning_of
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.layout.content import ReshardedSource
-from swapper.train.layout.frozen import check_external
-from swapper.train.layout.initial import check_buffers
+from swapper.train.layout.given_values import check_buffers, check_external
 from swapper.train.layout.inventory import Inventory
 from swapper.train.planning.plan import Plan, plan_run
 from swapper.train.planning.request import Request
-from swapper.train.session.alike import Given, check_alike
-from swapper.train.session.origin import Origin
+from swapper.train.session.origin import Given, Origin, check_alike
 from swapper.train.session.replacement import train_more
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.state.optim import PagedOptimizer

@@ -1,6 +1,6 @@
 """Uses an offloaded model: its hooks, gradients, passes and updates, from the end of `adopt` to its closing.
 
-The parts: gradients (grads.py), updates (executor.py) and their rollback (step_rollback.py), passes (pass_lifecycle.py). Where
+The parts: gradients (grads.py), updates (executor.py) and their rollback (step_rollback.py), passes (placed_model.py). Where
 parameters and state lie is placed_model.py's.
 """
 
@@ -25,14 +25,13 @@ from swapper.runtime.notices import tracked
 from swapper.tensors.torch_private import without_torch_functions
 from swapper.train.gradients.grads import Gradients, find_regions, is_gradient_aliased
 from swapper.train.groups.train_device import TrainingDevice
-from swapper.train.layout.initial import Values
+from swapper.train.layout.given_values import Values
 from swapper.train.layout.slices import ALL_GROUPS, GroupUpdate, ParameterLocations, Trainable
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxies
 from swapper.train.passes.accumulation_pass import AccumulationOrder
 from swapper.train.passes.gathering import Gathering, Masters
 from swapper.train.passes.given_model import HookTargets
-from swapper.train.session.pass_lifecycle import PassLifecycle
-from swapper.train.session.placed_model import PlacedModel
+from swapper.train.session.placed_model import PassLifecycle, PlacedModel
 from swapper.train.state.conditions import Conditions, averaging_refused
 from swapper.train.state.optim import OtherOptimizers
 from swapper.train.steps.executor import UpdateExecutor

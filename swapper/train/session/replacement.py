@@ -45,11 +45,10 @@ from swapper.modules.turns import is_in_backward
 from swapper.paging.store.swap_files import first_free_number
 from swapper.runtime.free_memory import return_free_memory
 from swapper.runtime.interrupts import defer_signals
-from swapper.tensors.storages import without_data
+from swapper.tensors.torch_private import without_data
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.planning.plan import Plan, plan_run
-from swapper.train.session.alike import Given, check_alike
-from swapper.train.session.origin import Origin
+from swapper.train.session.origin import Given, Origin, check_alike
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import TrainingSession
 from swapper.train.state.optim import StateOwner

@@ -26,8 +26,7 @@ from swapper.runtime.stats import StepClock, StepStats
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.groups.session_guard import CLOSED
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.planning.plan import Plan
-from swapper.train.planning.plan_text import describe_models, placement_lines
+from swapper.train.planning.plan import Plan, describe_models, placement_lines
 from swapper.train.planning.request import Request
 from swapper.train.session.origin import Origin
 from swapper.train.session.training_session import TrainingSession

@@ -34,9 +34,8 @@ from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
 from swapper.runtime.free_memory import Watch, return_free_memory, watch_free_memory
 from swapper.runtime.interrupts import close_all, defer_signals, forget
-from swapper.runtime.notices import notify
+from swapper.runtime.notices import Watchdog, describe_waits, notify
 from swapper.runtime.process import is_off
-from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.gradients.grads import GradientStash
 from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import CLOSED, SessionEvents
@@ -44,8 +43,7 @@ from swapper.train.groups.train_device import ShardDevice, TrainingDevice
 from swapper.train.layout.content import CarriedSource, CommittedFiles
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.planning.plan import Plan
-from swapper.train.planning.plan_text import chosen, summary
+from swapper.train.planning.plan import Plan, chosen, summary
 from swapper.train.session.offloaded_model import OffloadedModel
 from swapper.train.session.origin import Origin
 from swapper.train.session.placed_model import PlacedModel

@@ -22,7 +22,7 @@ from swapper.durability.commit import CommitRecord, check_state
 from swapper.durability.ranks import Ranks
 from swapper.errors import CheckpointError, ConfigError, InvariantError, StateError
 from swapper.paging.section import Section
-from swapper.runtime.random_states import rng_states, set_rng_states
+from swapper.runtime.process import rng_states, set_rng_states
 from swapper.runtime.stats import StepClock
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.session.training_session import TrainingSession

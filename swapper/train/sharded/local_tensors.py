@@ -21,7 +21,7 @@ from torch import nn
 
 from swapper.tensors import torch_private
 from swapper.tensors.guarded_tensor import GuardedTensor, native, tensors_among
-from swapper.tensors.storages import count_uses
+from swapper.tensors.torch_private import count_uses
 from swapper.train.gradients.cold_grad import ColdGradient, refuse, stand_for
 from swapper.train.sharded.shards import Shard
 

@@ -24,8 +24,7 @@ from swapper.formats.stored import StoredTensor
 from swapper.io.engines import Engine
 from swapper.modules.groups import Group
 from swapper.train.layout.content import NOT_BY_ROWS
-from swapper.train.layout.frozen import FrozenFiles
-from swapper.train.layout.initial import Initialize, Values
+from swapper.train.layout.given_values import FrozenFiles, Initialize, Values
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.passes.gathering import Placed

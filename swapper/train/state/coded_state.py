@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from swapper.checkpoint.encoded_state import in_nameless_file
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage
+from swapper.device.device_memory import DEVICE_ALIGNMENT_BYTES, DeviceStorage
 from swapper.errors import InvariantError, StateError
 from swapper.io.tensor_bytes import round_up
 from swapper.paging.layout import Slot

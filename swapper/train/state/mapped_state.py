@@ -33,8 +33,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page
 from swapper.runtime.process import after_fork_in_child, naming_limits
 from swapper.tensors.guarded_tensor import TensorWatch, watch_of
-from swapper.tensors.storages import without_data
-from swapper.tensors.torch_private import without_torch_functions
+from swapper.tensors.torch_private import without_data, without_torch_functions
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.state.state_view import ShownState
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swapper.device.copies import PageCopy
-from swapper.device.device_storage import DeviceStorage
+from swapper.device.device_memory import DeviceStorage
 from swapper.device.model_device import page_copies
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access

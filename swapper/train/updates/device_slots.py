@@ -23,9 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span, merge_spans, place_in_storage
+from swapper.device.device_memory import (
+    DEVICE_ALIGNMENT_BYTES,
+    DeviceStorage,
+    HostSide,
+    Span,
+    merge_spans,
+    place_in_storage,
+)
 from swapper.device.model_device import RING
-from swapper.device.registered_memory import HostSide
 from swapper.io.tensor_bytes import round_up
 from swapper.paging.section import Page
 from swapper.train.gradients.cold_grad import ColdGradient, GradientMeta
