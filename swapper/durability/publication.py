@@ -258,10 +258,13 @@ class Publication:
     _found: dict[int, int] = field(default_factory=dict)  # checksums of what was read, by offset
     sources_read: threading.Event = field(default_factory=threading.Event)
     _over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
 
     def begin(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"swapper snapshot {self.path.name}")
         try:
-            threading.Thread(target=self._run, name=f"swapper snapshot {self.path.name}").start()
+            thread.start()
+            self._thread = thread
         except RuntimeError:  # no more threads, as at the interpreter's exit
             self._run()
 
@@ -274,7 +277,10 @@ class Publication:
         return self._over.is_set()
 
     def join(self) -> None:
+        """Wait until it is over, and nothing of it refers to the run any more."""
         self._over.wait()
+        if self._thread is not None:
+            self._thread.join()
 
     # --- in the thread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from e2e import killed_run
 from e2e.processes import is_refused_in_a_fork, run_python
 from e2e.test_snapshot_sharing import Run
 from swapper import _C
+from swapper.durability.publication import Publication
 from swapper.durability.verify import verify
 
 
@@ -253,6 +255,37 @@ def test_a_program_that_ends_without_closing_still_gets_its_snapshot(tmp_path: P
     done = run_python("-c", FORGETFUL, tmp_path)
     assert done.returncode == 0, done.stderr
     assert torch.load(tmp_path / "a.pt")["swapper"]["step"] == 1
+
+
+def test_a_thread_that_has_published_refers_to_nothing_of_a_closed_run(tmp_path: Path) -> None:
+    """It is held at its last line, until `close` waits for it, or is over."""
+    is_closed, found = threading.Event(), list[bool]()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def is_waited_for() -> bool:
+        frame = sys._current_frames()[main]
+        while frame is not None and frame.f_code is not threading.Thread.join.__code__:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is not None
+
+    def hold(frame: Any, event: str, _: Any) -> Any:
+        if event == "return" and frame.f_code is Publication._run.__code__:
+            while not is_closed.is_set() and not is_waited_for():
+                pass
+            found.append(is_closed.is_set())
+        return hold
+
+    run = Run(tmp_path)
+    run.train(1)
+    threading.settrace(hold)
+    try:
+        run.manager.snapshot(tmp_path / "snapshot.pt").wait()
+        run.manager.close()
+        is_closed.set()
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    assert found == [False]
 
 
 def test_a_ticket_is_refused_in_a_forked_child(tmp_path: Path) -> None:
