@@ -267,7 +267,7 @@ def test_a_thread_that_has_published_refers_to_nothing_of_a_closed_run(tmp_path:
         frame = sys._current_frames()[main]
         while frame is not None and frame.f_code is not threading.Thread.join.__code__:
             frame = frame.f_back  # type: ignore[assignment]
-        return frame is not None
+        return frame is not None and frame.f_locals["self"] is threading.current_thread()
 
     def hold(frame: Any, event: str, _: Any) -> Any:
         if event == "return" and frame.f_code is Publication._run.__code__:
