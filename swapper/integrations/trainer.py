@@ -31,6 +31,7 @@ from swapper.manager import SwapManager
 from swapper.options import check_at_once
 from swapper.runtime.process import is_off, rng_states, set_rng_states
 from swapper.runtime.records import parse_json
+from swapper.train.state.optim import packed_groups, restore_settings
 
 TIMES_AGAIN = 3
 """That a micro-batch without memory is run again: each gives up a quarter of device_memory."""
@@ -344,10 +345,7 @@ class _TrainerPosition:
         self.found: dict[str, Any] | None = None
         self.folder: str | None = None
         self.rng = rng_states()  # offload has just restored them, as the optimizer's settings
-        self._settings = [
-            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-            for group in trainer.optimizer.param_groups
-        ]
+        self._settings = copy.deepcopy(packed_groups(trainer.optimizer.param_groups))
         self.steps_before = self.calls = 0
 
     def state_dict(self) -> dict[str, object]:
@@ -407,5 +405,4 @@ class _TrainerPosition:
         if self.found is None or self.found["schedule"] is None:
             return
         self._trainer.lr_scheduler.load_state_dict(self.found["schedule"])
-        for group, settings in zip(self._trainer.optimizer.param_groups, self._settings, strict=True):
-            group.update(settings)
+        restore_settings(self._trainer.optimizer.param_groups, self._settings)

@@ -42,6 +42,7 @@ from swapper.train.passes.train_hooks import TrainingHooks
 from swapper.train.planning.plan import Plan
 from swapper.train.state.conditions import Membership, check_not_averaged
 from swapper.train.state.mapped_state import leave_expired
+from swapper.train.state.optim import restore_settings
 from swapper.train.state.optimizer_state import OptimizerState
 from swapper.train.steps.executor import UpdateExecutor
 from swapper.train.steps.step_rollback import StepRollback
@@ -161,7 +162,7 @@ class PlacedModel:
 
     def restore_groups(self, settings: list[dict[str, Any]], members: Sequence[Sequence[str]] | None) -> None:
         """Restore the optimizers' groups from a commit: settings and, if the run has edited them, members by name."""
-        self.rollback.restore_settings(settings)
+        restore_settings(self.optimizers.param_groups, settings)
         if members is not None:
             parameters = {name: p for group in self.plan.inventory.groups for name, p in group.parameters}
             for group, names in zip(self.optimizers.param_groups, members, strict=True):

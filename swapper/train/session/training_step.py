@@ -26,6 +26,7 @@ from swapper.runtime.process import rng_states, set_rng_states
 from swapper.runtime.stats import StepClock
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.session.training_session import TrainingSession
+from swapper.train.state.optim import restore_settings
 
 
 class UserState:
@@ -58,8 +59,8 @@ class UserState:
         """
         known = {} if self._resumed is None or step != self._resumed.step else self._resumed.registered
         if any(name in known and _holds_optimizer(value) for name, value in objects.items()):
-            for group, saved in zip(optimizers.param_groups, copy.deepcopy(self._settings), strict=False):
-                group.update({key: value for key, value in saved.items() if key != "params"})
+            groups = optimizers.param_groups[: len(self._settings)]  # of the commit: others were added since
+            restore_settings(groups, copy.deepcopy(self._settings[: len(groups)]))
         for name, value in objects.items():
             if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise ConfigError(f"register({name}=...) needs an object with state_dict() and load_state_dict()")

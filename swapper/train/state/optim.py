@@ -268,8 +268,7 @@ class PagedOptimizer(Optimizer):
             raise ValueError(f"the state_dict has state for {min(unknown, key=str)!r}, which is in none of its groups")
         with defer_signals:
             self._bound.load({numbers[key]: state for key, state in state_dict["state"].items()})
-            for saved, group in zip(theirs, ours, strict=True):
-                group.update({key: value for key, value in saved.items() if key != "params"})
+            restore_settings(ours, theirs)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -364,6 +363,12 @@ def _is_ours(stepping: Optimizer) -> bool:
         for value in vars(stepping).values()
         for held in (value if isinstance(value, list | tuple) else (value,))
     )
+
+
+def restore_settings(param_groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Give groups the settings of as many saved ones, of `packed_groups` or of a state_dict. Raises ValueError: there are not."""
+    for group, settings in zip(param_groups, saved, strict=True):
+        group.update({key: value for key, value in settings.items() if key != "params"})
 
 
 def packed_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 from swapper.paging.section import Section
 from swapper.train.groups.session_guard import SessionEvents
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.state.optim import packed_groups
+from swapper.train.state.optim import packed_groups, restore_settings
 from swapper.train.state.optimizer_state import OptimizerState
 
 
@@ -46,7 +46,7 @@ class StepRollback:
         self.optimizer_state.forget_kept()
         if self._before is not None:
             settings, entries = self._before
-            self.restore_settings(settings)
+            restore_settings(self.optimizers.param_groups, settings)
             self.optimizer_state.entries.unpack(entries)
 
     def undo_updates(self, names: Collection[str], error: BaseException, ahead: int) -> bool:
@@ -66,11 +66,6 @@ class StepRollback:
     def sections_of(self, names: Collection[str]) -> list[Section]:
         """Return the sections with anything of the parameters `names`."""
         return [one for one in self.sections if any(slot.spec.owner in names for slot in one.plan.slots)]
-
-    def restore_settings(self, param_groups: list[dict[str, Any]]) -> None:
-        """Restore earlier settings of the optimizer's groups."""
-        for ours, saved in zip(self.optimizers.param_groups, param_groups, strict=True):
-            ours.update({key: value for key, value in saved.items() if key != "params"})
 
     def _settings(self) -> list[dict[str, Any]]:
         return copy.deepcopy(packed_groups(self.optimizers.param_groups))
