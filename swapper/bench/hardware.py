@@ -244,6 +244,8 @@ class StepLimit:
         }
 
 
+# --- a device, an update, a whole step --------------------------------------------------------------------------------
+
 LINK_BYTES = 256 << 20
 LINK_COPIES = 8
 """The fastest of these counts."""

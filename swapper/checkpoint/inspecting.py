@@ -203,6 +203,8 @@ def _step(file: TorchFile) -> int | None:
     return None
 
 
+# --- DeepSpeed's ZeRO -------------------------------------------------------------------------------------------------
+
 T = TypeVar("T")
 LATEST = "latest"
 OPTIMIZER_SUFFIX = "_optim_states.pt"

@@ -289,6 +289,8 @@ def _peers() -> Iterator[Finding]:
         yield Finding("fio", GOOD, "installed; swapper bench compares with it")
 
 
+# --- what the system says of a machine --------------------------------------------------------------------------------
+
 SECTOR_BYTES = 512
 """Unit of /sys/block/*/stat, whatever the drive's sectors (Documentation/block/stat.rst of Linux)."""
 SECTORS_WRITTEN = 6

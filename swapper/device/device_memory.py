@@ -237,6 +237,8 @@ class DeviceStorage:
         self._ready.clear()
 
 
+# --- host memory that the device knows --------------------------------------------------------------------------------
+
 HEAD_BYTES = 32 << 20
 """Populated before the first piece is given; threads populate the rest."""
 

@@ -206,8 +206,9 @@ class Resources(Generic[StoreT]):
         if lost:
             log.error(
                 "close: do not use tensors, arrays or graphs of yours that show %s (of %d pages), which would end the process",
-                lost[0], len(lost),
-            )  # fmt: skip
+                lost[0],
+                len(lost),
+            )
 
     def _mapped(self, page: Page) -> MappedFrame:
         assert page.frame is not None

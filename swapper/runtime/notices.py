@@ -100,6 +100,9 @@ def _bar(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
         yield lambda done_bytes: bar.update(task, completed=done_bytes)
 
 
+# --- waits that are too long ------------------------------------------------------------------------------------------
+
+
 _watching: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 

@@ -1,8 +1,8 @@
-"""The process: changes that swapper makes in it, named and turned off; its limits; states of its random number generators.
+"""Knows the process: which changes of it are left out, its limits, and the states of its random number generators.
 
-The environment's SWAPPER_OFF names those to leave out. It is read when swapper is imported (csrc/base/process.h reads
-it too). docs/reference/environment.md says what each is for, and what is lost without it. Python raises errors of
-limits raw.
+SWAPPER_OFF in the environment names the changes to leave out. It is read when swapper is imported (csrc/base/process.h
+reads it too). docs/reference/environment.md says what each is for, and what is lost without it. A limit that is
+reached is an error that names it: Python's own do not.
 """
 
 from __future__ import annotations
@@ -84,6 +84,9 @@ def naming_limits(op: str, path: str | os.PathLike[str] = "") -> Iterator[None]:
         if str(error) not in _NO_THREAD:
             raise
         raise IoError(op, str(path), 0, 0, errno.EAGAIN, f"no thread can be started; {remedy(errno.EAGAIN)}") from error
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
 
 
 def rng_states(devices: bool = True) -> dict[str, object]:

@@ -167,6 +167,9 @@ def never_trace(cls: type[torch.Tensor]) -> None:
         config.nontraceable_tensor_subclasses.add(cls)
 
 
+# --- storages ---------------------------------------------------------------------------------------------------------
+
+
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Return the identity of a tensor's storage, on any device; None if it has none."""
     try:

@@ -237,6 +237,8 @@ def find_stored(source: Source, model: nn.Module, ids: Collection[int]) -> dict[
     return found
 
 
+# --- frozen parameters in the user's files ----------------------------------------------------------------------------
+
 SHOWN_NAMES = 5  # in a message
 REMEDY = "leave external= out, and the model's own values are copied to the swap files"
 

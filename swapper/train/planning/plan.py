@@ -193,6 +193,8 @@ def _stays_on_device(request: Request) -> tuple[str, str]:
     return (gradients, options.optimizer_state) if there else ("host", "host")
 
 
+# --- a plan in words --------------------------------------------------------------------------------------------------
+
 _WHOLE = {"param": "params", "state": "optimizer_state", "grad": "gradients"}
 _SAID_OTHERWISE = ("parameters", "optimizer state", "gradients", "device memory", "updates")
 _WHEN = {"step": "in optimizer.step()", "deferred": "in the next forward", "backward": "in backward"}

@@ -109,6 +109,8 @@ class Origin:
         )
 
 
+# --- what ranks give --------------------------------------------------------------------------------------------------
+
 MAX_SAMPLED = 256
 """Of a file's tensors: a choice. Each is a read of some 0.1 ms, or 1 ms over a network."""
 SAMPLE_BYTES = 4096

@@ -214,6 +214,9 @@ class PlacedModel:
             forget(part, why)
 
 
+# --- its passes -------------------------------------------------------------------------------------------------------
+
+
 class PassLifecycle:
     """Owns the hooks of one model, and installs them. Answers what they ask of their owner: see PassOwner (train_hooks.py).
 
