@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from e2e.conftest import seed, twins
-from e2e.leaks import watch_for_leaks
+from e2e.leaks import engine_of_the_process, watch_for_leaks
 
-__all__ = ["seed", "twins", "watch_for_leaks"]
+__all__ = ["engine_of_the_process", "seed", "twins", "watch_for_leaks"]
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
-from e2e.leaks import watch_for_leaks
+from e2e.leaks import engine_of_the_process, watch_for_leaks
 from e2e.models import Net
 from e2e.twins import Twins
 from swapper.durability.publication import Publication
 
-__all__ = ["watch_for_leaks"]
+__all__ = ["engine_of_the_process", "watch_for_leaks"]
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from swapper.io.engines import open_for, shared_engine
 
 
 def open_files() -> dict[Path, str]:
@@ -55,6 +58,15 @@ def held_by_swapper() -> list[str]:
 def held_since(before: list[str]) -> list[str]:
     """Return what this process has of swapper's beyond `before`: one more of a kind counts, as of threads of one name."""
     return sorted((Counter(held_by_swapper()) - Counter(before)).elements())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine_of_the_process(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """`swapper.checkpoint` keeps one engine, and its memory for addresses that the drive cannot use: no leak of a test."""
+    path = tmp_path_factory.mktemp("any") / "file"
+    path.write_bytes(bytes(8192))
+    unaligned = torch.empty(8193, dtype=torch.uint8, device="cpu")[1:]
+    shared_engine(path).read(open_for(path, read_only=True), 0, unaligned.data_ptr(), 8192, keep=unaligned).wait()
 
 
 @pytest.fixture(autouse=True)

@@ -26,14 +26,6 @@ from swapper.durability.verify import verify
 LOSSY = ("bf16", "8bit")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def engine_of_the_process(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """`swapper.checkpoint` keeps one engine and its memory, which are no leak of a test."""
-    path = tmp_path_factory.mktemp("any") / "file"
-    swapper.checkpoint.save({"any": torch.ones(1 << 20)}, path)
-    swapper.checkpoint.load(path)
-
-
 @pytest.mark.parametrize(
     "update, optimizer",
     [("step", "adamw fused amsgrad"), ("deferred", "sgd"), ("backward", "nadam"), ("step", "adafactor")],
