@@ -7,6 +7,7 @@ SWAPPER_TEST_DEVICE=late, or another order of tests/infer/host_device.py, has tw
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,6 +34,13 @@ def check_named() -> None:
 def device_of_tests(order: str = "late") -> Any:
     """Return the real device by its name, or one of host memory whose copies run in this order."""
     return NAME if IS_REAL else HostDevice(order)
+
+
+PLACES: dict[str, Callable[[], dict[str, Any]]] = {
+    "in host memory": dict,
+    "on a device": lambda: {"device": device_of_tests(), "device_memory": 2 << 20},
+}
+"""Where a model of about a MiB trains: options of `offload`."""
 
 
 def need_update_there(options: dict[str, Any]) -> None:

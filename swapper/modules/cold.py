@@ -303,8 +303,16 @@ def _view(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -
         return NotImplemented
     owner = owner_of(first)
     whole = answering_handler(owner, func).whole(owner) if type(first) is ColdParameter else None
+    if whole is None and _has_no_memory(owner):
+        return NotImplemented
     result = native(func, args if whole is None else (whole, *args[1:]), kwargs)
     return _watched(result, [owner], {} if whole is None else {id(owner): whole}, [first], func)
+
+
+def _has_no_memory(parameter: nn.Parameter) -> bool:
+    """Return True if nothing is reserved for its data meanwhile, as on an accelerator: torch makes views of what is there."""
+    with without_torch_functions():
+        return parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0
 
 
 def _to_array(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -6,7 +6,8 @@ is another matter: leased_group.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -86,6 +87,10 @@ class GroupHome:
 
     def wait_for_update(self, waits: bool) -> None:
         """Note whether the content exists only after an update: it is not brought ahead meanwhile."""
+
+    def sized(self) -> AbstractContextManager[object]:
+        """Return a context in which the memory has its size, with any content: torch makes views of what is there."""
+        return nullcontext()
 
     # --- what stays ---------------------------------------------------------------------------------------------------
 
@@ -308,6 +313,17 @@ class DeviceHome(GroupHome):
 
     def wait_for_update(self, waits: bool) -> None:
         self.image.waits = waits
+
+    @contextmanager
+    def sized(self) -> Iterator[None]:
+        if self.image.storage.is_allocated:
+            yield
+            return
+        self.image.storage.allocate()
+        try:
+            yield
+        finally:
+            self.image.storage.free()
 
     @property
     def stays(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import PLACES
 from torch import nn
 
 import swapper
@@ -147,9 +148,12 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("rows", [2, WIDTH])
-def test_attributes_that_are_views_of_a_parameter_follow_it(twins: MakeTwins, update: str, rows: int) -> None:
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_attributes_that_are_views_of_a_parameter_follow_it(
+    twins: MakeTwins, update: str, rows: int, place: Callable[[], dict[str, Any]]
+) -> None:
     model = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(WIDTH, WIDTH), Scale())), Shared(rows))
-    pair = twins(model, update=update, room_bytes=1 << 19, wait=True)
+    pair = twins(model, update=update, room_bytes=1 << 20, wait=True, **place())
     for shared in (pair.plain[-1], pair.swapped[-1]):  # deepcopy has copied what they share
         shared.first = shared.scale.data[0]
         shared.parts = {"rows": [shared.scale.data[1:], shared.scale.detach().view(-1)]}

@@ -117,6 +117,8 @@ def test_one_line_says_how_to_be_faster(tmp_path: Path, caplog: pytest.LogCaptur
 def test_metadata_reads_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pair = Twins(tmp_path, Net())
     send_away(pair.manager)
+    if pair.options.get("device") is not None:
+        pytest.skip("a view of a parameter that is off a device is made of its data")
     before = pair.manager.counters.bytes_read
     for p, q in zip(pair.swapped.parameters(), pair.plain.parameters(), strict=True):
         for form in (

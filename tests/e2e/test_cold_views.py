@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from devices import PLACES
 from torch import nn
 
 import swapper
@@ -22,8 +24,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     return finish_step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
 
 
-def test_views_of_cold_parameters_answer_as_those_of_plain_ones_or_say_why_not(twins: MakeTwins) -> None:
-    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_views_of_cold_parameters_answer_as_those_of_plain_ones_or_say_why_not(
+    twins: MakeTwins, place: Callable[[], dict[str, Any]]
+) -> None:
+    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))), **place())
     pair.train(step, steps=2)
     send_away(pair.manager)
     weight, plain = pair.swapped[3].weight, pair.plain[3].weight
@@ -50,9 +55,12 @@ def test_views_of_cold_parameters_answer_as_those_of_plain_ones_or_say_why_not(t
     pair.finish()
 
 
-def test_data_changed_by_what_needs_a_gradient_is_written_and_its_graph_kept(twins: MakeTwins) -> None:
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_data_changed_by_what_needs_a_gradient_is_written_and_its_graph_kept(
+    twins: MakeTwins, place: Callable[[], dict[str, Any]]
+) -> None:
     """As peft merges adapters; a parameter itself must stay a leaf."""
-    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))
+    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))), **place())
     pair.train(step, steps=1)
 
     def change(model: nn.Module, _: object) -> list[torch.Tensor]:

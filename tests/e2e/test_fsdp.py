@@ -73,7 +73,7 @@ def test_shards_of_models_on_accelerators(tmp_path: Path, update: str) -> None:
         pytest.skip("it needs two devices")
     run(tmp_path, 2, ["plain", *some_loops(2)], update, FSDP_RUN_DEVICE="cuda")
     if update == "deferred":
-        looks = ["shown", "changed by to_local", "gradient", "state of all", "loaded"]
+        looks = ["shown", "changed by to_local", "state of all", "loaded"]  # gradients have left the device
         said = torchrun(2, fsdp_open_step, tmp_path / "looks", *looks, FSDP_RUN_DEVICE="cuda")
         assert said == [f"rank {rank}: same" for rank in range(2)]
 

@@ -122,8 +122,9 @@ class ParameterFaultHandler(FaultHandler):
         if on_device or (needs_graph and function not in KEEPS_NOTHING):
             nbytes = sum(parameter.nbytes for parameter in parameters)
             raise BudgetError(
-                f"{getattr(function, '__name__', function)} needs {len(parameters)} parameters at once, {nbytes} bytes, and "
-                f"there is no room for them: do it one by one, or under torch.no_grad(), or raise the budget ({error})",
+                f"{getattr(function, '__name__', function)} needs {len(parameters)} parameters at once, {nbytes} bytes, and there "
+                f"is no room for them: do it one by one, {'' if on_device else 'or under torch.no_grad(), '}or raise the budget "
+                f"({error})",
                 missing_bytes=error.missing_bytes,
             ) from error
         return {id(parameter): self.shown.show(self._names[id(parameter)]) for parameter in parameters}

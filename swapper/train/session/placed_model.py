@@ -107,8 +107,8 @@ class PlacedModel:
             content: fills the sections. None if they have their content already: the model's values are dropped.
         """
         self._warn_of_strides()
-        follows = not self.processor.is_device and not self.plan.request.model.is_sharded
-        attributes = find_shared_attributes(self.plan.request.model.module) if follows else []
+        is_sharded = self.plan.request.model.is_sharded
+        attributes = [] if is_sharded else find_shared_attributes(self.plan.request.model.module)
         state_sections: dict[int, list[Section]] = {}
         for section in self._sections_of("state"):
             state_sections.setdefault(section.plan.group, []).append(section)
@@ -131,8 +131,10 @@ class PlacedModel:
             parameters.adopt(content)
         if content is not None:
             content.begin(())
+        of = {id(parameter): group for group in self.groups for parameter in group.parameters}
         for shared in attributes:
-            follow(shared.tensor, shared.parameter, shared.offset)
+            with of[id(shared.parameter)].home.sized():
+                follow(shared.tensor, shared.parameter, shared.offset)
             self._followers.append(shared.tensor)
         for parameters in self.groups:
             if parameters.paged:  # its views are ColdViews
