@@ -115,16 +115,16 @@ class Twins:
         self.original = make_optimizer(select(self.swapped))
         self.optimizer: Any = self.original
         self.options = {"params": "nvme", "optimizer_state": "nvme", **options}
+        if master:
+            self.options["master_weights"] = torch.float32
         devices.need_update_there(self.options)
+        self.takes_device_memory = False
         if devices.NAME and "device" not in self.options:
             self.options["device"] = devices.device_of_tests(devices.NAME)
             if os.environ.get("SWAPPER_TEST_STAYS"):
                 self.options.update(update_on="device", gradients="device", optimizer_state="device")
                 self.options.setdefault("device_memory", 64 << 20)
-            smallest = smallest_device_budget(directory, self.swapped, **self.options)
-            self.options.setdefault("device_memory", smallest + (1 << 20))
-        if master:
-            self.options["master_weights"] = torch.float32
+            self.takes_device_memory = "device_memory" not in self.options
         self.budget = budget
         self.room_bytes = room_bytes
         self.backend = backend
@@ -137,6 +137,9 @@ class Twins:
 
     def offload(self) -> None:
         """Offload the swapped one."""
+        if self.takes_device_memory:
+            smallest = smallest_device_budget(self.directory, self.swapped, self.original, **self.options)
+            self.options["device_memory"] = smallest + (1 << 20)
         self.manager = self.make_manager()
         model, self.optimizer = self.manager.offload(self.swapped, self.original, **for_offload(self.options))
         assert model is self.swapped
@@ -291,6 +294,7 @@ def named_budget(error: swapper.BudgetError) -> int:
 
 def send_away(manager: swapper.SwapManager) -> None:
     """Evict every page, so that none is in memory by chance."""
+    manager.current.run.placed.processor.finish()  # copies to a device, which lease pages
     pager = manager.current.run.pager
     pager.flush()
     while any(page.residency is not Residency.COLD for page in pager._pages):
