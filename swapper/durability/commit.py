@@ -91,9 +91,10 @@ _SHAPE = records.fields(
         "edits": records.whole(),
         "job": records.text,
         "shards": records.mapping(records.text, records.row(records.whole(), records.whole())),
+        "modules": _texts,
     },
 )
-_USERS = ("registered", "extra")
+_USERS = ("registered", "extra", "modules")
 """Fields with values of the user's, of any form."""
 _NO_PAYLOAD = ContainerLayout.plan([])
 
@@ -137,6 +138,7 @@ class CommitRecord:
         edits: how often parameters were changed from outside since the step.
         job: of the run that all its ranks share; "" for one rank alone.
         members: names of the parameters of each of the optimizer's groups, in order; None if they are the script's own.
+        modules: buffers and extra state of the model's modules, as far as a script would not make them so, by name.
         shards: of a sharded model, by parameter, the first row that this rank has, and the rows of the whole.
     """
 
@@ -159,6 +161,7 @@ class CommitRecord:
     edits: int = 0
     job: str = ""
     shards: dict[str, tuple[int, int]] = field(default_factory=dict)
+    modules: dict[str, object] = field(default_factory=dict)
 
     @property
     def id(self) -> CommitId:

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from swapper.modules.groups import Unit
@@ -48,8 +49,12 @@ class OwnHook:
 
 
 def copy_without_hooks(module: nn.Module) -> None:
-    """Have pickle and copy leave each OwnHook of modules of this class out, so that plain torch reads what they write."""
-    if type(module) not in copyreg.dispatch_table:
+    """Have pickle and copy leave each OwnHook of modules of this class out, so that plain torch reads what they write.
+
+    A parametrized module has a class of its own, which refers to it: the table would keep it alive. Torch copies it by
+    the class's `__deepcopy__`, and does not pickle it.
+    """
+    if type(module) not in copyreg.dispatch_table and not is_parametrized(module):
         copyreg.pickle(type(module), _reduce)
 
 

@@ -102,14 +102,14 @@ class FirstSession:
     def _open(self, plan: Plan, init: Any) -> Sequence[PagedOptimizer]:
         current, request, record = self._current, plan.request, self._record
         optimizers = current.begin(request, plan.inventory.names, partial(train_more, current))
-        current.user.begin_rng()
+        current.user.begin(request.model.given)
         if self._earlier is not None:
             self._reshard(plan, self._earlier)
         else:
             current.open(
                 plan, Origin.new(request.optimizers, init) if record is None else Origin.resumed(record, self._fallback)
             )
-        current.user.restore_rng()
+        current.user.restore(request.model.given)
         current.clock.start(None if plan.tuning is None else plan.tuning.seconds_for, plan.found.step)
         return optimizers
 

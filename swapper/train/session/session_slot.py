@@ -171,7 +171,7 @@ class SessionSlot:
                 members=None if members == self._given_members else members,  # as in `offload`
                 job=directory.job,
                 shards=shards,
-                **self.user.in_commit(),
+                **self.user.in_commit(request.model.given),
             )
 
         return describe

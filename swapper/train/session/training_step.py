@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from swapper.durability.commit import CommitRecord, check_state
@@ -26,6 +27,7 @@ from swapper.runtime.process import rng_states, set_rng_states
 from swapper.runtime.stats import StepClock
 from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.session.training_session import TrainingSession
+from swapper.train.state.module_state import ModuleState
 from swapper.train.state.optim import restore_settings
 
 
@@ -46,6 +48,7 @@ class UserState:
         self._registered: dict[str, Any] = {}
         self._keeps_rng = keeps_rng
         self._rng: dict[str, Any] | None = None
+        self._modules: ModuleState | None = None
 
     def register(self, objects: Mapping[str, Any], optimizers: OptimizerSet, step: int) -> None:
         """Add `objects`, with the state of the resumed commit if it has them.
@@ -80,15 +83,25 @@ class UserState:
         if self._keeps_rng:
             self._rng = rng_states()
 
-    def begin_rng(self) -> None:
-        """Note the random states before the first step: the present ones, or the resumed commit's."""
+    def begin(self, model: nn.Module) -> None:
+        """Note, before the first step, how the script has made the model's buffers, and the random states.
+
+        Of a resumed run these are the commit's.
+        """
+        self._modules = ModuleState(model, {} if self._resumed is None else self._resumed.modules)
         if self._resumed is None or self._resumed.rng is None:
             self.note_rng()
         elif self._keeps_rng:
             self._rng = self._resumed.rng
 
-    def restore_rng(self) -> None:
-        """Set the generators to the resumed commit's states, after `offload`, which may have drawn numbers."""
+    def restore(self, model: nn.Module) -> None:
+        """Set buffers and generators to the resumed commit's, after `offload`, which may have drawn numbers.
+
+        Raises:
+            CheckpointError: the model lacks what the commit has.
+        """
+        if self._modules is not None:
+            self._modules.restore(model)
         if self._rng is not None and self._resumed is not None:
             set_rng_states(self._rng)
 
@@ -98,12 +111,13 @@ class UserState:
         content = {"registered": registered, "extra": {**self.extra, **extra}}
         return content if self._rng is None else {**content, "rng": self._rng}
 
-    def in_commit(self) -> dict[str, Any]:
-        """Return its fields of a CommitRecord."""
+    def in_commit(self, model: nn.Module) -> dict[str, Any]:
+        """Return its fields of a CommitRecord, and what `model` has besides parameters."""
         return {
             "registered": {name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
             "extra": copy.deepcopy(self.extra),
             "rng": self._rng,
+            "modules": {} if self._modules is None else self._modules.in_commit(model),
         }
 
 
