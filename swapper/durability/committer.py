@@ -1,10 +1,11 @@
 """Decides when a step becomes durable, and commits it.
 
-After a step's last write, at the next use of swapper (so after `scheduler.step()` has run), the registered objects'
-state is captured, and resident content is written if the policy requires it. The commit record is published once
-nothing is in flight, usually during the next forward, and at the latest before the next step begins. A snapshot that
-the user requests is of that same step, and starts right after the record. For a step with deferred updates the
-registered objects are captured at the same time, and the rest after its last update.
+After a step's last write, at the next use of swapper that does more than read parameters or state (so after
+`scheduler.step()` and the update of a registered average), the registered objects' state is captured, and resident
+content is written if the policy requires it. The commit record is published once nothing is in flight, usually during
+the next forward, and at the latest before the next step begins. A snapshot that the user requests is of that same step,
+and starts right after the record. For a step with deferred updates the registered objects are captured at the same
+time, and the rest after its last update.
 
 [Note: free commits] If everything large that a step changes lives on NVMe, a commit writes only the record and sections
 of a few KiB in addition to the step's own writes. The default policy, "free", commits each step in that case, and none
@@ -126,15 +127,19 @@ class Committer:
         if self._every is not None and step % self._every == 0:
             self._due = step
 
-    def enter(self) -> None:
+    def enter(self, only_reads: bool = False) -> None:
         """Capture a due step, and publish it if nothing is in flight. Called at each use; cheap if nothing is due.
+
+        Args:
+            only_reads: the use reads parameters or state outside of a forward, as the update of an average that is registered
+                does: the registered objects are captured at another use, for they belong to the step.
 
         Raises:
             IoError: as `finish`. Not with ranks together: they would wait in a collective for one that ends here. It is tried
                 again before the next step, where they can all learn of it.
         """
         self._publisher.settle()
-        if self._due is None:
+        if self._due is None or (only_reads and self._record is None):
             return
         try:
             self._capture()

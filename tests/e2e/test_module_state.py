@@ -1,4 +1,4 @@
-"""What a state_dict has besides parameters is in every commit: a run that goes on has it as it was."""
+"""Commits have what a state_dict has besides parameters: a run that goes on has it as it was."""
 
 from __future__ import annotations
 

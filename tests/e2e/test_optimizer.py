@@ -243,6 +243,28 @@ def test_loading_an_earlier_state_goes_back_to_it(twins: MakeTwins) -> None:
     pair.finish()
 
 
+def test_a_loaded_state_is_copied_and_replaces_all_settings(twins: MakeTwins) -> None:
+    """A tensor in it may be changed by neither side, and a setting that it lacks is gone, or as the class has it."""
+    pair = twins(Net(), partial(AdamW, lr=torch.tensor(1e-3), amsgrad=False))
+    pair.train(train_step, steps=1)
+    saved = copy.deepcopy(pair.plain_optimizer.state_dict())
+    del saved["param_groups"][0]["amsgrad"]
+    loaded = {id(pair.plain_optimizer): copy.deepcopy(saved), id(pair.optimizer): copy.deepcopy(saved)}
+
+    def load(_: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["own"] = 1
+        given = loaded[id(optimizer)]
+        optimizer.load_state_dict({**given, "state": copy.deepcopy(given["state"])})  # plain torch uses these
+        assert "own" not in optimizer.param_groups[0]
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    for _ in range(2):
+        pair.both(load)
+        pair.train(train_step, steps=1)
+    assert_same(loaded[id(pair.optimizer)], saved)
+    pair.finish()
+
+
 def test_loading_the_state_of_a_fresh_optimizer_starts_anew(twins: MakeTwins) -> None:
     pair = twins(Net())
     fresh = AdamW(Net().parameters(), lr=2e-3).state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -15,10 +16,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import swapper
 from e2e import killed_run
 from e2e.keywords import for_manager
+from e2e.twins import assert_same
 from swapper.durability.commit import encode_commit, files_of, publish_commit, read_commit
 
 STEPS = 5
@@ -101,6 +104,34 @@ def test_a_scheduler_of_accelerate_goes_on_with_its_rate(tmp_path: Path) -> None
     make = SCHEDULERS["lambda"]
     whole = settings_of_a_run(tmp_path / "one", make, 1e-3, (6,))
     assert settings_of_a_run(tmp_path / "parts", make, 1e-3, (3, 6), wrap) == whole
+
+
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_registered_average_goes_on_with_the_update_of_the_last_step(
+    tmp_path: Path, update: str, gathers: bool
+) -> None:
+    """Its update reads the parameters, the first use of them after the step, and belongs to the step all the same."""
+
+    def go(directory: Path, ends: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        for end in ends:
+            model, optimizer, scheduler = killed_run.make()
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+            with swapper.SwapManager(directory, host_memory=killed_run.BUDGET, resume="auto") as manager:
+                model, optimizer = manager.offload(
+                    model, optimizer, params="nvme", optimizer_state="nvme", update=update
+                )
+                manager.register(scheduler=scheduler, average=average)
+                while manager.step < end:
+                    killed_run.train_step(model, optimizer, scheduler, manager.step)
+                    with manager.gather(model) if gathers else contextlib.nullcontext():
+                        average.update_parameters(model)
+        return {name: value.clone() for name, value in average.state_dict().items()}
+
+    expected = go(tmp_path / "one", (4,))
+    actual = go(tmp_path / "parts", (1, 2, 4))
+    assert actual["n_averaged"] == 4
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("options", [{"fsync": True}, {"params": "host", "commit_every": 1}, {"commit_every": 2}])

@@ -28,6 +28,9 @@ class SessionEvents(Protocol):
     def check(self) -> None:
         """Called first at each use by the user. Raises StateError if the manager cannot be used."""
 
+    def check_to_read(self) -> None:
+        """The same, of a use that only reads parameters or state outside of a forward."""
+
     def check_to_write(self) -> None:
         """The user changes parameters or state from outside of a step. Raises StateError as `check`."""
 

@@ -191,6 +191,12 @@ class SessionSlot:
         if self.run is not None:
             self.run.committer.enter()
 
+    def check_to_read(self) -> None:
+        """The same before a use that only reads parameters or state outside of a forward."""
+        self.check_usable()
+        if self.run is not None:
+            self.run.committer.enter(only_reads=True)
+
     def check_to_write(self) -> None:
         """The same before a change from outside: commit the last step as it was."""
         self.check_usable()

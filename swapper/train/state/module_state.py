@@ -35,7 +35,7 @@ class ModuleState:
 
     Args:
         model: as the user gave it.
-        resumed: of the commit that the run goes on from, as `in_commit` returned it.
+        resumed: of the resumed commit, as `in_commit` returned it.
     """
 
     def __init__(self, model: nn.Module, resumed: Mapping[str, Any]) -> None:

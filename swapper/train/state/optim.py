@@ -6,6 +6,7 @@ on both; its `step` is the sweep over the paged state. Steps of other optimizers
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -268,9 +269,17 @@ class PagedOptimizer(Optimizer):
             raise ValueError(f"the state_dict has state for {min(unknown, key=str)!r}, which is in none of its groups")
         with defer_signals:
             self._bound.load({numbers[key]: state for key, state in state_dict["state"].items()})
-            restore_settings(ours, theirs)
+            self._replace_settings(copy.deepcopy(theirs))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _replace_settings(self, saved: list[dict[str, Any]]) -> None:
+        """Give the groups the saved settings and no others, as torch does; the class adds those that an older version lacks."""
+        for group, settings in zip(self.param_groups, saved, strict=True):
+            for key in group.keys() - settings.keys() - {"params", "param_names"}:
+                del group[key]
+        restore_settings(self.param_groups, saved)
+        self._original.__setstate__({"param_groups": self.param_groups})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more of the offloaded model's parameters, as torch's method does. If it fails, nothing has changed.
