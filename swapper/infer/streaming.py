@@ -67,7 +67,10 @@ class WeightFiles(PageStore):
     def _submit(
         self, path: Path, offset: int, address: int, nbytes: int, keep: object, after: Transfer | None
     ) -> Transfer:
-        tickets: list[Transfer] = []
+        file = self._files.direct.get(path)
+        if file is not None:
+            return self._engine.read(file, offset, address, nbytes, keep=keep, after=after)
+        tickets: list[Transfer] = []  # of the files that it is joined of
         try:
             for at, extent in self._source.extents(path, offset, nbytes):
                 file = self._files.direct[extent.path]
@@ -77,7 +80,7 @@ class WeightFiles(PageStore):
         except BaseException:
             AllOf(tickets).exception()  # the caller reuses the memory
             raise
-        return tickets[0] if len(tickets) == 1 else AllOf(tickets)
+        return AllOf(tickets)
 
     def file_of(self, page: Page) -> File | None:
         """Return the file that serves reads of a cold page's addresses; None: its bytes lie in several. Its end reads as zeros."""

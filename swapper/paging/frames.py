@@ -101,7 +101,7 @@ class Frames:
         self.unsaved: dict[int, IoError] = {}
         self.resident_set: frozenset[int] = frozenset()
         # A heap of pages that may be evicted, farthest next use first: (-rank, index). Only the entry with a page's `eviction_rank`
-        # is valid, and the page may be leased since (_is_evictable); the others are stale.
+        # is valid; a page that may not be evicted any more has none, and its entries are stale.
         self._victims: list[tuple[int, int]] = []
         self.failure: IoError | None = None
         self.held: dict[int, tuple[Access, float]] = {}
@@ -126,13 +126,12 @@ class Frames:
         fresh = fresh and page.index not in self.deferred_writes and self.written_at(page) < 0
         if victim is not None:
             victim.kept = keep and self._keep(victim)
-            if victim.residency is CLEAN:
-                self.evict(victim)
-                victim = None
         page.kept = page.kept and not fresh
         needs_read = not fresh and not page.kept
         if victim is None:
-            self._claim_free(page, needs_read)
+            self._claim_free(page, self._pool.take(), needs_read)
+        elif victim.residency is CLEAN:
+            self._claim_free(page, self._leave_frame(victim), needs_read)
         else:
             self._claim_promise(page, victim, needs_read)
         if needs_read:
@@ -145,8 +144,8 @@ class Frames:
         elif page.kept:
             self._load(page)
 
-    def _claim_free(self, page: Page, needs_read: bool) -> None:
-        frame = self._pool.take()
+    def _claim_free(self, page: Page, frame: int | None, needs_read: bool) -> None:
+        """Give `page` a frame that nobody has."""
         try:
             page.ticket = self._store.read(page, self._pool.address(frame)) if needs_read else None
         except BaseException:
@@ -166,6 +165,7 @@ class Frames:
             self._take_back(victim)
             raise
         victim.next_owner, page.previous_owner = page, victim
+        victim.eviction_rank = None
         self.ahead.discard(victim.index)
 
     def _load(self, page: Page) -> None:
@@ -250,12 +250,16 @@ class Frames:
 
     def evict(self, page: Page) -> None:
         """Evict a CLEAN page, or discard a DIRTY one."""
+        self._pool.give(self._leave_frame(page))
+
+    def _leave_frame(self, page: Page) -> int | None:
+        """Make such a page COLD. Returns its frame, which nobody has then."""
         page.move(COLD)
         page.eviction_rank = None
         self._unmap(page)
-        self._pool.give(page.frame)
-        page.frame = None
         self.ahead.discard(page.index)
+        frame, page.frame = page.frame, None
+        return frame
 
     def forget(self, page: Page) -> None:
         """Forget the content of a transient page that is not leased."""
@@ -343,15 +347,12 @@ class Frames:
         """Take the page with the farthest next use off the queue, if that use is later than `position`."""
         while self._victims:
             rank, page = -self._victims[0][0], self._pages[self._victims[0][1]]
-            is_stale = page.eviction_rank != rank
-            may_leave = not is_stale and self._is_evictable(page)
-            if may_leave and rank <= position:
+            is_valid = page.eviction_rank == rank
+            if is_valid and rank <= position:
                 return None
             heapq.heappop(self._victims)
-            if is_stale:
-                continue
-            page.eviction_rank = None
-            if may_leave:
+            if is_valid:
+                page.eviction_rank = None
                 return page
         return None
 
@@ -404,6 +405,7 @@ class Frames:
         if ticket.error is not None:
             self.keep_failure(ticket.error)
             self.unsaved[page.index] = ticket.error
+            page.eviction_rank = None
             page.move(DIRTY)
             if page.next_owner is not None:
                 self.give_up_claim(page.next_owner)
@@ -513,6 +515,8 @@ class Frames:
             promised = page.previous_owner is not None
             if (page.frame is None) != (page.residency is COLD or promised):
                 raise InvariantError(f"{page} has a frame that its state does not allow, or lacks one")
+            if page.eviction_rank is not None and not self._is_evictable(page):
+                raise InvariantError(f"{page} is enqueued for eviction, and may not be evicted")
 
 
 def _note_transfer(trace: Trace, track: str, page: Page) -> None:

@@ -144,16 +144,18 @@ class Pager:
     def wait(self, access: Access) -> None:
         """Wait until the leased pages of `access` are in memory, and those that it writes are not being written."""
         try:
-            if self._is_there(access):
+            ready = self._prepare(access)
+            if ready == len(access.pages):
                 return
-            for index in access.pages:
-                page = self._pages[index]
+            while ready < len(access.pages):
+                page = self._pages[access.pages[ready]]
                 self._wait_for_content(page, access)
                 if self._pool.is_growing:
                     self.read_ahead()
-                if index in access.writes or self._frames.is_outside(page):
+                if page.index in access.writes or self._frames.is_outside(page):
                     self._wait_for_write(page)
-            self._is_there(access)
+                ready = self._prepare(access, ready + 1)
+            self._prepare(access)
         except BaseException:
             self._drop(access)
             raise
@@ -455,6 +457,7 @@ class Pager:
         for index in access.pages:
             page = pages[index]
             page.leases += 1
+            page.eviction_rank = None
             if page.shown:
                 continue
             is_there = False
@@ -488,21 +491,27 @@ class Pager:
                 with self.counters.waiting("frame", "memory that is being taken"):
                     self._pool.wait_for_growth()
 
-    def _is_there(self, access: Access) -> bool:
-        """Return whether nothing needs to be waited for, as is usual. Prepare frames for pages that are overwritten."""
+    def _prepare(self, access: Access, begin: int = 0) -> int:
+        """Show the access's pages from the one in place `begin` on, prepare frames of those that are overwritten, allow writes.
+
+        Returns:
+            The place of the first page that must be waited for, after which nothing was done; if none must be, as is usual, their
+            number.
+        """
         with self._lock:
             if self._frames.in_flight:
                 self._frames.settle()
             pages = self._pages
-            for index in access.pages:
+            for place in range(begin, len(access.pages)):
+                index = access.pages[place]
                 page = pages[index]
                 residency = page.residency
                 if residency is WRITING:
                     if index in access.writes or self._frames.is_outside(page):
-                        return False
+                        return place
                 elif residency is not CLEAN and residency is not DIRTY:
                     if not _is_to_be_overwritten(page, access):
-                        return False
+                        return place
                     self._frames.fill_fresh(page, index in access.in_frames)
                 if not page.shown and (index not in access.in_frames or self._frames.is_outside(page)):
                     self._frames.show(page)
@@ -511,7 +520,7 @@ class Pager:
             for index in access.writes:
                 if pages[index].guarded:
                     self._frames.allow_writes(pages[index])
-        return True
+        return len(access.pages)
 
     def _wait_for_content(self, page: Page, access: Access) -> None:
         awaited = False

@@ -11,7 +11,7 @@ import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy
 import torch
@@ -57,6 +57,16 @@ class NoWindow:
 
     def fill(self, *place: object) -> bool:
         return False
+
+
+class _MissingWindow:
+    """In place of the window of a section that has none: each use is a bug."""
+
+    def __init__(self, section: str) -> None:
+        self._section = section
+
+    def __getattr__(self, method: str) -> NoReturn:
+        raise InvariantError(f"{self._section} has no window")
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -144,7 +154,7 @@ class Section:
         self.guards_writes = False  # the user sees its tensors, and may change them without a lease for writing
         self.in_frames = False  # its pages are mostly used in their frames: [Note: lazy windows], frames.py
         self._memory: torch.Tensor | None = None
-        self._window: Window | None = None
+        self.window = self._no_window = cast(Window, _MissingWindow(plan.name))
         self.view: View | None = None
         self._own: weakref.WeakValueDictionary[tuple[int, int, int], numpy.ndarray[Any, Any]] = (
             weakref.WeakValueDictionary()
@@ -168,25 +178,20 @@ class Section:
             uses: how often the storage is held by this alone, as `count_uses` counts.
         """
         self._memory = memory
-        self._window = window
+        self.window = self._no_window if window is None else window
         self.view = view
         self._uses = uses
 
     def detach(self) -> None:
         """Drop the section's memory, window and view."""
-        self._memory = self._window = self.view = None
+        self._memory = self.view = None
+        self.window = self._no_window
 
     @property
     def memory(self) -> torch.Tensor:
         if self._memory is None:
             raise InvariantError(f"{self.plan.name} has no memory yet")
         return self._memory
-
-    @property
-    def window(self) -> Window:
-        if self._window is None:
-            raise InvariantError(f"{self.plan.name} has no window")
-        return self._window
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """Return `slot`'s tensor, a view of the section's memory. Does not access it."""
