@@ -173,7 +173,7 @@ class Pager:
                 pages_of = {"pages": len(access.pages), "written": len(changed)}
                 self.counters.trace.add("leases", str(access.key), held[1], time.monotonic(), **pages_of)
             pages = self._pages
-            for index in access.pages:
+            for index, next_use in zip(access.pages, self._schedule.next_uses(access.pages), strict=True):
                 page = pages[index]
                 if index in changed and page.residency is not WRITING:
                     page.fresh = False  # it was filled
@@ -181,9 +181,14 @@ class Pager:
                         self._frames.allow_writes(page)  # what was noted of it is announced now
                     if page.residency is CLEAN:
                         page.move(DIRTY)
-                self._end_lease(page, index in access.writes)
+                self._end_lease(page, next_use, index in access.writes)
             if access.key is not None:
                 self._prefetcher.read_ahead()
+
+    @property
+    def has_noted_writes(self) -> bool:
+        """Whether `written_at` must look: an unannounced write was noted, in any page, since the last look at all found none."""
+        return self._writes_noted() != self._noted
 
     def written_at(self, access: Access) -> list[tuple[Page, int]]:
         """Return the pages of `access` with unannounced writes, and the offset of one in their section, in bytes.
@@ -378,7 +383,7 @@ class Pager:
             for page in self._pages:
                 if page.leases > counts[page.index]:
                     page.leases = counts[page.index] + 1
-                    self._end_lease(page)
+                    self._end_lease(page, self._schedule.next_use(page.index))
             self._write_back.write_what_waits()
 
     def discard(self, stay: Collection[int] = ()) -> None:
@@ -570,7 +575,7 @@ class Pager:
             self._noted = noted
         return written
 
-    def _end_lease(self, page: Page, made: bool = False) -> None:
+    def _end_lease(self, page: Page, next_use: int, made: bool = False) -> None:
         """End a lease of `page`. `made`: it was one for writing."""
         if page.leases <= 0:
             raise InvariantError(f"{page} is released but was not leased")
@@ -579,7 +584,7 @@ class Pager:
             if not page.guarded and not any(page.index in held.writes for held, _ in self._frames.held.values()):
                 self._frames.guard(page)  # those that are left only read
             return
-        page.next_use = self._schedule.next_use(page.index)
+        page.next_use = next_use
         if page.residency is CLEAN and page.index in self._schedule.fresh and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # it is overwritten next: evict it first
         self._frames.guard(page)  # before its write is submitted
@@ -616,7 +621,7 @@ class Pager:
         with self._lock:
             self._frames.held.pop(id(access), None)
             for index in access.pages:
-                self._end_lease(self._pages[index])
+                self._end_lease(self._pages[index], self._schedule.next_use(index))
 
 
 def _is_to_be_overwritten(page: Page, access: Access) -> bool:

@@ -119,8 +119,8 @@ class EvictsLeased(Frames):
 
 
 class EvictsDirty(Pager):
-    def _end_lease(self, page: Page, made: bool = False) -> None:
-        super()._end_lease(page, made)
+    def _end_lease(self, page: Page, next_use: int, made: bool = False) -> None:
+        super()._end_lease(page, next_use, made)
         if page.residency is Residency.DIRTY and page.leases == 0:
             self._write_back.forget(page)
             self._frames.evict(page)

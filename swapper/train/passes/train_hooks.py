@@ -35,6 +35,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import is_not
 from types import FrameType
 from typing import Any, Protocol
@@ -87,20 +88,19 @@ class PassOwner(Protocol):
         """Drop all leases but `kept`, after waiting for copies that use them: a pass was abandoned."""
 
 
+@dataclass(eq=False, slots=True)
 class TrainingCall(Call):
     """A call whose groups are leased again in its backward. See [Note: what a graph holds]."""
 
-    __slots__ = ("backward_task", "brought", "end", "given", "is_functional", "start", "use")
-
-    def __init__(self, module: str, start: int) -> None:
-        super().__init__(module)
-        self.start = start
-        self.end = -1
-        self.backward_task: int | None = None  # while its groups are leased for backward
-        self.use = -1  # see PendingUses
-        self.is_functional = False  # with other parameters than the model's
-        self.given: list[Any] = []  # autograd's nodes of its arguments, while the forward runs
-        self.brought: list[int] = []  # those of its groups that it touched without autograd: [Note: loops in a forward]
+    start: int = -1
+    end: int = -1
+    backward_task: int | None = None  # while its groups are leased for backward
+    use: int = -1  # see PendingUses
+    is_functional: bool = False  # with other parameters than the model's
+    given: list[Any] = field(default_factory=list)  # autograd's nodes of its arguments, while the forward runs
+    brought: list[int] = field(
+        default_factory=list
+    )  # of its groups, touched without autograd: [Note: loops in a forward]
 
 
 class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
@@ -287,7 +287,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """
         if not torch.is_grad_enabled():
             return run()
-        call = TrainingCall("an operation", self._tick())
+        call = TrainingCall("an operation", start=self._tick())
         call.groups += dict.fromkeys(self._group_of[id(parameter)].index for parameter in parameters)
         output = run()
         call.end = self._tick()
@@ -323,7 +323,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
                     self._processor.check_inputs(module, args)
                     self._owner.clock.enter("forward")
                 self._updates.forward_reaches(unit.groups)
-            call = TrainingCall(unit.name, self._tick())
+            call = TrainingCall(unit.name, start=self._tick())
             call.is_functional = is_functional
             if torch.is_grad_enabled():
                 call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
@@ -406,8 +406,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         if torch.is_grad_enabled() and not self._hook_outputs(own or watched, call) and not call.is_functional:
             groups = [self._groups[index] for index in call.groups]
             if any(p.requires_grad for group in groups for p in group.parameters):
-                held = TrainingCall(call.module, call.start)
-                held.groups += call.groups
+                held = TrainingCall(call.module, list(call.groups), start=call.start)
                 for group in groups:
                     group.lease()
                 self._held.append(held)
