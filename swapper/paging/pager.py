@@ -27,7 +27,7 @@ from swapper.paging.host_memory import Pool
 from swapper.paging.prefetcher import Prefetcher, WriteBack
 from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING
 from swapper.paging.schedule import NEVER, Access, Schedule
-from swapper.paging.section import Page
+from swapper.paging.section import NO_FRAME, Page
 from swapper.paging.store.page_files import PageStore
 from swapper.runtime.counters import FAMILIES, Counters
 from swapper.runtime.interrupts import make_lock
@@ -436,7 +436,7 @@ class Pager:
         """Return the bytes of pages that have a frame, by family. Takes no lock: a page more or less may be on its way."""
         found = dict.fromkeys(FAMILIES, 0)
         for page in self._pages:
-            if page.frame is not None:
+            if page.frame is not NO_FRAME:
                 found[page.section.plan.family] += page.nbytes
         return found
 

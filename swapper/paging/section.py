@@ -59,14 +59,32 @@ class NoWindow:
         return False
 
 
-class _MissingWindow:
-    """In place of the window of a section that has none: each use is a bug."""
+class _Missing:
+    """In place of a window or a frame that is not there: each use is a bug, which `message` names."""
 
-    def __init__(self, section: str) -> None:
-        self._section = section
+    def __init__(self, message: str) -> None:
+        self._message = message
 
-    def __getattr__(self, method: str) -> NoReturn:
-        raise InvariantError(f"{self._section} has no window")
+    def __getattr__(self, name: str) -> NoReturn:
+        raise InvariantError(self._message)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A page-sized slot of the pool.
+
+    Attributes:
+        number: of the frame, from 0 on.
+        offset: of its first byte in the arena, in bytes.
+        address: of the same byte.
+    """
+
+    number: int
+    offset: int
+    address: int
+
+
+NO_FRAME = cast(Frame, _Missing("a page without a frame has no place in memory"))
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -78,7 +96,7 @@ class Page(Resident):
     offset: int
     nbytes: int
     file_offset: int = field(init=False)
-    frame: int | None = None
+    frame: Frame = NO_FRAME
     leases: int = 0
     next_use: int = 0  # position in the schedule
     eviction_rank: int | None = None  # of its entry in the queue of victims: see Frames.enqueue_for_eviction
@@ -123,9 +141,10 @@ class Page(Resident):
         return [s.spec.owner if s.spec.kind == "param" else f"{s.spec.owner} {s.spec.kind}" for s in slots]
 
     def __repr__(self) -> str:
+        frame = None if self.frame is NO_FRAME else self.frame.number
         return (
             f"page {self.index} ({self.section.plan.name} at {self.offset}, {self.nbytes} bytes, "
-            f"{self.residency.name}, frame {self.frame}, {self.leases} leases)"
+            f"{self.residency.name}, frame {frame}, {self.leases} leases)"
         )
 
 
@@ -154,7 +173,7 @@ class Section:
         self.guards_writes = False  # the user sees its tensors, and may change them without a lease for writing
         self.in_frames = False  # its pages are mostly used in their frames: [Note: lazy windows], frames.py
         self._memory: torch.Tensor | None = None
-        self.window = self._no_window = cast(Window, _MissingWindow(plan.name))
+        self.window = self._no_window = cast(Window, _Missing(f"{plan.name} has no window"))
         self.view: View | None = None
         self._own: weakref.WeakValueDictionary[tuple[int, int, int], numpy.ndarray[Any, Any]] = (
             weakref.WeakValueDictionary()

@@ -17,7 +17,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.prefetcher import Prefetcher
 from swapper.paging.residency import Residency
 from swapper.paging.schedule import Access
-from swapper.paging.section import Page
+from swapper.paging.section import NO_FRAME, Page
 
 SEEDS = range(40)
 
@@ -150,7 +150,7 @@ class ForgetsErrorsOfReads(Frames):
 
 class LosesFrames(Frames):
     def give_up_claim(self, page: Page) -> None:
-        page.frame = None
+        page.frame = NO_FRAME
         super().give_up_claim(page)
 
 
