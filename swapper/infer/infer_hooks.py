@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import is_not
+from operator import attrgetter, is_not
 from types import FrameType
 from typing import Any
 
@@ -32,6 +32,8 @@ from swapper.paging.schedule import Access
 from swapper.runtime.interrupts import close_all
 from swapper.tensors.guarded_tensor import changes_nothing
 from swapper.tensors.torch_private import is_traced
+
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(eq=False, slots=True)
@@ -200,9 +202,9 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
     def _owned(self, output: object) -> object:
         """Return an output that keeps no memory of streamed weights. A gradient cannot flow back."""
         tensors, rebuild = tensors_of(output)
-        if any(tensor.requires_grad for tensor in tensors):
+        if any(map(_requires_grad, tensors)):
             refuse_gradient()
-        replaced = [self._own(tensor) for tensor in tensors]
+        replaced = list(map(self._own, tensors))
         return rebuild(replaced) if any(map(is_not, replaced, tensors)) else output
 
 
