@@ -151,17 +151,12 @@ def _runs(rows: list[int]) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Rows [begin, end) of a linear map, which are read together.
-
-    Attributes:
-        recipes: of these rows of the matrix, and of the bias if that streams.
-        sources: each of their stored tensors, with its offset in a slot.
-    """
+    """Rows [begin, end) of a linear map, which are read together: of the matrix, and of the bias if that streams."""
 
     begin: int
     end: int
     recipes: Sequence[Recipe]
-    sources: Sequence[tuple[int, StoredTensor]]
+    sources: Sequence[tuple[int, StoredTensor]]  # with the offset of each in a slot
 
 
 @dataclass(frozen=True)

@@ -497,11 +497,9 @@ class Pager:
                     self._pool.wait_for_growth()
 
     def _prepare(self, access: Access, begin: int = 0) -> int:
-        """Show the access's pages from the one in place `begin` on, prepare frames of those that are overwritten, allow writes.
+        """Show the pages of `access` from place `begin` on, and prepare frames of those that are overwritten.
 
-        Returns:
-            The place of the first page that must be waited for, after which nothing was done; if none must be, as is usual, their
-            number.
+        Returns the place of the first one to wait for, where that ends; their number if there is none, as is usual.
         """
         with self._lock:
             if self._frames.in_flight:

@@ -71,13 +71,7 @@ class _Missing:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A page-sized slot of the pool.
-
-    Attributes:
-        number: of the frame, from 0 on.
-        offset: of its first byte in the arena, in bytes.
-        address: of the same byte.
-    """
+    """A page-sized slot of the pool: its number, from 0 on, and the offset of its first byte in the arena, and its address."""
 
     number: int
     offset: int
