@@ -26,7 +26,6 @@ import torch
 
 from swapper import _C
 from swapper.device.device import Device, QueuedCopy
-from swapper.errors import InvariantError
 from swapper.io.extents import Extents
 from swapper.io.registered import Registration, slabs
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
@@ -253,7 +252,6 @@ class HostSide:
 
     def __init__(self, device: Device, arena: _C.Arena, frames_offset: int, pool: Pool) -> None:
         self._device = device
-        self._pool = pool
         self._memory = torch.frombuffer(arena.view(0, arena.nbytes), dtype=torch.uint8)
         self._registrations: list[Registration] = []
         self.add(arena, frames_offset)
@@ -269,9 +267,7 @@ class HostSide:
         """Return the memory of a leased page, or of a resident section as a whole: uint8 of shape (page.nbytes,)."""
         if page.section.resident:
             return page.section.memory
-        if page.frame is None:
-            raise InvariantError(f"{page} has no frame to copy from")
-        begin = self._pool.offset(page.frame)
+        begin = page.frame.offset
         return self._memory[begin : begin + page.nbytes]
 
     def describe(self) -> str:

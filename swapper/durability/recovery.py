@@ -321,11 +321,9 @@ def restore(record: CommitRecord, sections: Sequence[Section], store: Store, poo
 def _verify(pages: Sequence[Page], store: Store, pool: Pool) -> None:
     """Read every page that has a checksum, and compare. Uses one free frame."""
     frame = pool.take()
-    if frame is None:
-        return
     try:
         for page in [page for page in pages if page.crc32 is not None]:
-            _read(page, store, pool.address(frame))
+            _read(page, store, frame.address)
     finally:
         pool.give(frame)
 

@@ -31,6 +31,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,7 @@ class Publisher:
 
     def settle(self) -> None:
         """Handle finished publications. Cheap if there are none."""
-        for publication in [p for p in self._publications if p.is_over]:
+        for publication in filter(attrgetter("is_over"), tuple(self._publications)):
             self._publications.remove(publication)
             publication.join()
             if publication.base is not None:

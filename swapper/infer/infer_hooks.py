@@ -12,7 +12,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, is_not
 from types import FrameType
 from typing import Any
 
@@ -31,15 +33,14 @@ from swapper.runtime.interrupts import close_all
 from swapper.tensors.guarded_tensor import changes_nothing
 from swapper.tensors.torch_private import is_traced
 
+_requires_grad = attrgetter("requires_grad")
 
+
+@dataclass(eq=False, slots=True)
 class InferenceCall(Call):
     """A call of a module, and torch's frame that runs it; None if there is none (a compiled caller)."""
 
-    __slots__ = ("frame",)
-
-    def __init__(self, module: str, frame: FrameType | None) -> None:
-        super().__init__(module)
-        self.frame = frame
+    frame: FrameType | None = None
 
 
 class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
@@ -115,7 +116,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
     def _before(self, unit: Unit, module: nn.Module, args: object, kwargs: object) -> None:
         with outside_transforms():
             _check_not_traced(unit)
-            call = InferenceCall(unit.name, frame_of_call())
+            call = InferenceCall(unit.name, frame=frame_of_call())
             if not self._is_nested and not self._enter(unit, call.frame):
                 return
             self._running.append(call)
@@ -201,12 +202,10 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
     def _owned(self, output: object) -> object:
         """Return an output that keeps no memory of streamed weights. A gradient cannot flow back."""
         tensors, rebuild = tensors_of(output)
-        if any(tensor.requires_grad for tensor in tensors):
+        if any(map(_requires_grad, tensors)):
             refuse_gradient()
-        replaced = [self._own(tensor) for tensor in tensors]
-        if any(new is not old for new, old in zip(replaced, tensors, strict=True)):
-            return rebuild(replaced)
-        return output
+        replaced = list(map(self._own, tensors))
+        return rebuild(replaced) if any(map(is_not, replaced, tensors)) else output
 
 
 def _is_running(call: InferenceCall) -> bool:

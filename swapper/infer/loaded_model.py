@@ -376,8 +376,9 @@ class LoadedModel(FaultHandler):
         self._check_usable()
         self._streaming.store.check_unchanged()
         never_trace(ColdParameter)
-        for group in self._groups:
-            group.refuse_change()
+        if self._streaming.pager.has_noted_writes:
+            for group in self._groups:
+                group.refuse_change()
         if self._on_device is not None:
             self._on_device.tier.keep_free_memory()
 

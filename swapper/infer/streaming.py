@@ -58,15 +58,22 @@ class WeightFiles(PageStore):
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         """Submit a read of `page` into memory at `address`, up to the file's end; return its ticket."""
         path, end = self._runs[page.section]
-        return self._submit(path, page.file_offset, address, min(page.nbytes, end - page.file_offset), None, after)
+        offset, nbytes = page.file_offset, min(page.nbytes, end - page.file_offset)
+        if path in self._source.joined:
+            return self._read_joined(path, offset, address, nbytes, None, after)
+        return self._engine.read(self._files.direct[path], offset, address, nbytes, after=after)
 
     def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Transfer:
         """Submit a read of any bytes of a file that fill `memory`, contiguous; return its ticket."""
-        return self._submit(path, offset, memory.data_ptr(), memory.nbytes, memory, None)
+        address, nbytes = memory.data_ptr(), memory.nbytes
+        if path in self._source.joined:
+            return self._read_joined(path, offset, address, nbytes, memory, None)
+        return self._engine.read(self._files.direct[path], offset, address, nbytes, keep=memory)
 
-    def _submit(
+    def _read_joined(
         self, path: Path, offset: int, address: int, nbytes: int, keep: object, after: Transfer | None
     ) -> Transfer:
+        """Submit reads of the extents of a file that does not exist."""
         tickets: list[Transfer] = []
         try:
             for at, extent in self._source.extents(path, offset, nbytes):
@@ -77,7 +84,7 @@ class WeightFiles(PageStore):
         except BaseException:
             AllOf(tickets).exception()  # the caller reuses the memory
             raise
-        return tickets[0] if len(tickets) == 1 else AllOf(tickets)
+        return AllOf(tickets)
 
     def file_of(self, page: Page) -> File | None:
         """Return the file that serves reads of a cold page's addresses; None: its bytes lie in several. Its end reads as zeros."""

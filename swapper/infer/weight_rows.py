@@ -16,7 +16,8 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cached_property
+from itertools import chain, islice, repeat
 
 import torch
 import torch.nn.functional as F
@@ -148,6 +149,16 @@ def _runs(rows: list[int]) -> list[tuple[int, int, int]]:
 # --- linear maps ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """Rows [begin, end) of a linear map, which are read together: of the matrix, and of the bias if that streams."""
+
+    begin: int
+    end: int
+    recipes: Sequence[Recipe]
+    sources: Sequence[tuple[int, StoredTensor]]  # with the offset of each in a slot
+
+
 @dataclass(frozen=True)
 class RowPartitionedLinear:
     """A linear map that is multiplied by parts.
@@ -177,13 +188,12 @@ class RowPartitionedLinear:
     @property
     def part_bytes(self) -> list[int]:
         """The stored bytes of each part."""
-        return [sum(recipe.stored_bytes for recipe in self.recipes(*rows)) for rows in self.ranges()]
+        return [sum(stored.nbytes for _, stored in part.sources) for part in self.parts]
 
     @property
     def slot_bytes(self) -> int:
         """The stored bytes of one part, with each of its tensors anywhere in a sector."""
-        parts = [part for recipe in self.recipes(0, self.part_rows) for part in recipe.parts]
-        return sum(round_up(part.nbytes, SECTOR_BYTES) + SECTOR_BYTES for part in parts)
+        return sum(round_up(stored.nbytes, SECTOR_BYTES) + SECTOR_BYTES for _, stored in self.parts[0].sources)
 
     @property
     def made_bytes(self) -> int:
@@ -191,15 +201,23 @@ class RowPartitionedLinear:
         made = [recipe for recipe in self._whole if recipe.make is not None]
         return sum(self.part_rows * self.columns * recipe.dtype.itemsize for recipe in made)
 
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield (first row, end) of each part."""
-        for begin in range(0, self.row_count, self.part_rows):
-            yield begin, min(begin + self.part_rows, self.row_count)
+    @cached_property
+    def parts(self) -> list[RowPart]:
+        """All parts, in order."""
+        return [self._part(begin) for begin in range(0, self.row_count, self.part_rows)]
 
-    def recipes(self, begin: int, end: int) -> list[Recipe]:
-        """Return the recipes of rows [begin, end) of the matrix, and of the bias if that streams."""
+    def _part(self, begin: int) -> RowPart:
+        """Return a part. Each tensor lies in its slot as in its sector, if that suits the kernels."""
+        end = min(begin + self.part_rows, self.row_count)
         found = [recipe.rows(begin, end) for recipe in self._whole]
-        return [recipe for recipe in found if recipe is not None]  # all of them: `cut` has checked it
+        recipes = [recipe for recipe in found if recipe is not None]  # all of them: `cut` has checked it
+        sources, cursor = [], 0
+        for stored in (part for recipe in recipes for part in recipe.parts):
+            in_sector = stored.offset % SECTOR_BYTES
+            at = round_up(cursor, SECTOR_BYTES) + (in_sector if in_sector % TENSOR_ALIGNMENT_BYTES == 0 else 0)
+            sources.append((at, stored))
+            cursor = at + stored.nbytes
+        return RowPart(begin, end, recipes, sources)
 
     @property
     def _whole(self) -> list[Recipe]:
@@ -268,16 +286,16 @@ class _PartRead(Reading):
     """A part that is read, or was, and is used next."""
 
     of: int  # id of its map: it must not keep the model alive
-    recipes: Sequence[Recipe]
+    part: RowPart
     slot: int
-    sources: list[tuple[int, StoredTensor]] = field(default_factory=list)  # offset in the slot, and what it is
     copy: NewCopy | None = None  # to the device
 
     def matrices(self, memory: torch.Tensor, offsets: Iterable[int], empty: Empty = torch.empty) -> list[torch.Tensor]:
         """Return the results of the recipes, whose parts `memory` has at `offsets`, in memory from `empty`."""
         with torch.inference_mode(False), torch.no_grad():
-            parts = iter([view_of(memory, at, stored) for at, (_, stored) in zip(offsets, self.sources, strict=True)])
-            return [recipe.from_parts([next(parts) for _ in recipe.parts], empty) for recipe in self.recipes]
+            sources = zip(offsets, self.part.sources, strict=True)
+            parts = iter([view_of(memory, at, stored) for at, (_, stored) in sources])
+            return [recipe.from_parts(list(islice(parts, len(recipe.parts))), empty) for recipe in self.part.recipes]
 
 
 class RowPrefetcher:
@@ -315,16 +333,15 @@ class RowPrefetcher:
         if self._last is not None:
             self._after[id(self._last)] = linear
         self._last = linear
-        ranges = list(linear.ranges())
         following = self._after.get(id(linear))
-        ahead = [] if following is None else [(following, *range_) for range_ in following.ranges()]
-        wanted = chain([(linear, *range_) for range_ in ranges[len(self._reading) :]], ahead)
+        ahead = [] if following is None else zip(repeat(following), following.parts)
+        wanted = chain(zip(repeat(linear), linear.parts[len(self._reading) :]), ahead)
         outputs = []
         try:
-            for begin, end in ranges:
+            for part in linear.parts:
                 self._request(wanted)
                 weight, *read = self._matrices()
-                added = read[0] if own_bias else None if bias is None else bias[begin:end]
+                added = read[0] if own_bias else None if bias is None else bias[part.begin : part.end]
                 outputs.append(F.linear(x, weight, added))
                 del weight, read, added
                 self._reading.popleft()
@@ -339,7 +356,7 @@ class RowPrefetcher:
         part = self._reading[0]
         part.wait()
         if self._copies is None:
-            return part.matrices(self._slots[part.slot], (at for at, _ in part.sources), self._empty)
+            return part.matrices(self._slots[part.slot], [at for at, _ in part.part.sources], self._empty)
         copy = self._send(self._copies, part)
         if len(self._reading) > 1 and self._reading[1].of == part.of and self._reading[1].is_read:
             self._send(self._copies, self._reading[1])
@@ -350,20 +367,20 @@ class RowPrefetcher:
     def _send(self, copies: NewCopies, part: _PartRead) -> NewCopy:
         if part.copy is None:
             slot = self._slots[part.slot]
-            part.copy = copies.send([slot[at : at + stored.nbytes] for at, stored in part.sources])
+            part.copy = copies.send([slot[at : at + stored.nbytes] for at, stored in part.part.sources])
             self._copied[part.slot] = part.copy.filled_at
         return part.copy
 
-    def _request(self, wanted: Iterator[tuple[RowPartitionedLinear, int, int]]) -> None:
+    def _request(self, wanted: Iterator[tuple[RowPartitionedLinear, RowPart]]) -> None:
         """Begin to read the next parts, as long as there are free slots."""
         while len(self._reading) < PARTS_IN_MEMORY and (following := next(wanted, None)) is not None:
-            linear, begin, end = following
+            linear, part = following
             with defer_signals, outside_transforms():
                 # an unrecorded read would fill a slot that another part uses next
                 slot = self._number % PARTS_IN_MEMORY
                 if self._copies is not None and slot in self._copied:
                     self._copies.device.wait_for(self._copied.pop(slot))
-                self._reading.append(_PartRead(id(linear), linear.recipes(begin, end), slot))
+                self._reading.append(_PartRead(id(linear), part, slot))
                 self._submit(self._reading[-1])
                 self._number += 1
 
@@ -378,11 +395,7 @@ class RowPrefetcher:
         self._reading.clear()
 
     def _submit(self, reading: _PartRead) -> None:
-        """Begin to read a part. Each tensor lies in memory as in its sector, if that suits the kernels."""
-        cursor, slot = 0, self._slots[reading.slot]
-        for stored in (part for recipe in reading.recipes for part in recipe.parts):
-            in_sector = stored.offset % SECTOR_BYTES
-            at = round_up(cursor, SECTOR_BYTES) + (in_sector if in_sector % TENSOR_ALIGNMENT_BYTES == 0 else 0)
+        """Begin to read a part."""
+        slot = self._slots[reading.slot]
+        for at, stored in reading.part.sources:
             reading.tickets.append(self._read(stored, 0, slot[at : at + stored.nbytes]))
-            reading.sources.append((at, stored))
-            cursor = at + stored.nbytes

@@ -12,6 +12,7 @@ import mmap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 import torch
@@ -83,7 +84,7 @@ class MadeMemory:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PagedWeight:
     """One streamed parameter.
 
@@ -101,7 +102,7 @@ class PagedWeight:
     device: torch.device = CPU
     empty: Empty = torch.empty
 
-    @property
+    @cached_property
     def stands_in(self) -> bool:
         """Whether the cold parameter has a stand-in for its data: a tensor of its shape with the memory of one element."""
         return self.recipe.make is not None or not self.parts
@@ -190,7 +191,9 @@ class GroupWeights(LeasedGroup):
     def _changed(self) -> list[str]:
         if self.settled:
             return []
-        return super()._changed() or [self._owner(page, at) for page, at in self.home.written()]
+        if (changed := super()._changed()) or not (written := self.home.written()):
+            return changed
+        return [self._owner(page, at) for page, at in written]
 
     def _note_change(self, names: list[str]) -> None:
         self.refuse_change(names[0])
@@ -209,7 +212,7 @@ class GroupWeights(LeasedGroup):
                 with torch.inference_mode(False), torch.no_grad():
                     made = values[number] if values else weight.recipe.from_parts(weight.parts, weight.empty)
                     weight.parameter.data = made
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._addresses = list(map(torch.Tensor.data_ptr, self.parameters))
         self.stays_materialized = self.home.stays and not is_made
 
     def _dematerialize(self) -> None:

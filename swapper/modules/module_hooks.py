@@ -105,14 +105,12 @@ def outside_transforms() -> AbstractContextManager[object]:
     return _NO_CHANGE if innermost_transform() is None else without_transforms()
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Call:
     """One forward of one unit, and the groups that it leases: by name and index, so that it does not keep the model alive."""
 
-    __slots__ = ("groups", "module")
-
-    def __init__(self, module: str) -> None:
-        self.module = module
-        self.groups: list[int] = []
+    module: str
+    groups: list[int] = dataclasses.field(default_factory=list)
 
 
 GroupT = TypeVar("GroupT", bound=LeasedGroup)

@@ -211,8 +211,7 @@ class Resources(Generic[StoreT]):
             )
 
     def _mapped(self, page: Page) -> MappedFrame:
-        assert page.frame is not None
-        return MappedFrame(weakref.ref(page.section.window), page.offset, self.pool.offset(page.frame), page.nbytes)
+        return MappedFrame(weakref.ref(page.section.window), page.offset, page.frame.offset, page.nbytes)
 
     def _forget(self) -> None:
         """Drop all references to memory, in case this object lives on, as in a traceback."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -93,7 +94,7 @@ class Turns:
         """
         if self.goes_on():
             return False
-        self.wait(lambda: self._try_to_take(frame), part)
+        self.wait(partial(self._try_to_take, frame), part)
         return True
 
     def wait(self, attempt: Callable[[], bool], part: Callable[[], str | None]) -> None:

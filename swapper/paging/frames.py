@@ -42,7 +42,7 @@ from swapper.paging.dump import describe
 from swapper.paging.host_memory import Pool
 from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING
 from swapper.paging.schedule import Access
-from swapper.paging.section import Page
+from swapper.paging.section import NO_FRAME, Frame, Page
 from swapper.paging.store.page_files import PageStore
 from swapper.runtime.counters import Counters, Trace
 
@@ -101,7 +101,7 @@ class Frames:
         self.unsaved: dict[int, IoError] = {}
         self.resident_set: frozenset[int] = frozenset()
         # A heap of pages that may be evicted, farthest next use first: (-rank, index). Only the entry with a page's `eviction_rank`
-        # is valid, and the page may be leased since (_is_evictable); the others are stale.
+        # is valid; a page that may not be evicted any more has none, and its entries are stale.
         self._victims: list[tuple[int, int]] = []
         self.failure: IoError | None = None
         self.held: dict[int, tuple[Access, float]] = {}
@@ -126,13 +126,12 @@ class Frames:
         fresh = fresh and page.index not in self.deferred_writes and self.written_at(page) < 0
         if victim is not None:
             victim.kept = keep and self._keep(victim)
-            if victim.residency is CLEAN:
-                self.evict(victim)
-                victim = None
         page.kept = page.kept and not fresh
         needs_read = not fresh and not page.kept
         if victim is None:
-            self._claim_free(page, needs_read)
+            self._claim_free(page, self._pool.take(), needs_read)
+        elif victim.residency is CLEAN:
+            self._claim_free(page, self._leave_frame(victim), needs_read)
         else:
             self._claim_promise(page, victim, needs_read)
         if needs_read:
@@ -145,10 +144,10 @@ class Frames:
         elif page.kept:
             self._load(page)
 
-    def _claim_free(self, page: Page, needs_read: bool) -> None:
-        frame = self._pool.take()
+    def _claim_free(self, page: Page, frame: Frame, needs_read: bool) -> None:
+        """Give `page` a frame that nobody has."""
         try:
-            page.ticket = self._store.read(page, self._pool.address(frame)) if needs_read else None
+            page.ticket = self._store.read(page, frame.address) if needs_read else None
         except BaseException:
             self._pool.give(frame)
             raise
@@ -161,18 +160,19 @@ class Frames:
         after = victim.ticket
         try:
             self._promise(victim)
-            page.ticket = self._store.read(page, self._pool.address(victim.frame), after=after) if needs_read else after
+            page.ticket = self._store.read(page, victim.frame.address, after=after) if needs_read else after
         except BaseException:
             self._take_back(victim)
             raise
         victim.next_owner, page.previous_owner = page, victim
+        victim.eviction_rank = None
         self.ahead.discard(victim.index)
 
     def _load(self, page: Page) -> None:
         """Load a page from the victim cache into its frame."""
         if self.victim_cache is None:
             raise InvariantError(f"{page} was kept nowhere")
-        self.victim_cache.load(page, self._pool.address(page.frame))
+        self.victim_cache.load(page, page.frame.address)
         page.kept = False
         self._end_transfer(page)
         page.move(CLEAN)
@@ -193,7 +193,7 @@ class Frames:
 
     def _keep(self, page: Page) -> bool:
         """Copy a page's content to the victim cache, if there is room for it."""
-        return self.victim_cache is not None and self.victim_cache.keep(page, self._pool.address(page.frame))
+        return self.victim_cache is not None and self.victim_cache.keep(page, page.frame.address)
 
     def drop_cached(self, page: Page) -> None:
         """Forget that the victim cache has the content of `page`."""
@@ -211,9 +211,9 @@ class Frames:
         if page.previous_owner is not None:
             self._take_back(page.previous_owner)
             page.previous_owner = None
-        elif page.frame is not None:
+        elif page.frame is not NO_FRAME:
             self._pool.give(page.frame)
-            page.frame = None
+            page.frame = NO_FRAME
 
     def fill_fresh(self, page: Page, in_frames: bool = False) -> None:
         """Zero a frame that was claimed for a page that is overwritten, and that is free of its previous owner.
@@ -236,13 +236,13 @@ class Frames:
         """Read a page after all whose frame was claimed to overwrite it."""
         self._end_transfer(page)
         page.fresh = False
-        page.ticket = self._store.read(page, self._pool.address(page.frame))
+        page.ticket = self._store.read(page, page.frame.address)
         self._counters.read_bytes[page.section.plan.family] += page.nbytes
         self.in_flight[page.index] = page
 
     def write(self, page: Page) -> None:
         """Submit the write of a DIRTY page; its frame may be promised then."""
-        page.ticket = self._store.write(page, self._pool.address(page.frame))
+        page.ticket = self._store.write(page, page.frame.address)
         self._counters.written_bytes[page.section.plan.family] += page.nbytes
         page.move(WRITING)
         self.in_flight[page.index] = page
@@ -250,12 +250,16 @@ class Frames:
 
     def evict(self, page: Page) -> None:
         """Evict a CLEAN page, or discard a DIRTY one."""
+        self._pool.give(self._leave_frame(page))
+
+    def _leave_frame(self, page: Page) -> Frame:
+        """Make such a page COLD. Returns its frame, which nobody has then."""
         page.move(COLD)
         page.eviction_rank = None
         self._unmap(page)
-        self._pool.give(page.frame)
-        page.frame = None
         self.ahead.discard(page.index)
+        frame, page.frame = page.frame, NO_FRAME
+        return frame
 
     def forget(self, page: Page) -> None:
         """Forget the content of a transient page that is not leased."""
@@ -343,15 +347,12 @@ class Frames:
         """Take the page with the farthest next use off the queue, if that use is later than `position`."""
         while self._victims:
             rank, page = -self._victims[0][0], self._pages[self._victims[0][1]]
-            is_stale = page.eviction_rank != rank
-            may_leave = not is_stale and self._is_evictable(page)
-            if may_leave and rank <= position:
+            is_valid = page.eviction_rank == rank
+            if is_valid and rank <= position:
                 return None
             heapq.heappop(self._victims)
-            if is_stale:
-                continue
-            page.eviction_rank = None
-            if may_leave:
+            if is_valid:
+                page.eviction_rank = None
                 return page
         return None
 
@@ -404,6 +405,7 @@ class Frames:
         if ticket.error is not None:
             self.keep_failure(ticket.error)
             self.unsaved[page.index] = ticket.error
+            page.eviction_rank = None
             page.move(DIRTY)
             if page.next_owner is not None:
                 self.give_up_claim(page.next_owner)
@@ -418,7 +420,7 @@ class Frames:
         next_owner, page.next_owner = page.next_owner, None
         page.move(COLD)
         page.eviction_rank = None
-        next_owner.frame, page.frame = page.frame, None
+        next_owner.frame, page.frame = page.frame, NO_FRAME
         next_owner.previous_owner = None
         if next_owner.fresh:
             next_owner.ticket = None
@@ -455,18 +457,18 @@ class Frames:
 
     def _hide(self, page: Page) -> None:
         """Have the page's addresses give its frame's bytes, without a mapping, but for what was written there."""
-        page.section.window.unmap(page.offset, page.nbytes, self._pool.view, self._pool.offset(page.frame))
+        page.section.window.unmap(page.offset, page.nbytes, self._pool.view, page.frame.offset)
         page.shown = page.guarded = False
 
     def _map(self, page: Page) -> None:
         """Show the page in its window; unannounced writes to it while it was not mapped count as made now."""
         window, guards = page.section.window, page.section.guards_writes
-        has_more = window.map(page.offset, self._pool.offset(page.frame), page.nbytes, guards)
+        has_more = window.map(page.offset, page.frame.offset, page.nbytes, guards)
         page.guarded = guards or has_more
         page.shown = True
 
     def _map_to_write(self, page: Page) -> None:
-        window, offset = page.section.window, self._pool.offset(page.frame)
+        window, offset = page.section.window, page.frame.offset
         if window.map(page.offset, offset, page.nbytes):
             # Unannounced writes while it was not mapped are there, and known.
             window.map(page.offset, offset, page.nbytes)
@@ -475,7 +477,7 @@ class Frames:
 
     def _promise(self, page: Page) -> None:
         """Unmap the window of a WRITING page whose frame is promised. [Note: promised frames]"""
-        window, offset = page.section.window, self._pool.offset(page.frame)
+        window, offset = page.section.window, page.frame.offset
         window.promise(page.offset, page.nbytes, offset, page.ticket, self._store.written_to(page), page.file_offset)
         page.shown = page.guarded = False
 
@@ -503,16 +505,18 @@ class Frames:
 
     def check(self) -> None:
         """Raise InvariantError unless frames are conserved and belong to one page each."""
-        held = [page for page in self._pages if page.frame is not None]
-        frames = [page.frame for page in held]
+        held = [page for page in self._pages if page.frame is not NO_FRAME]
+        frames = [page.frame.number for page in held]
         if len(set(frames)) != len(frames):
             raise InvariantError(f"a frame belongs to two pages: {self.describe()}")
         if len(frames) + self._pool.free_count != self._pool.frame_count:
             raise InvariantError(f"frames were lost: {self.describe()}")
         for page in self._pages:
             promised = page.previous_owner is not None
-            if (page.frame is None) != (page.residency is COLD or promised):
+            if (page.frame is NO_FRAME) != (page.residency is COLD or promised):
                 raise InvariantError(f"{page} has a frame that its state does not allow, or lacks one")
+            if page.eviction_rank is not None and not self._is_evictable(page):
+                raise InvariantError(f"{page} is enqueued for eviction, and may not be evicted")
 
 
 def _note_transfer(trace: Trace, track: str, page: Page) -> None:

@@ -14,7 +14,7 @@ from swapper import _C
 from swapper.errors import InvariantError
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.paging.layout import resident_bytes
-from swapper.paging.section import NoWindow, Section
+from swapper.paging.section import Frame, NoWindow, Section
 from swapper.tensors.torch_private import count_uses
 
 
@@ -158,7 +158,7 @@ class Pool:
         self._is_free = [True] * frame_count
         self._missing = list(range(frame_count - 1, -1, -1))  # not populated yet; the next one last
         self._growth = growth
-        self._first_address = base_address + arena_offset
+        self._base_address = base_address
         self._grow()
 
     @property
@@ -180,40 +180,32 @@ class Pool:
     def wait_for_growth(self) -> None:
         """Wait until one more frame is populated. Raises IoError: the system has no memory for it."""
         if self._growth is not None and self._missing:
-            self._growth.wait_populated(self.offset(self._missing[-1] + 1))
+            self._growth.wait_populated(self._offset(self._missing[-1] + 1))
 
     def _grow(self) -> None:
         """Note the frames that were populated since."""
         populated_bytes = None if self._growth is None else self._growth.populated_bytes
-        while self._missing and (populated_bytes is None or self.offset(self._missing[-1] + 1) <= populated_bytes):
+        while self._missing and (populated_bytes is None or self._offset(self._missing[-1] + 1) <= populated_bytes):
             self._free.append(self._missing.pop())
         if self._growth is None:
             self._free.reverse()
 
-    def take(self) -> int:
+    def take(self) -> Frame:
         if not self.has_free():
             raise InvariantError("no frame is free")
-        frame = self._free.pop()
-        self._is_free[frame] = False
-        return frame
+        number = self._free.pop()
+        self._is_free[number] = False
+        return Frame(number, self._offset(number), self._base_address + self._offset(number))
 
-    def give(self, frame: int | None) -> None:
-        if frame is None or self._is_free[frame]:
-            raise InvariantError(f"frame {frame} was given back twice")
-        self._is_free[frame] = True
-        self._free.append(frame)
+    def give(self, frame: Frame) -> None:
+        if self._is_free[frame.number]:
+            raise InvariantError(f"frame {frame.number} was given back twice")
+        self._is_free[frame.number] = True
+        self._free.append(frame.number)
 
-    def zero(self, frame: int | None, nbytes: int) -> None:
+    def zero(self, frame: Frame, nbytes: int) -> None:
         """Set the first `nbytes` bytes of the frame to zero."""
-        ctypes.memset(self.address(frame), 0, nbytes)
+        ctypes.memset(frame.address, 0, nbytes)
 
-    def offset(self, frame: int | None) -> int:
-        """Return the offset of the frame in the arena, in bytes."""
-        if frame is None:
-            raise InvariantError("a page without a frame has no place in memory")
-        return self._arena_offset + frame * self.frame_bytes
-
-    def address(self, frame: int | None) -> int:
-        if frame is None:
-            raise InvariantError("a page without a frame has no place in memory")
-        return self._first_address + frame * self.frame_bytes
+    def _offset(self, number: int) -> int:
+        return self._arena_offset + number * self.frame_bytes

@@ -27,7 +27,7 @@ from swapper.paging.host_memory import Pool
 from swapper.paging.prefetcher import Prefetcher, WriteBack
 from swapper.paging.residency import CLEAN, COLD, DIRTY, READING, WRITING
 from swapper.paging.schedule import NEVER, Access, Schedule
-from swapper.paging.section import Page
+from swapper.paging.section import NO_FRAME, Page
 from swapper.paging.store.page_files import PageStore
 from swapper.runtime.counters import FAMILIES, Counters
 from swapper.runtime.interrupts import make_lock
@@ -144,16 +144,18 @@ class Pager:
     def wait(self, access: Access) -> None:
         """Wait until the leased pages of `access` are in memory, and those that it writes are not being written."""
         try:
-            if self._is_there(access):
+            ready = self._prepare(access)
+            if ready == len(access.pages):
                 return
-            for index in access.pages:
-                page = self._pages[index]
+            while ready < len(access.pages):
+                page = self._pages[access.pages[ready]]
                 self._wait_for_content(page, access)
                 if self._pool.is_growing:
                     self.read_ahead()
-                if index in access.writes or self._frames.is_outside(page):
+                if page.index in access.writes or self._frames.is_outside(page):
                     self._wait_for_write(page)
-            self._is_there(access)
+                ready = self._prepare(access, ready + 1)
+            self._prepare(access)
         except BaseException:
             self._drop(access)
             raise
@@ -171,7 +173,7 @@ class Pager:
                 pages_of = {"pages": len(access.pages), "written": len(changed)}
                 self.counters.trace.add("leases", str(access.key), held[1], time.monotonic(), **pages_of)
             pages = self._pages
-            for index in access.pages:
+            for index, next_use in zip(access.pages, self._schedule.next_uses(access.pages), strict=True):
                 page = pages[index]
                 if index in changed and page.residency is not WRITING:
                     page.fresh = False  # it was filled
@@ -179,9 +181,14 @@ class Pager:
                         self._frames.allow_writes(page)  # what was noted of it is announced now
                     if page.residency is CLEAN:
                         page.move(DIRTY)
-                self._end_lease(page, index in access.writes)
+                self._end_lease(page, next_use, index in access.writes)
             if access.key is not None:
                 self._prefetcher.read_ahead()
+
+    @property
+    def has_noted_writes(self) -> bool:
+        """Whether `written_at` must look: an unannounced write was noted, in any page, since the last look at all found none."""
+        return self._writes_noted() != self._noted
 
     def written_at(self, access: Access) -> list[tuple[Page, int]]:
         """Return the pages of `access` with unannounced writes, and the offset of one in their section, in bytes.
@@ -376,7 +383,7 @@ class Pager:
             for page in self._pages:
                 if page.leases > counts[page.index]:
                     page.leases = counts[page.index] + 1
-                    self._end_lease(page)
+                    self._end_lease(page, self._schedule.next_use(page.index))
             self._write_back.write_what_waits()
 
     def discard(self, stay: Collection[int] = ()) -> None:
@@ -429,7 +436,7 @@ class Pager:
         """Return the bytes of pages that have a frame, by family. Takes no lock: a page more or less may be on its way."""
         found = dict.fromkeys(FAMILIES, 0)
         for page in self._pages:
-            if page.frame is not None:
+            if page.frame is not NO_FRAME:
                 found[page.section.plan.family] += page.nbytes
         return found
 
@@ -455,6 +462,7 @@ class Pager:
         for index in access.pages:
             page = pages[index]
             page.leases += 1
+            page.eviction_rank = None
             if page.shown:
                 continue
             is_there = False
@@ -488,21 +496,25 @@ class Pager:
                 with self.counters.waiting("frame", "memory that is being taken"):
                     self._pool.wait_for_growth()
 
-    def _is_there(self, access: Access) -> bool:
-        """Return whether nothing needs to be waited for, as is usual. Prepare frames for pages that are overwritten."""
+    def _prepare(self, access: Access, begin: int = 0) -> int:
+        """Show the pages of `access` from place `begin` on, and prepare frames of those that are overwritten.
+
+        Returns the place of the first one to wait for, where that ends; their number if there is none, as is usual.
+        """
         with self._lock:
             if self._frames.in_flight:
                 self._frames.settle()
             pages = self._pages
-            for index in access.pages:
+            for place in range(begin, len(access.pages)):
+                index = access.pages[place]
                 page = pages[index]
                 residency = page.residency
                 if residency is WRITING:
                     if index in access.writes or self._frames.is_outside(page):
-                        return False
+                        return place
                 elif residency is not CLEAN and residency is not DIRTY:
                     if not _is_to_be_overwritten(page, access):
-                        return False
+                        return place
                     self._frames.fill_fresh(page, index in access.in_frames)
                 if not page.shown and (index not in access.in_frames or self._frames.is_outside(page)):
                     self._frames.show(page)
@@ -511,7 +523,7 @@ class Pager:
             for index in access.writes:
                 if pages[index].guarded:
                     self._frames.allow_writes(pages[index])
-        return True
+        return len(access.pages)
 
     def _wait_for_content(self, page: Page, access: Access) -> None:
         awaited = False
@@ -561,7 +573,7 @@ class Pager:
             self._noted = noted
         return written
 
-    def _end_lease(self, page: Page, made: bool = False) -> None:
+    def _end_lease(self, page: Page, next_use: int, made: bool = False) -> None:
         """End a lease of `page`. `made`: it was one for writing."""
         if page.leases <= 0:
             raise InvariantError(f"{page} is released but was not leased")
@@ -570,7 +582,7 @@ class Pager:
             if not page.guarded and not any(page.index in held.writes for held, _ in self._frames.held.values()):
                 self._frames.guard(page)  # those that are left only read
             return
-        page.next_use = self._schedule.next_use(page.index)
+        page.next_use = next_use
         if page.residency is CLEAN and page.index in self._schedule.fresh and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # it is overwritten next: evict it first
         self._frames.guard(page)  # before its write is submitted
@@ -607,7 +619,7 @@ class Pager:
         with self._lock:
             self._frames.held.pop(id(access), None)
             for index in access.pages:
-                self._end_lease(self._pages[index])
+                self._end_lease(self._pages[index], self._schedule.next_use(index))
 
 
 def _is_to_be_overwritten(page: Page, access: Access) -> bool:

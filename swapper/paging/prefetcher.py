@@ -19,7 +19,7 @@ from swapper.paging.host_memory import Pool
 from swapper.paging.layout import ARENA_ALIGNMENT_BYTES
 from swapper.paging.residency import COLD, DIRTY, READING, WRITING
 from swapper.paging.schedule import NEVER, Access, PrefetchDistance, Schedule, choose_resident_set
-from swapper.paging.section import Page
+from swapper.paging.section import NO_FRAME, Page
 from swapper.runtime.sizes import format_bytes
 
 SOON_ACCESSES = 8
@@ -312,7 +312,7 @@ class Prefetcher:
             self._frames.give_up_claim(page)
             self.start_again()
         if not dirty and not claimed:
-            raise self._too_few_frames(sum(page.leases > 0 and page.frame is None for page in self._pages))
+            raise self._too_few_frames(sum(page.leases > 0 and page.frame is NO_FRAME for page in self._pages))
 
     def check_room(self, pages: Iterable[int]) -> None:
         """Raise BudgetError if there are too few frames for `pages` in addition to those that are leased now."""

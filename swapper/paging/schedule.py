@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 NEVER = 1 << 62
@@ -88,7 +88,7 @@ class Schedule:
             return True
         expected_key = expected.key == access.key
         places = self._places.get(access.key)
-        place = self._next_of(places, self.position - 1) if places and not expected_key else self.position
+        place = self._next_of(places) if places and not expected_key else self.position
         reach = 0 if self._tolerance is None else len(self.cycle) // self._tolerance
         if place < self.position + reach and self.at(place) == access:
             self._early.add(place)
@@ -105,8 +105,18 @@ class Schedule:
 
     def next_use(self, page: int) -> int:
         """Return the position of the next use of `page` from now on, or NEVER."""
-        places = self._page_places.get(page)
-        return NEVER if places is None else self._next_of(places, self.position - 1)
+        return self.next_uses((page,))[0]
+
+    def next_uses(self, pages: Iterable[int]) -> list[int]:
+        """Return the next use of each of `pages`. Those of an access mostly have all of their uses together."""
+        found: list[int] = []
+        last, use = None, NEVER
+        for page in pages:
+            places = self._page_places.get(page)
+            if places != last:
+                last, use = places, NEVER if places is None else self._next_of(places)
+            found.append(use)
+        return found
 
     def expected_before(self, key: Hashable) -> list[Hashable]:
         """Return the keys expected in the rest of this cycle before `key`; none if `key` is not expected."""
@@ -176,10 +186,10 @@ class Schedule:
                 if not places or places[-1] != index:
                     places.append(index)
 
-    def _next_of(self, places: list[int], after: int) -> int:
-        """Return the first position > `after` on one of `places` (ascending indices into the cycle) that is not over."""
+    def _next_of(self, places: list[int]) -> int:
+        """Return the first position from now on that is on one of `places` (ascending indices into the cycle) and not over."""
         length, count = len(self.cycle), len(places)
-        cycles, index = divmod(after - self._origin, length)
+        cycles, index = divmod(self.position - 1 - self._origin, length)
         found = bisect_right(places, index)
         while True:
             if found == count:

@@ -11,7 +11,7 @@ import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy
 import torch
@@ -59,6 +59,28 @@ class NoWindow:
         return False
 
 
+class _Missing:
+    """In place of a window or a frame that is not there: each use is a bug, which `message` names."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise InvariantError(self._message)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A page-sized slot of the pool: its number, from 0 on, and the offset of its first byte in the arena, and its address."""
+
+    number: int
+    offset: int
+    address: int
+
+
+NO_FRAME = cast(Frame, _Missing("a page without a frame has no place in memory"))
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Page(Resident):
     """A fixed-size piece of a paged section, `nbytes` from `offset` of the section on. Only the pager changes one."""
@@ -68,7 +90,7 @@ class Page(Resident):
     offset: int
     nbytes: int
     file_offset: int = field(init=False)
-    frame: int | None = None
+    frame: Frame = NO_FRAME
     leases: int = 0
     next_use: int = 0  # position in the schedule
     eviction_rank: int | None = None  # of its entry in the queue of victims: see Frames.enqueue_for_eviction
@@ -113,9 +135,10 @@ class Page(Resident):
         return [s.spec.owner if s.spec.kind == "param" else f"{s.spec.owner} {s.spec.kind}" for s in slots]
 
     def __repr__(self) -> str:
+        frame = None if self.frame is NO_FRAME else self.frame.number
         return (
             f"page {self.index} ({self.section.plan.name} at {self.offset}, {self.nbytes} bytes, "
-            f"{self.residency.name}, frame {self.frame}, {self.leases} leases)"
+            f"{self.residency.name}, frame {frame}, {self.leases} leases)"
         )
 
 
@@ -144,7 +167,7 @@ class Section:
         self.guards_writes = False  # the user sees its tensors, and may change them without a lease for writing
         self.in_frames = False  # its pages are mostly used in their frames: [Note: lazy windows], frames.py
         self._memory: torch.Tensor | None = None
-        self._window: Window | None = None
+        self.window = self._no_window = cast(Window, _Missing(f"{plan.name} has no window"))
         self.view: View | None = None
         self._own: weakref.WeakValueDictionary[tuple[int, int, int], numpy.ndarray[Any, Any]] = (
             weakref.WeakValueDictionary()
@@ -168,25 +191,20 @@ class Section:
             uses: how often the storage is held by this alone, as `count_uses` counts.
         """
         self._memory = memory
-        self._window = window
+        self.window = self._no_window if window is None else window
         self.view = view
         self._uses = uses
 
     def detach(self) -> None:
         """Drop the section's memory, window and view."""
-        self._memory = self._window = self.view = None
+        self._memory = self.view = None
+        self.window = self._no_window
 
     @property
     def memory(self) -> torch.Tensor:
         if self._memory is None:
             raise InvariantError(f"{self.plan.name} has no memory yet")
         return self._memory
-
-    @property
-    def window(self) -> Window:
-        if self._window is None:
-            raise InvariantError(f"{self.plan.name} has no window")
-        return self._window
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """Return `slot`'s tensor, a view of the section's memory. Does not access it."""

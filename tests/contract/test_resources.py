@@ -118,7 +118,7 @@ def test_an_opening_that_fails_leaves_nothing_open(tmp_path: Path, stage: str) -
         assert stage == "nothing"
     except (IoError, TypeError, OSError):
         assert stage != "nothing"
-    windows = [weakref.ref(section._window) for section in opened.sections if section._window is not None]
+    windows = [weakref.ref(section.window) for section in opened.sections if not section.resident]
     opened.resources.close()
     opened.resources.close()
     gc.collect()

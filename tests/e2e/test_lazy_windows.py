@@ -16,7 +16,7 @@ from e2e.device_twins import MIB, MakeTwins, on_device
 from e2e.models import Net, train_step
 from e2e.twins import Twins
 from swapper.paging.residency import Residency
-from swapper.paging.section import Page
+from swapper.paging.section import NO_FRAME, Page
 
 __all__ = ["on_device"]
 
@@ -48,11 +48,11 @@ def mapped_in_a_step(pair: Twins, steps: int = 3) -> Iterator[tuple[Page, float]
     """Yield each page, and how often it is mapped in a step."""
     sections = dict.fromkeys(page.section for page in all_pages(pair))
     for section in sections:
-        section._window = CountingWindow(section._window)
+        section.window = CountingWindow(section.window)
     pair.train(train_step, steps=steps)
     for section in sections:
-        counting: Any = section._window
-        section._window = counting._window
+        counting: Any = section.window
+        section.window = counting._window
         for page in section.pages:
             yield page, counting.mapped[page.offset] / steps
 
@@ -113,7 +113,7 @@ def test_what_is_written_past_the_guard_where_nothing_is_mapped_reaches_the_devi
     name, plain = "head.weight", pair.plain.head.weight
     place = run.placed.places[name, "param"]
     pages = place.section.pages_of(place.slot.offset, place.slot.end)
-    assert any(page.frame is not None and not page.shown for page in pages)
+    assert any(page.frame is not NO_FRAME and not page.shown for page in pages)
     with torch.no_grad():
         place.section.tensor(place.slot).mul_(2)
         plain.mul_(2)

@@ -20,7 +20,7 @@ from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.residency import Residency
 from swapper.paging.schedule import Access, Schedule
-from swapper.paging.section import Page
+from swapper.paging.section import NO_FRAME, Frame, Page
 from swapper.runtime.counters import Counters
 
 REQUESTS_INSIDE = 3
@@ -49,8 +49,8 @@ class SimulatedPool(Pool):
         super().__init__(arena.address, arena_offset, PAGE_BYTES, frame_count, growth, view)
         self._arena = arena
 
-    def zero(self, frame: int | None, nbytes: int) -> None:
-        self._arena.at(self.address(frame), nbytes)[:] = bytes(nbytes)
+    def zero(self, frame: Frame, nbytes: int) -> None:
+        self._arena.at(frame.address, nbytes)[:] = bytes(nbytes)
 
 
 class Run:
@@ -383,8 +383,8 @@ class Run:
             in_memory = (
                 page.residency in IN_MEMORY and page.next_owner is None
             )  # [Note: promised frames], paging/frames.py
-            is_shown = in_memory and page.frame is not None and (page.shown or not page.section.in_frames)
-            expected = (self.pool.offset(page.frame), page.nbytes) if is_shown else None
+            is_shown = in_memory and page.frame is not NO_FRAME and (page.shown or not page.section.in_frames)
+            expected = (page.frame.offset, page.nbytes) if is_shown else None
             if window.mapped.get(page.offset) != expected:  # type: ignore[attr-defined]
                 raise SimulationError(f"{page} should be mapped to {expected}")
 
@@ -459,7 +459,7 @@ class Run:
     def _memory(self, index: int) -> memoryview:
         page = self.pages[index]
         if not page.shown:
-            return self.arena.at(self.pool.address(page.frame), page.nbytes)
+            return self.arena.at(page.frame.address, page.nbytes)
         return page.section.window.touch(page.offset, page.nbytes)  # type: ignore[attr-defined]
 
     def _let_others_run(self) -> None:

@@ -119,9 +119,9 @@ class Sweep:
             return None
         return GroupUpdate(trainable, (parameter.grad,))
 
-    def fix_all(self, member: int) -> list[GroupUpdate]:
+    def fix_all(self, member: int) -> dict[int, GroupUpdate]:
         found = (self.fix(trainable, self.groups_of(member)) for trainable in self.trainables)
-        return [update for update in found if update is not None]
+        return {update.trainable.group: update for update in found if update is not None}
 
     @_part_of_update()
     def update(self, update: GroupUpdate) -> None:

@@ -17,7 +17,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.prefetcher import Prefetcher
 from swapper.paging.residency import Residency
 from swapper.paging.schedule import Access
-from swapper.paging.section import Page
+from swapper.paging.section import NO_FRAME, Page
 
 SEEDS = range(40)
 
@@ -118,9 +118,20 @@ class EvictsLeased(Frames):
         return page.residency is Residency.CLEAN
 
 
+class QueuesLeased(Pager):
+    """Leaves what it leases in the queue of pages that may be evicted."""
+
+    def _count_leases(self, access: Access) -> tuple[bool, bool]:
+        ranks = {index: self._pages[index].eviction_rank for index in access.pages}
+        found = super()._count_leases(access)
+        for index, rank in ranks.items():
+            self._pages[index].eviction_rank = rank
+        return found
+
+
 class EvictsDirty(Pager):
-    def _end_lease(self, page: Page, made: bool = False) -> None:
-        super()._end_lease(page, made)
+    def _end_lease(self, page: Page, next_use: int, made: bool = False) -> None:
+        super()._end_lease(page, next_use, made)
         if page.residency is Residency.DIRTY and page.leases == 0:
             self._write_back.forget(page)
             self._frames.evict(page)
@@ -150,7 +161,7 @@ class ForgetsErrorsOfReads(Frames):
 
 class LosesFrames(Frames):
     def give_up_claim(self, page: Page) -> None:
-        page.frame = None
+        page.frame = NO_FRAME
         super().give_up_claim(page)
 
 
@@ -234,6 +245,7 @@ BROKEN = [
     (DoesNotWaitForContent, "is leased for the use of its addresses and not mapped"),
     (using(KeepsMappings), "should be mapped to None"),
     (using(EvictsLeased), "is leased and not in memory"),
+    (QueuesLeased, "is enqueued for eviction, and may not be evicted"),
     (EvictsDirty, "is not in memory, and the drive does not have what was written to it"),
     (OwesForEver, "shows other bytes than were written to it"),
     (using(ForgetsToWriteOwed), "is not what the drive has"),

@@ -107,16 +107,13 @@ def test_a_use_of_one_fixed_gradient_may_end_the_watch_of_all(use: Callable[[Any
 
     def finish() -> None:
         finished.append(1)
-        for gradient in gradients:
-            unfix(gradient)
+        unfix(gradients)
 
-    for gradient in gradients:
-        fix(gradient, finish)
+    fix(gradients, finish)
     assert gradients[0].shape == (2, 3) and not finished
     use(gradients[0])
     assert finished == [1] and [type(gradient) for gradient in gradients] == [torch.Tensor] * 2
-    for gradient in gradients:
-        fix(gradient, finish)
+    fix(gradients, finish)
     torch.add(*gradients)
     assert finished == [1, 1]
 

@@ -11,7 +11,7 @@ from swapper.errors import InvariantError
 from swapper.io.tensor_bytes import SECTOR_BYTES
 from swapper.paging.layout import SectionPlan
 from swapper.paging.residency import Residency
-from swapper.paging.section import Section
+from swapper.paging.section import NO_FRAME, Section
 
 STORIES = {
     "read, used, evicted": "COLD READING CLEAN COLD",
@@ -51,7 +51,7 @@ def test_a_page_begins_cold_without_frame_and_lease():
     page = make_page()
     assert (page.residency, page.frame, page.leases, page.location, page.committed) == (
         Residency.COLD,
-        None,
+        NO_FRAME,
         0,
         None,
         None,

@@ -116,10 +116,10 @@ class ScheduleAgainstSearch(RuleBasedStateMachine):
             assert self.schedule.at(self.position + ahead) == self.at(self.position + ahead)
 
     @invariant()
-    def next_use_is_what_a_search_finds(self):
-        for page in PAGES:
-            place = self.first(lambda access, page=page: page in access.pages)
-            assert self.schedule.next_use(page) == (NEVER if place is None else place)
+    def next_uses_are_what_a_search_finds(self):
+        found = [self.first(lambda access, page=page: page in access.pages) for page in PAGES]
+        expected = [NEVER if place is None else place for place in found]
+        assert [self.schedule.next_use(page) for page in PAGES] == self.schedule.next_uses(PAGES) == expected
 
 
 TestScheduleAgainstSearch = ScheduleAgainstSearch.TestCase

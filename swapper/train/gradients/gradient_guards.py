@@ -32,16 +32,19 @@ class FixedGradient(TensorWatch):
         self._finish()
 
 
-def fix(gradient: torch.Tensor, finish: Callable[[], None]) -> None:
-    """Have operations on `gradient`, if it is an ordinary tensor, call `finish` first."""
-    if type(gradient) is torch.Tensor:
-        FixedGradient(finish).watch(gradient)
+def fix(gradients: Iterable[torch.Tensor], finish: Callable[[], None]) -> None:
+    """Have operations on those of `gradients` that are ordinary tensors call `finish` first."""
+    watch = FixedGradient(finish)
+    for gradient in gradients:
+        if type(gradient) is torch.Tensor:
+            watch.watch(gradient)
 
 
-def unfix(gradient: torch.Tensor) -> None:
-    """Make `gradient` an ordinary tensor again, if it was fixed."""
-    if isinstance(watch_of(gradient), FixedGradient):
-        unwatch(gradient)
+def unfix(gradients: Iterable[torch.Tensor]) -> None:
+    """Make those of `gradients` that were fixed ordinary tensors again."""
+    for gradient in gradients:
+        if isinstance(watch_of(gradient), FixedGradient):
+            unwatch(gradient)
 
 
 ADVICE = (
@@ -101,8 +104,7 @@ class GradientGuards:
     def fix(self, update: GroupUpdate, finish: Callable[[], None]) -> None:
         """Have operations on the update's gradients, as they are now, call `finish` first."""
         self.note(update)
-        for gradient in update.present:
-            fix(gradient, finish)
+        fix(update.present, finish)
 
     def note(self, update: GroupUpdate) -> None:
         """Note the update's gradients as they are now."""
@@ -115,11 +117,9 @@ class GradientGuards:
         Raises:
             StateError: somebody has changed one.
         """
+        unfix(update.present)
         for gradient, places in zip(update.gradients, update.trainable.places, strict=True):
-            if gradient is None:
-                continue
-            unfix(gradient)
-            if self._is_changed(gradient):
+            if gradient is not None and self._is_changed(gradient):
                 raise StateError(
                     f"the gradient of {places.name} was changed after optimizer.step() by way of an alias of it, and with "
                     "update='deferred' that step was still to use it: change gradients by `parameter.grad`, or offload with "
@@ -159,8 +159,7 @@ class GradientGuards:
     def clear(self, updates: Iterable[GroupUpdate] = ()) -> None:
         """Guard nothing any more; `updates` are those that are still open."""
         for update in updates:
-            for gradient in update.present:
-                unfix(gradient)
+            unfix(update.present)
         for _, gradient in self._protected:
             release(gradient)
         self._versions, self._protected = {}, []

@@ -35,7 +35,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_not
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from operator import attrgetter, is_not
 from types import FrameType
 from typing import Any, Protocol
 
@@ -59,6 +62,8 @@ from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import SessionGuard
 from swapper.train.steps.executor import UpdateExecutor
+
+_module_of, _task_of = attrgetter("module"), attrgetter("backward_task")
 
 
 class MicroBatches(Protocol):
@@ -87,20 +92,19 @@ class PassOwner(Protocol):
         """Drop all leases but `kept`, after waiting for copies that use them: a pass was abandoned."""
 
 
+@dataclass(eq=False, slots=True)
 class TrainingCall(Call):
     """A call whose groups are leased again in its backward. See [Note: what a graph holds]."""
 
-    __slots__ = ("backward_task", "brought", "end", "given", "is_functional", "start", "use")
-
-    def __init__(self, module: str, start: int) -> None:
-        super().__init__(module)
-        self.start = start
-        self.end = -1
-        self.backward_task: int | None = None  # while its groups are leased for backward
-        self.use = -1  # see PendingUses
-        self.is_functional = False  # with other parameters than the model's
-        self.given: list[Any] = []  # autograd's nodes of its arguments, while the forward runs
-        self.brought: list[int] = []  # those of its groups that it touched without autograd: [Note: loops in a forward]
+    start: int = -1
+    end: int = -1
+    backward_task: int | None = None  # while its groups are leased for backward
+    use: int = -1  # see PendingUses
+    is_functional: bool = False  # with other parameters than the model's
+    given: list[Any] = field(default_factory=list)  # autograd's nodes of its arguments, while the forward runs
+    brought: list[int] = field(
+        default_factory=list
+    )  # of its groups, touched without autograd: [Note: loops in a forward]
 
 
 class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
@@ -129,7 +133,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         self._paged = frozenset(group.index for group in groups if group.paged)
         self._uses = updates.uses if updates.follows_backward else None  # nobody else asks for them
         self._owner = owner
-        self._clock = 0
+        self._clock = count()  # ticks: [Note: when a backward lease ends]
         self._batches: MicroBatches | None = None  # that pass together now
         self._backward: list[TrainingCall] = []  # calls whose groups are leased for backward
         self._held: list[TrainingCall] = []  # calls whose outputs have no gradient: leased until a backward is over
@@ -287,10 +291,10 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """
         if not torch.is_grad_enabled():
             return run()
-        call = TrainingCall("an operation", self._tick())
+        call = TrainingCall("an operation", start=next(self._clock))
         call.groups += dict.fromkeys(self._group_of[id(parameter)].index for parameter in parameters)
         output = run()
-        call.end = self._tick()
+        call.end = next(self._clock)
         is_hooked = self._hook_outputs([tensor for tensor in tensors_among(output) if _has_graph(tensor)], call)
         if is_hooked and self._uses is not None:
             self._uses.begin(call)
@@ -323,7 +327,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
                     self._processor.check_inputs(module, args)
                     self._owner.clock.enter("forward")
                 self._updates.forward_reaches(unit.groups)
-            call = TrainingCall(unit.name, self._tick())
+            call = TrainingCall(unit.name, start=next(self._clock))
             call.is_functional = is_functional
             if torch.is_grad_enabled():
                 call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
@@ -332,8 +336,8 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
                 self._lease(self._groups[index])
                 call.groups.append(index)
             if self._uses is not None:
-                count = self._uses.called_again if in_backward else self._uses.called
-                count(call, torch.is_grad_enabled())
+                called = self._uses.called_again if in_backward else self._uses.called
+                called(call, torch.is_grad_enabled())
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._turns.is_mine and not _in_thread_of_autograd():
@@ -347,7 +351,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     def _leave(self, call: TrainingCall, output: Any) -> Any:
         """End the forward of `call`: release its leases. Return its output."""
-        call.end = self._tick()
+        call.end = next(self._clock)
         try:
             if output is not None and call.groups:
                 output = self._watch(call, output)
@@ -384,7 +388,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """Return True if recorded leases are of a pass that never ended: Ctrl-C skips the post-hooks."""
         if self._batches is not None:
             return False
-        return bool(self._backward) or unit.name in [call.module for call in self._running]
+        return bool(self._backward) or unit.name in map(_module_of, self._running)
 
     def _watch(self, call: TrainingCall, output: Any) -> Any:
         """Prepare `output` for the time when the call's parameters are cold, and return it or a copy."""
@@ -406,8 +410,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         if torch.is_grad_enabled() and not self._hook_outputs(own or watched, call) and not call.is_functional:
             groups = [self._groups[index] for index in call.groups]
             if any(p.requires_grad for group in groups for p in group.parameters):
-                held = TrainingCall(call.module, call.start)
-                held.groups += call.groups
+                held = TrainingCall(call.module, list(call.groups), start=call.start)
                 for group in groups:
                     group.lease()
                 self._held.append(held)
@@ -446,8 +449,8 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             return
         self._enter_backward()
         task = backward_task()
-        if task not in [other.backward_task for other in self._backward]:
-            after_backward(OwnHook(lambda: self._end_backward(task)))
+        if task not in map(_task_of, self._backward):
+            after_backward(OwnHook(partial(self._end_backward, task)))
         for other in list(self._backward):  # [Note: when a backward lease ends]
             if other.start > call.end:
                 self._end_call(other)
@@ -488,7 +491,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             self._owner.clock.enter("backward")
         self._tasks.add(task)
         self._updates.backward_begins(task)
-        after_backward(OwnHook(lambda: self._note_end(task)))
+        after_backward(OwnHook(partial(self._note_end, task)))
 
     def _note_end(self, task: int) -> None:
         self._tasks.discard(task)
@@ -549,12 +552,6 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """Give the turn, if the outermost forward or backward is over."""
         if not self._running and not self._tasks and self._batches is None and self._turns.is_mine:
             self._turns.give()
-
-    # --------------------------------------------------------------------------------------------------------------
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
 
 
 def _when_backward_reaches(

@@ -159,6 +159,7 @@ class BackwardProgress:
         """Note that the outermost backward is over, or has failed."""
         self.task = None
         self.is_last = False
+        self._arrivals.clear()
 
     def leave_to_step(self) -> None:
         """Have its gradients used in `optimizer.step()` only."""

@@ -162,7 +162,7 @@ class UpdateExecutor:
 
         def finish(gradient: torch.Tensor) -> None:
             if (alive := executor()) is not None and alive._open:
-                alive.finish(in_order=True)
+                OwnHook(alive.finish)(in_order=True)
 
         def note(parameter: torch.Tensor) -> None:
             if (alive := executor()) is not None:
@@ -170,7 +170,7 @@ class UpdateExecutor:
 
         for parameter in parameters:
             if self._policy.in_forward:
-                self._hooks.add(parameter, OwnHook(finish))
+                self._hooks.add(parameter, finish)
             if self._policy.in_backward:
                 self._hooks.add(parameter, after=note)
 
@@ -199,7 +199,7 @@ class UpdateExecutor:
             return
         may_wait = self._policy.in_forward and self._may_wait(member)
         self._sweep.begin(member)
-        updates = {update.trainable.group: update for update in self._sweep.fix_all(member)}
+        updates = self._sweep.fix_all(member)
         for group in self._due(Stepped(list(updates), may_wait)):
             self._sweep.update(updates.pop(group))
         if may_wait:

@@ -181,9 +181,7 @@ class DeviceSweep(Sweep):
             self._pager.wait(then)
 
     def rejoin(self) -> None:
-        for _, gradient in self._read:
-            if gradient is not None:
-                unfix(gradient)
+        unfix(gradient for _, gradient in self._read if gradient is not None)
         if self._read:
             self._wait_for_updates()
         self._read.clear()
@@ -194,7 +192,7 @@ class DeviceSweep(Sweep):
         with contextlib.suppress(DeviceError):  # the next use of a failed device raises
             device.let_wait(device.current_stream(), device.record(self.on_device.updating))
         if gradient is not None and (alive := gradient()) is not None:
-            unfix(alive)
+            unfix([alive])
 
     def pass_begins(self) -> None:
         with without_torch_functions():
@@ -233,7 +231,7 @@ class DeviceSweep(Sweep):
         self._ahead.begin_step()
         for _, gradient in self._read:
             if gradient is not None:
-                fix(gradient, partial(self._wait_for_updates, weakref.ref(gradient)))
+                fix([gradient], partial(self._wait_for_updates, weakref.ref(gradient)))
         super().end()
 
     def abandon(self) -> None:

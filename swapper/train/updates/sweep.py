@@ -84,10 +84,10 @@ class Sweep(SliceUpdates):
             torch.autograd.graph.increment_version(changed)
         return GroupUpdate(trainable, tuple(gradients)) if changed else None
 
-    def fix_all(self, member: int) -> list[GroupUpdate]:
-        """Return all updates of an optimizer's step, with the gradients of this moment."""
+    def fix_all(self, member: int) -> dict[int, GroupUpdate]:
+        """Return all updates of an optimizer's step, with the gradients of this moment, by group."""
         groups = self.groups_of(member)
-        return [update for trainable in self.trainables if (update := self.fix(trainable, groups)) is not None]
+        return {of.group: update for of in self.trainables if (update := self.fix(of, groups)) is not None}
 
     def changed_setting(self, member: int) -> str | None:
         """Return the optimizer's setting that has changed since the step began, in words; None if none has."""
