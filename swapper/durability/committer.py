@@ -1,15 +1,19 @@
 """Decides when a step becomes durable, and commits it.
 
-After a step's last write, at the next use of swapper that does more than read parameters or state (so after
-`scheduler.step()` and the update of a registered average), the registered objects' state is captured, and resident
-content is written if the policy requires it. The commit record is published once nothing is in flight, usually during
-the next forward, and at the latest before the next step begins. A snapshot that the user requests is of that same step,
-and starts right after the record. For a step with deferred updates the registered objects are captured at the same
-time, and the rest after its last update.
+After a step's last write, when the next forward with autograd begins, the registered objects' state is captured, and
+resident content is written if the policy requires it. So `scheduler.step()`, an evaluation, the update of an average and
+changes by hand belong to the step. The commit record is published once nothing is in flight, usually during that forward,
+and at the latest before the next step begins. A snapshot that the user requests is of that same step, and starts right
+after the record. For a step with deferred updates the registered objects are captured at the same time, and the rest
+after its last update.
 
 [Note: free commits] If everything large that a step changes lives on NVMe, a commit writes only the record and sections
 of a few KiB in addition to the step's own writes. The default policy, "free", commits each step in that case, and none
 otherwise, or if state stays on a device. A number commits every that many steps, resident content too; None never does.
+
+[Note: changes by hand] A script that goes on from step N does not repeat what it did after that step: it is in that
+step's commit, so a process that is killed before its next forward goes on one step earlier. What follows the capture is
+in the next commit, or in one that closing makes.
 """
 
 from __future__ import annotations
@@ -90,6 +94,7 @@ class Committer:
         every: steps from commit to commit; None: no commits.
         committed: the committed step from which a run resumes; None if it is new.
         edits: how often parameters were changed from outside since the last step.
+        is_trained: there is an optimizer, whose steps are committed.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Committer:
         every: int | None,
         committed: int | None,
         edits: int,
+        is_trained: bool,
     ) -> None:
         self._model = model
         self._sections = sections
@@ -115,6 +121,7 @@ class Committer:
         self.committed = committed
         self._way_back = way_back
         self.edits = edits
+        self._is_trained = is_trained
         self._is_behind = False  # changes from outside since the last commit are in no commit
         self._due: int | None = None  # the step to be written completely
         self._record: CommitRecord | None = None  # captured
@@ -131,15 +138,15 @@ class Committer:
         """Capture a due step, and publish it if nothing is in flight. Called at each use; cheap if nothing is due.
 
         Args:
-            only_reads: the use reads parameters or state outside of a forward, as the update of an average that is registered
-                does: the registered objects are captured at another use, for they belong to the step.
+            only_reads: the use is an evaluation, or reads parameters or state outside of a forward, as the update of an average
+                that is registered does: a trained model is captured at another use, for what is done meanwhile belongs to the step.
 
         Raises:
             IoError: as `finish`. Not with ranks together: they would wait in a collective for one that ends here. It is tried
                 again before the next step, where they can all learn of it.
         """
         self._publisher.settle()
-        if self._due is None or (only_reads and self._record is None):
+        if self._due is None or (only_reads and self._is_trained and self._record is None):
             return
         try:
             self._capture()
@@ -204,9 +211,10 @@ class Committer:
         self.finish()
         self._publisher.finish()
 
-    def commit_changes(self, step: int) -> None:
-        """Commit changes from outside that no step will commit, as of `step`, if the run commits at all."""
-        if self._is_behind and self._every is not None:
+    def commit_changes(self) -> None:
+        """Commit the present step again, if its commit lacks changes from outside."""
+        (last, _), step = self._way_back.commits, self._pager.counters.step
+        if self._is_behind and self._every is not None and last is not None and last.step == step:
             self.write_all(step)
 
     @property
@@ -226,6 +234,19 @@ class Committer:
             self._snapshot = None
             snapshot.ticket.finish(error)
             raise
+
+    def before_change(self) -> None:
+        """Prepare for a change by hand: it belongs to the due step, unless that is captured. [Note: changes by hand]
+
+        Raises:
+            IoError: as `finish` and `changed_from_outside`.
+        """
+        if self._due is not None and self._record is None:
+            self._model.finish_update()
+            self.edits += 1
+            return
+        self.finish()
+        self.changed_from_outside()
 
     def changed_in_pass(self) -> None:
         """Note that a forward has changed parameters: an uncommitted step before it can no longer be committed."""

@@ -29,10 +29,13 @@ class SessionEvents(Protocol):
         """Called first at each use by the user. Raises StateError if the manager cannot be used."""
 
     def check_to_read(self) -> None:
-        """The same, of a use that only reads parameters or state outside of a forward."""
+        """The same, of an evaluation, or a use that only reads parameters or state outside of a forward."""
 
     def check_to_write(self) -> None:
         """The user changes parameters or state from outside of a step. Raises StateError as `check`."""
+
+    def check_to_write_in_pass(self) -> None:
+        """The same, of a forward that changes parameters."""
 
     def check_between_steps(self, verb: str) -> None:
         """Raise StateError if a training step is open, in which the user calls `verb`."""

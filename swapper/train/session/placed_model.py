@@ -347,9 +347,13 @@ class PassLifecycle:
 
     def enter_forward(self, is_outermost: bool = True) -> None:
         self._updates.forward_begins(is_outermost)
+        events = self._guard.events
         if self._fault_handler.changes_itself:
-            self._guard.events.check_to_write()
-        self._guard.events.check()
+            events.check_to_write_in_pass()
+        if torch.is_grad_enabled():
+            events.check()
+        else:
+            events.check_to_read()
         if not is_outermost:
             return
         if self._without_averaging:

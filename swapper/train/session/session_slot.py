@@ -192,13 +192,19 @@ class SessionSlot:
             self.run.committer.enter()
 
     def check_to_read(self) -> None:
-        """The same before a use that only reads parameters or state outside of a forward."""
+        """The same before an evaluation, or a use that only reads parameters or state outside of a forward."""
         self.check_usable()
         if self.run is not None:
             self.run.committer.enter(only_reads=True)
 
     def check_to_write(self) -> None:
-        """The same before a change from outside: commit the last step as it was."""
+        """The same before a change by hand, which belongs to the last step. [Note: changes by hand], committer.py"""
+        self.check_usable()
+        if self.run is not None:
+            self.run.committer.before_change()
+
+    def check_to_write_in_pass(self) -> None:
+        """The same before a forward that changes parameters, which belongs to the next step: commit the last one as it was."""
         self.check_usable()
         if self.run is not None:
             self.run.committer.finish()

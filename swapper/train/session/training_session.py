@@ -239,7 +239,7 @@ class TrainingSession:
         way_back = WayBack(directory.path, fsync, self._store, directory.ranks, origin.last, origin.fallback)
         return Committer(
             self.model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, self.plan.commit_every,
-            origin.committed, origin.edits,
+            origin.committed, origin.edits, is_trained=bool(self.plan.inventory.forms),
         )  # fmt: skip
 
     def _adopt(self, origin: Origin) -> None:
@@ -388,8 +388,7 @@ class TrainingSession:
         except BaseException as error:
             self.committer.end_snapshot(describe_failure(error))
             raise
-        if not self.plan.inventory.forms:
-            self.committer.commit_changes(self._counters.step)
+        self.committer.commit_changes()
 
     def count_bytes(self) -> None:
         """Bring the counters up to date."""

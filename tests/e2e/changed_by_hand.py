@@ -1,0 +1,108 @@
+"""The program that trains with changes by hand after each step, plain or swapped, and may end without closing.
+
+Usage: changed_by_hand.py DIRECTORY CHANGE UPDATE STEPS [killed]. Goes on where the run in DIRECTORY was committed. CHANGE is a key
+of CHANGES, with "late " before it if the model is evaluated in between. STEPS: how many there are in the end. Prints the step from
+which it went on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import swapper
+
+WIDTH = 256
+
+
+def decay(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
+
+
+def decay_data(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+    model[0].weight.data *= 0.9  # type: ignore[index]
+
+
+def decay_gathered(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+    with nullcontext() if manager is None else manager.gather(model, write=True):
+        decay(model, average, optimizer, manager)
+
+
+def follow(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+    for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
+        ours.lerp_(theirs, 0.1)
+
+
+def shrink_state(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+    optimizer.state[model[0].weight]["exp_avg"].mul_(0.5)  # type: ignore[index]
+
+
+def load(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+CHANGES: dict[str, Callable[[nn.Module, nn.Module, Any, Any], None]] = {
+    "parameters": decay, "data": decay_data, "gathered": decay_gathered, "average": follow, "state": shrink_state, "loaded": load,
+}  # fmt: skip
+
+
+def make() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model, average = (nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))) for _ in range(2))
+    return model, average.requires_grad_(False), torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def take(step: int, change: str, model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+    torch.manual_seed(step)
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        if change.startswith("late "):
+            model(torch.randn(4, WIDTH))
+        CHANGES[change.removeprefix("late ")](model, average, optimizer, manager)
+
+
+def plain(change: str, steps: int) -> dict[str, torch.Tensor]:
+    model, average, optimizer = make()
+    for step in range(1, steps + 1):
+        take(step, change, model, average, optimizer, None)
+    return content(model, average, optimizer)
+
+
+def content(model: nn.Module, average: nn.Module, optimizer: Any) -> dict[str, Any]:
+    found = {
+        **{f"model.{n}": v.clone() for n, v in model.state_dict().items()},
+        "state": optimizer.state_dict()["state"],
+    }
+    return found | {f"average.{n}": v.clone() for n, v in average.state_dict().items()}
+
+
+def swapped(directory: Path, change: str, update: str, steps: int, is_killed: bool) -> tuple[int, dict[str, Any]]:
+    """Return the step from which it went on, and the content at the end."""
+    model, average, optimizer = make()
+    manager = swapper.SwapManager(directory, host_memory="64MiB", resume="auto", commits=swapper.CommitPolicy(every=1))
+    _, paged = manager.offload({"model": model, "average": average}, optimizer, params="nvme", update=update)
+    begun = manager.step
+    for step in range(begun + 1, steps + 1):
+        take(step, change, model, average, paged, manager)
+    if is_killed:
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH))  # the last use, as that of the next step
+        os.write(1, f"{begun}\n".encode())
+        os._exit(0)
+    found = content(model, average, paged)
+    manager.close()
+    return begun, found
+
+
+if __name__ == "__main__":
+    print(swapped(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:] == ["killed"])[0])
