@@ -1,4 +1,4 @@
-"""Completes the documentation site: the command line's own help, the decisions, lines that break where they should, pictures
+"""Completes the documentation site: the command line's own help, examples, decisions, lines that break where they should, pictures
 that open. mkdocs calls it (tools/mkdocs.yml)."""
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typer.main import get_command
 from swapper.cli import app
 
 MARKER = "<!-- every command: tools/docs_hooks.py -->"
+FILE = re.compile(r"^<!-- file: (\S+) -->$", re.MULTILINE)
+"""Stands for a file of the repository, on a page for readers who have none."""
+ROOT = Path(__file__).parents[1]
 
 
 def on_config(config: Any) -> Any:
@@ -23,7 +26,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    return markdown.replace(MARKER, commands()) if MARKER in markdown else markdown
+    markdown = markdown.replace(MARKER, commands()) if MARKER in markdown else markdown
+    return FILE.sub(lambda found: f"```python\n{(ROOT / found[1]).read_text()}```", markdown)
 
 
 def on_page_content(html: str, **_: object) -> str:
