@@ -77,9 +77,12 @@ def main() -> None:
         ranks.on_main_process(print)(manager)
         trainer.train()
         trainer.save_model(str(options.directory / "result"))
-        ranks.on_main_process(print)(f"written: {options.directory / 'result'}")
+        ranks.on_main_process(print)(f"written: {options.directory / 'result'}, which from_pretrained opens")
     ranks.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Interrupted: the same command continues after the last step.") from None

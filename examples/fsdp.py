@@ -67,8 +67,12 @@ def main() -> None:
         manager.snapshot(snapshot)
         if rank == 0:
             print(manager.stats())
+            print(f"written: {snapshot}, which torch.distributed.checkpoint.load reads on any number of processes")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Interrupted: the same command with --resume continues after the last step.") from None

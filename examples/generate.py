@@ -15,9 +15,10 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TextStreamer
 
 import swapper
 from swapper.integrations.transformers import from_pretrained
@@ -30,6 +31,17 @@ def make_random_model(folder: Path) -> None:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+class Numbers:
+    """Stands in for a tokenizer: a text is the numbers of its tokens."""
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([[int(word) for word in text.split()]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def decode(self, tokens: list[int], **options: object) -> str:
+        return "".join(f"{int(token)} " for token in tokens)
 
 
 def main() -> None:
@@ -47,14 +59,15 @@ def main() -> None:
         began_s = time.perf_counter()
         model = from_pretrained(AutoModelForCausalLM, folder, host_memory=options.host_memory)
         if options.model is None:
-            inputs = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
+            tokenizer: Any = Numbers()
+            options.prompt = "1 2 3 4"
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            inputs = dict(tokenizer(options.prompt, return_tensors="pt"))
+        inputs = dict(tokenizer(options.prompt, return_tensors="pt"))
         loaded_s = time.perf_counter()
-        output = model.generate(**inputs, max_new_tokens=options.tokens, do_sample=False)
+        shown: Any = TextStreamer(tokenizer, skip_special_tokens=True)  # prints each word when it is there
+        output = model.generate(**inputs, max_new_tokens=options.tokens, do_sample=False, streamer=shown)
         done_s = time.perf_counter()
-        print(output[0].tolist() if options.model is None else tokenizer.decode(output[0], skip_special_tokens=True))
         with swapper.loaded(model) as loaded:
             new = output.shape[1] - inputs["input_ids"].shape[1]
             print(
@@ -65,4 +78,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Interrupted. Nothing is left behind.") from None

@@ -42,7 +42,11 @@ def main() -> None:
 
         swapper.checkpoint.export(path, Path(directory) / "model.safetensors", "safetensors")
         print(f"the model alone, as safetensors: {(Path(directory) / 'model.safetensors').stat().st_size / 1e6:.0f} MB")
+    print("Every tensor came back with its bits, torch.load opened the same file, and the files are removed again.")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("Interrupted. Nothing is left behind.") from None

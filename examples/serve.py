@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generate import make_random_model
+from generate import Numbers, make_random_model
 from transformers import AsyncTextIteratorStreamer, AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 
 import swapper
@@ -34,17 +34,6 @@ try:
     from fastapi.responses import StreamingResponse
 except ImportError as error:
     raise SystemExit(f"{error}: pip install fastapi uvicorn") from None
-
-
-class Numbers:
-    """Stands in for a tokenizer: a text is the numbers of its tokens."""
-
-    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
-        ids = torch.tensor([[int(word) for word in text.split()]])
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    def decode(self, tokens: list[int], **options: object) -> str:
-        return "".join(f"{int(token)} " for token in tokens)
 
 
 class Left(StoppingCriteria):

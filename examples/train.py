@@ -2,8 +2,9 @@
 
     python examples/train.py --directory /nvme/run
 
-The model lives in the directory's swap files; within `--budget` host memory holds its gradients and the pages in use.
-At the end it writes a snapshot, in place of that of an earlier run, and plain torch opens it.
+The model lives in the directory's swap files; within `--budget` host memory holds its gradients and the pages in use. Stop it
+with Ctrl-C, or kill it: the same command continues after its last step. At the end it writes a snapshot, in place of that of an
+earlier run, and plain torch opens it.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ def main() -> None:
     torch.manual_seed(0)
     model = Gpt(config).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 
-    with swapper.SwapManager(options.directory, host_memory=options.budget, resume="discard") as manager:
+    with swapper.SwapManager(options.directory, host_memory=options.budget, resume="auto") as manager:
         model, optimizer = manager.offload(
             model, optimizer, params="nvme", optimizer_state="nvme", master_weights=torch.float32
         )
-        for number in range(options.steps):
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+        manager.register(scheduler=scheduler)
+        if manager.step:
+            print(f"continues after step {manager.step}; with another --directory a new run begins")
+        for number in range(manager.step, options.steps):
             tokens, targets = corpus.batch(number, options.batch, options.context)
             loss = model(tokens, targets)
             loss.backward()
@@ -65,8 +69,13 @@ def main() -> None:
     model.load_state_dict(state["model"])
     with torch.no_grad():
         loss = model(*corpus.batch(0, options.batch, options.context, validation=True))
-    print(f"held out  loss {loss.item():.3f} in plain torch, from {snapshot}")
+    print(f"held out  loss {loss.item():.3f} in plain torch, which opened {snapshot} as it is")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(
+            "Interrupted: the same command continues after the last step; to remove the run, delete its directory"
+        ) from None

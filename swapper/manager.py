@@ -548,7 +548,9 @@ class SwapManager:
             StateError: a trace is being recorded already.
         """
         if self._counters.trace is not None:
-            raise StateError("this manager is being traced already: one trace at a time")
+            raise StateError(
+                "this manager is being traced already, by `swapper trace` or another `trace`: take one of the two out"
+            )
         target = Path(path).absolute()
         check_target(target, overwrite=None)
         about = self.current.about_trace()

@@ -1,5 +1,5 @@
-"""Completes the documentation site: the command line's own help, the decisions, options in one piece. mkdocs calls it
-(tools/mkdocs.yml)."""
+"""Completes the documentation site: the command line's own help, examples, decisions, lines that break where they should, pictures
+that open. mkdocs calls it (tools/mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typer.main import get_command
 from swapper.cli import app
 
 MARKER = "<!-- every command: tools/docs_hooks.py -->"
+FILE = re.compile(r"^<!-- file: (\S+) -->$", re.MULTILINE)
+"""Stands for a file of the repository, on a page for readers who have none."""
+ROOT = Path(__file__).parents[1]
 
 
 def on_config(config: Any) -> Any:
@@ -23,17 +26,28 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    return markdown.replace(MARKER, commands()) if MARKER in markdown else markdown
+    markdown = markdown.replace(MARKER, commands()) if MARKER in markdown else markdown
+    return FILE.sub(lambda found: f"```python\n{(ROOT / found[1]).read_text()}```", markdown)
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Mark the words with hyphens of code within a line, so that no line ends in one."""
+    """Mark where code within a line may break in a narrow window, keep words with hyphens whole, and let pictures be opened."""
 
     def marked(code: re.Match[str]) -> str:
-        words = [f'<span class="word">{word}</span>' if "-" in word else word for word in code[1].split(" ")]
+        words = [_whole(word) if "-" in word else _breakable(word) for word in code[1].split(" ")]
         return f"<code>{' '.join(words)}</code>"
 
-    return re.sub(r"<code>([^<\n]+)</code>", marked, html)
+    html = re.sub(r"<code>([^<\n]+)</code>", marked, html)
+    return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a class="picture" href="\1">\g<0></a>', html)
+
+
+def _whole(word: str) -> str:
+    return f'<span class="word">{word}</span>'
+
+
+def _breakable(word: str) -> str:
+    """Offer a break behind each mark that is within a name, and before each of its words."""
+    return re.sub(r"(?<=\w)([_.=(,/])(?=\w|&quot;)|(?<=[a-z])(?=[A-Z])", r"\1<wbr>", word)
 
 
 def commands() -> str:

@@ -173,7 +173,9 @@ def _memory() -> Iterator[Finding]:
 
 def _directory(directory: Path) -> Iterator[Finding]:
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        yield Finding("Directory", BAD, f"{directory} is not a directory that can be written", "name another")
+        yield Finding(
+            "Directory", BAD, f"{directory} is not a directory that can be written", "make it, or name another"
+        )
         return
     kind = filesystem_of(directory)
     free = format_bytes(shutil.disk_usage(directory).free)

@@ -163,7 +163,7 @@ def test_a_first_mistake_names_thing_place_and_remedy(
 
 
 COMMANDS: dict[str, tuple[int, str]] = {
-    "doctor none": (1, "Directory.* bad .*none .*name another"),
+    "doctor none": (1, "Directory.* bad .*none .*make it, or name another"),
     "bench none": (1, "none is not a directory"),
     "tune none": (1, "none is not a directory"),
     "bench . --sizes 1000B": (2, "--sizes 1000B.*multiples"),

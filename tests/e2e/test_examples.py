@@ -35,6 +35,17 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+IN_FOLDER = """
+import os, runpy, sys
+folder, examples, name = sys.argv[1:4]
+os.chdir(folder)
+sys.path.insert(0, examples)
+sys.argv = sys.argv[3:]
+runpy.run_path(examples + "/" + name, run_name="__main__")
+"""
+"""Runs an example in a folder of its own."""
+
+
 def run(name: str, *arguments: object) -> str:
     done = run_python(EXAMPLES / name, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,6 +61,32 @@ def test_text_is_generated(model: Path) -> None:
     assert " 3 tokens in " in run("generate.py", model, "the quick", "--host-memory", "64MiB", "--tokens", 3)
 
 
+def test_a_generation_that_is_interrupted_leaves_no_file(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with started_python("-c", IN_FOLDER, tmp_path, EXAMPLES, "generate.py", "--tokens", 1900) as example:
+        assert example.stdout.read(1) == "1"  # the prompt: it generates
+        example.send_signal(signal.SIGINT)
+        said = example.stderr.read()
+    assert "Interrupted. Nothing is left behind." in said and "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_that_is_interrupted_continues(tmp_path: Path) -> None:
+    size = ("--parameters", 1_000_000, "--context", 32, "--batch", 1, "--budget", "32MiB", "--directory")
+    with started_python(EXAMPLES / "train.py", *size, tmp_path / "run", "--steps", 100_000) as training:
+        next(line for line in iter(training.stdout.readline, "") if line.startswith("step   2"))
+        training.send_signal(signal.SIGINT)
+        said = training.stderr.read()
+    assert "Interrupted: the same command continues" in said and "Traceback" not in said
+    resumed = run("train.py", *size, tmp_path / "run", "--steps", 1)
+    step = int(re.findall(r"continues after step (\d+)", resumed)[0])
+    assert step >= 2
+    again = run("train.py", *size, tmp_path / "run", "--steps", step + 2)
+    straight = run("train.py", *size, tmp_path / "whole", "--steps", step + 2)
+    held_out = [re.findall(r"held out  loss ([\d.]+)", printed) for printed in (again, straight)]
+    assert held_out[0] == held_out[1] and len(held_out[0]) == 2 and len(set(held_out[0])) == 1
+
+
 def ask(port: int, prompt: str, tokens: int, leaves: bool = False) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", f"/generate?prompt={prompt}&tokens={tokens}")
@@ -60,20 +97,10 @@ def ask(port: int, prompt: str, tokens: int, leaves: bool = False) -> str:
     return text.decode()
 
 
-SERVER = """
-import os, runpy, sys
-folder, examples = sys.argv[1:3]
-os.chdir(folder)
-sys.path.insert(0, examples)
-sys.argv = ["serve.py", *sys.argv[3:]]
-runpy.run_path(examples + "/serve.py", run_name="__main__")
-"""
-
-
 def test_clients_of_a_server_get_what_they_get_alone_and_one_may_leave(tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
-    with started_python("-c", SERVER, tmp_path, EXAMPLES, "--port", 0) as server:
+    with started_python("-c", IN_FOLDER, tmp_path, EXAMPLES, "serve.py", "--port", 0) as server:
         lines = iter(server.stderr.readline, "")
         port = int(next(found[1] for line in lines if (found := re.search(r"running on http://127.0.0.1:(\d+)", line))))
         answers: dict[int, str] = {}
@@ -95,7 +122,7 @@ def test_clients_of_a_server_get_what_they_get_alone_and_one_may_leave(tmp_path:
 
 
 def test_the_server_says_what_it_needs(tmp_path: Path) -> None:
-    done = run_python("-c", "import sys; sys.modules['fastapi'] = None" + SERVER, tmp_path, EXAMPLES)
+    done = run_python("-c", "import sys; sys.modules['fastapi'] = None" + IN_FOLDER, tmp_path, EXAMPLES, "serve.py")
     assert done.returncode == 1 and "pip install fastapi uvicorn" in done.stderr
 
 

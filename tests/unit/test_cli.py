@@ -194,7 +194,7 @@ def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
 
 def test_the_example_runs_as_it_is(tmp_path):
     size = ["--steps", "3", "--parameters", "2000000", "--context", "32"]
-    for _ in range(2):  # the second run takes the place of the first
+    for _ in range(2):  # the second finds the run complete
         done = run_python(ROOT / "examples" / "train.py", "--directory", tmp_path / "run", *size)
         assert done.returncode == 0, done.stdout + done.stderr
         swapped, plain = re.findall(r"held out  loss ([\d.]+)", done.stdout)

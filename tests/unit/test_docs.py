@@ -15,6 +15,8 @@ WIDTH = 120
 """Characters of a line of prose."""
 CODE_WIDTH = 99
 """Characters of a line of code that the site shows in a window of 1400 pixels without scrolling."""
+MAX_WORDS = 50_000
+"""Of all pages of docs together."""
 FOLDERS = ("swapper/", "csrc/", "tools/", "tests/", "examples/", "docs/", ".ci/")
 
 
@@ -126,3 +128,15 @@ SHOWN = [page for page in PAGES if page_name(page).startswith(("docs/guides/", "
 def test_lines_of_code_end_within_a_window_of_1400_pixels(page: Path) -> None:
     blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert [line for block in blocks for line in block.splitlines() if len(line) > CODE_WIDTH] == []
+
+
+def test_all_pages_together_are_not_too_long() -> None:
+    pages = (ROOT / "docs").rglob("*.md")
+    assert sum(len(page.read_text().split()) for page in pages) <= MAX_WORDS
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_each_example_is_on_the_site(name: str) -> None:
+    """For readers who have the wheel and no checkout: tools/docs_hooks.py puts the file there."""
+    assert f"## {name}\n" in (text := (ROOT / "docs" / "examples.md").read_text())
+    assert f"<!-- file: examples/{name} -->" in text
