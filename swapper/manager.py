@@ -354,7 +354,8 @@ class SwapManager:
         else:
             parameters = list(target)
         if write:
-            self.current.check_to_write()
+            with self.current.turns.turn():
+                self.current.check_to_write()
         with run.model.gathering.gather([run.model.model.paged(p) for p in parameters], write):
             yield target
 
@@ -440,7 +441,7 @@ class SwapManager:
         nn.utils.clip_grad_value_(self._parameters_to_clip("clip_grad_value_"), clip_value)
 
     def _parameters_to_clip(self, verb: str) -> Iterator[nn.Parameter]:
-        self.current.check()
+        self.current.check_usable()
         model = self.current.running(verb).model
         model.updates.check_clipping()
         return model.model.given.parameters()
@@ -481,7 +482,7 @@ class SwapManager:
             StateError: parameters are gathered, or the manager cannot be used.
             IoError: an earlier snapshot failed, which was not reported yet. Errors of this one are the ticket's.
         """
-        self.current.check()
+        self.current.check_usable()
         run = self.current.running("snapshot")
         target = Path(path).absolute()
         if keep is not None and (type(keep) is not int or keep < 1):

@@ -11,8 +11,8 @@ after its last update.
 of a few KiB in addition to the step's own writes. The default policy, "free", commits each step in that case, and none
 otherwise, or if state stays on a device. A number commits every that many steps, resident content too; None never does.
 
-[Note: changes by hand] A script that goes on from step N does not repeat what it did after that step: it is in that
-step's commit, so a process that is killed before its next forward goes on one step earlier. What follows the capture is
+[Note: changes by hand] A script that resumes from a step does not do again what it did after it: that is in the
+step's commit, so a process that is killed before its next forward resumes one step earlier. What follows the capture is
 in the next commit, or in one that closing makes.
 """
 
@@ -134,19 +134,18 @@ class Committer:
         if self._every is not None and step % self._every == 0:
             self._due = step
 
-    def enter(self, only_reads: bool = False) -> None:
+    def enter(self, is_evaluation: bool = False) -> None:
         """Capture a due step, and publish it if nothing is in flight. Called at each use; cheap if nothing is due.
 
         Args:
-            only_reads: the use is an evaluation, or reads parameters or state outside of a forward, as the update of an average
-                that is registered does: a trained model is captured at another use, for what is done meanwhile belongs to the step.
+            is_evaluation: of a forward without autograd: a trained model is captured at another use. [Note: changes by hand]
 
         Raises:
             IoError: as `finish`. Not with ranks together: they would wait in a collective for one that ends here. It is tried
                 again before the next step, where they can all learn of it.
         """
         self._publisher.settle()
-        if self._due is None or (only_reads and self._is_trained and self._record is None):
+        if self._due is None or (is_evaluation and self._is_trained and self._record is None):
             return
         try:
             self._capture()

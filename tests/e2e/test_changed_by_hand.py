@@ -1,4 +1,4 @@
-"""What a script does to parameters and state after a step is part of that step: a run that goes on has it."""
+"""Changes by hand after a step are part of that step: a run that goes on has them."""
 
 from __future__ import annotations
 

@@ -25,11 +25,15 @@ class SessionEvents(Protocol):
     def step_is_open(self) -> bool:
         """True if an optimizer has stepped in a training step that is not over."""
 
-    def check(self) -> None:
-        """Called first at each use by the user. Raises StateError if the manager cannot be used."""
+    def check(self, is_evaluation: bool = False) -> None:
+        """Called first at each use by the user. `is_evaluation`: of a forward without autograd.
+
+        Raises:
+            StateError: the manager cannot be used.
+        """
 
     def check_to_read(self) -> None:
-        """The same, of an evaluation, or a use that only reads parameters or state outside of a forward."""
+        """The same, of a use that only reads parameters or state outside of a forward. It may come in any thread."""
 
     def check_to_write(self) -> None:
         """The user changes parameters or state from outside of a step. Raises StateError as `check`."""

@@ -350,10 +350,7 @@ class PassLifecycle:
         events = self._guard.events
         if self._fault_handler.changes_itself:
             events.check_to_write_in_pass()
-        if torch.is_grad_enabled():
-            events.check()
-        else:
-            events.check_to_read()
+        events.check(is_evaluation=not torch.is_grad_enabled())
         if not is_outermost:
             return
         if self._without_averaging:

@@ -185,20 +185,17 @@ class SessionSlot:
             raise StateError(f"{verb} needs an offloaded model: call manager.offload first")
         return self.run
 
-    def check(self) -> None:
-        """Check that the manager can be used, and commit the last step if it is due and its writes are done."""
+    def check(self, is_evaluation: bool = False) -> None:
+        """Check that the manager can be used, and commit the last step if it is due and its writes are done. The turn is taken."""
         self.check_usable()
         if self.run is not None:
-            self.run.committer.enter()
+            self.run.committer.enter(is_evaluation)
 
     def check_to_read(self) -> None:
-        """The same before an evaluation, or a use that only reads parameters or state outside of a forward."""
         self.check_usable()
-        if self.run is not None:
-            self.run.committer.enter(only_reads=True)
 
     def check_to_write(self) -> None:
-        """The same before a change by hand, which belongs to the last step. [Note: changes by hand], committer.py"""
+        """Check the same before a change by hand, which belongs to the last step. [Note: changes by hand], committer.py"""
         self.check_usable()
         if self.run is not None:
             self.run.committer.before_change()
@@ -306,7 +303,7 @@ class SessionSlot:
     @contextmanager
     def one_step(self) -> Iterator[None]:
         """See `SwapManager.one_step`."""
-        self.check()
+        self.check_usable()
         run = self.running("one_step")
         check({*run.plan.request.features, Feature.ONE_STEP})
         with self.training_step.hold():

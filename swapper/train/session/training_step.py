@@ -230,8 +230,8 @@ class TrainingStep:
                 with self._on_all_ranks(step):
                     model.before_update()
                     yield run
-                    run.placed.processor.after_update()
-                    if is_over := self.is_over:
+                    if is_over := self.is_over:  # results of updates that backward has made are waited for by then
+                        run.placed.processor.after_update()
                         run.pager.end_step(self._learn)
                 is_agreed = self._ranks.are_together
                 if is_over:

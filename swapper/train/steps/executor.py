@@ -196,6 +196,8 @@ class UpdateExecutor:
             if is_last:
                 self._end_begun()
                 self._sweep.end()
+            else:
+                self._sweep.settle()  # what backward has left is not hidden
             return
         may_wait = self._policy.in_forward and self._may_wait(member)
         self._sweep.begin(member)
