@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from devices import device_of_tests
+from infer.host_device import ORDERS
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
@@ -54,6 +56,15 @@ def test_several_optimizers_equal_plain_torch(several: MakeTwins, make: Any, gra
     pair = several(Net(depth=8), make, gradients=gradients, update=update)
     pair.train(train_step, steps=4)
     assert pair.manager is not None and pair.manager.step == 4
+    pair.finish()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_on_a_device_that_copies_images_anew_for_each_use(several: MakeTwins, update: str, order: str) -> None:
+    options = {"device": device_of_tests(order), "device_memory": 6 << 20, "update_on": "device"}
+    pair = several(Net(depth=12), by_turns(adamw_and_sgd), update=update, **options)
+    pair.train(train_step, steps=4)
     pair.finish()
 
 
