@@ -88,6 +88,11 @@ class GroupHome:
     def wait_for_update(self, waits: bool) -> None:
         """Note whether the content exists only after an update: it is not brought ahead meanwhile."""
 
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that a use takes of host_memory, in frames, or of device_memory."""
+        return 0
+
     def sized(self) -> AbstractContextManager[object]:
         """Return a context in which the memory has its size, with any content: torch makes views of what is there."""
         return nullcontext()
@@ -204,6 +209,10 @@ class HostHome(GroupHome):
         return [group for kind, group, *_ in expected if kind == "param"] if expected else []
 
     @property
+    def taken_bytes(self) -> int:
+        return len(self.pages) * self._pager.frame_bytes
+
+    @property
     def stays(self) -> bool:
         return not self._streamed.pages
 
@@ -313,6 +322,10 @@ class DeviceHome(GroupHome):
 
     def wait_for_update(self, waits: bool) -> None:
         self.image.waits = waits
+
+    @property
+    def taken_bytes(self) -> int:
+        return self.image.storage.nbytes
 
     @contextmanager
     def sized(self) -> Iterator[None]:

@@ -61,8 +61,7 @@ def test_a_commit_has_what_is_being_copied(on_device: MakeTwins, tmp_path: Path,
     for _ in range(5000):  # its files are synced meanwhile
         if committer.committed == 2:
             break
-        with torch.no_grad():
-            loss_of(pair.swapped, tokens())
+        loss_of(pair.swapped, tokens())
     assert committer.committed == 2
     shutil.copytree(pair.directory, tmp_path / "killed")
     pair.close()
@@ -77,6 +76,7 @@ def test_a_change_of_a_forward_that_cannot_be_copied_back_is_not_on_the_device_e
     pair.both(train_step)
     weight = pair.swapped.blocks[1].up.weight
     run = pair.manager.current.run
+    run.pager.flush()  # else a page that is being written cannot be sent away
     store = run._resources.store.swap_files
     sound, failing = store._engine, _C.Engine(chaos={"seed": 1, "eio": 1})
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import device_of_tests
 from torch import nn
 
 import swapper
@@ -88,6 +89,19 @@ def test_a_loop_with_autograd_names_a_budget_that_works(twins: MakeTwins) -> Non
     pair.close()
     named = error.value.missing_bytes
     pair = twins(Encoders(penalty, "before", with_graph=True), budget=budget + named)
+    pair.train(step, steps=3)
+    pair.finish(paged=False)
+
+
+def test_on_a_device_its_budget_is_named(twins: MakeTwins) -> None:
+    options = {"device": device_of_tests(), "update_on": "cpu"}
+    pair = twins(Encoders(penalty, "before", with_graph=True), device_memory=1 << 20, **options)
+    with pytest.raises(swapper.BudgetError, match="raise device_memory by") as error:
+        pair.swapped(torch.randn(4, WIDTH))
+    assert error.value.option == "device_memory"
+    pair.close()
+    budget = (1 << 20) + error.value.missing_bytes
+    pair = twins(Encoders(penalty, "before", with_graph=True), device_memory=budget, **options)
     pair.train(step, steps=3)
     pair.finish(paged=False)
 

@@ -95,7 +95,7 @@ class Sweep:
         self._may_fail = may_fail
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name in ("take_in_written", "give_back", "show", "end", "fetch_ahead"):
+        if name in ("take_in_written", "give_back", "show", "settle", "end", "fetch_ahead"):
             return lambda *_: self._may_fail()
         if name in ("rejoin", "abandon"):
             return lambda: None

@@ -188,11 +188,6 @@ class GroupParameters(LeasedGroup):
 
     # --- pins: leases outside of the order of a step ------------------------------------------------------------------
 
-    @property
-    def frame_bytes(self) -> int:
-        """The bytes of the frames of its pages."""
-        return len(self.home.pages) * self._pager.frame_bytes
-
     def pin(self, write: bool) -> None:
         """Bring the parameters in, until `unpin`."""
         self.home.pin(write)

@@ -254,7 +254,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         try:
             self._lease(group)
         except BudgetError as error:
-            raise self._no_room_to_touch(call, group) from error
+            raise self._no_room_to_touch(call, group, error.option) from error
         call.groups.append(group.index)
         if not torch.is_grad_enabled() and group.home.answers_reads:
             call.brought.append(group.index)
@@ -270,17 +270,18 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         close_all(self._groups[index].release for _, index in found)
         return bool(found)
 
-    def _no_room_to_touch(self, call: TrainingCall, group: GroupParameters) -> BudgetError:
+    def _no_room_to_touch(self, call: TrainingCall, group: GroupParameters, option: str) -> BudgetError:
         """Return the error of a forward that touches too many parameters of other units with autograd."""
         module = self._modules[call.module]()
         inside = {id(p) for p in module.parameters()} if module is not None else set()
-        needed = sum(one.frame_bytes for one in self._groups if any(id(p) in inside for p in one.parameters))
+        needed = sum(one.home.taken_bytes for one in self._groups if any(id(p) in inside for p in one.parameters))
         how = ", or under torch.no_grad() if no gradient is wanted" if torch.is_grad_enabled() else ""
         return BudgetError(
             f"the forward of {call.module or 'the model'} itself reads parameters of modules inside it ({group.names[0]} and "
-            "others), which stay in memory until it and its backward are over: raise host_memory by "
+            f"others), which stay in memory until it and its backward are over: raise {option} by "
             f"{format_bytes(needed)} ({needed} bytes), which is enough for all of them; or do that outside of the forward (a "
             f"penalty in the training loop), where each is in memory for its operation only{how}",
+            option=option,
             missing_bytes=needed,
         )
 
