@@ -31,8 +31,7 @@ from swapper.train.layout.train_placement import (
     without_gradients,
 )
 from swapper.train.planning.request import Request
-from swapper.train.steps.policies import POLICIES
-from swapper.train.steps.program import StepProgram
+from swapper.train.steps.policies import POLICIES, StepProgram
 
 
 @dataclass(frozen=True)
