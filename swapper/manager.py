@@ -344,7 +344,7 @@ class SwapManager:
                 some of them before their `optimizer.step()`.
         """
         with self.current.turns.turn():
-            self.current.check_to_read()
+            self.current.check_usable()
             run = self.current.running("gather")
             run.model.finish_update()
         if isinstance(target, nn.Module):

@@ -240,20 +240,33 @@ class Committer:
         Raises:
             IoError: as `finish` and `changed_from_outside`.
         """
-        if self._due is not None and self._record is None:
-            self._model.finish_update()
-            self.edits += 1
-            return
+        self._model.finish_update()
+        if not self._is_of_due_step():
+            self.before_change_in_pass()
+
+    def before_change_in_pass(self) -> None:
+        """Prepare for a forward that changes parameters, in the next step: commit the last one as it was. Raises as before."""
         self.finish()
         self.changed_from_outside()
 
     def changed_in_pass(self) -> None:
-        """Note that a forward has changed parameters: an uncommitted step before it can no longer be committed."""
+        """Note that a forward has changed parameters: an uncommitted step before it can no longer be committed.
+
+        An evaluation belongs to that step itself.
+        """
+        if self._is_of_due_step():
+            return
         self.changed_from_outside()
         if self._due is not None:
             self._drain()
             self._due = self._record = None
             self.end_snapshot("a forward changed parameters before the step was written: take it again")
+
+    def _is_of_due_step(self) -> bool:
+        """Whether a change belongs to the due step, as that is not captured yet. It is counted then."""
+        is_so = self._due is not None and self._record is None
+        self.edits += is_so
+        return is_so
 
     def end_snapshot(self, why: str) -> None:
         """Fail the snapshot that waits for the writes of its step, if there is one."""

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +23,78 @@ import swapper
 WIDTH = 256
 
 
-def decay(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+def decay(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
     for parameter in model.parameters():
         parameter.mul_(0.9)
 
 
-def decay_data(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
-    model[0].weight.data *= 0.9  # type: ignore[index]
+def decay_data(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
+    model[0].weight.data *= 0.9
 
 
-def decay_gathered(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+def decay_gathered(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
     with nullcontext() if manager is None else manager.gather(model, write=True):
         decay(model, average, optimizer, manager)
 
 
-def follow(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+def follow(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
     for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
         ours.lerp_(theirs, 0.1)
 
 
-def shrink_state(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
-    optimizer.state[model[0].weight]["exp_avg"].mul_(0.5)  # type: ignore[index]
+def shrink_state(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
+    optimizer.state[model[0].weight]["exp_avg"].mul_(0.5)
 
 
-def load(model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+def evaluate(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
+    """A forward that changes its parameters, as Embedding(max_norm=...) does."""
+    hook = model[1].register_forward_pre_hook(partial(perturb, torch.ones(WIDTH, WIDTH) * 0.1))
+    model(torch.randn(4, WIDTH))
+    hook.remove()
+
+
+def load(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
     model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
 
 
-CHANGES: dict[str, Callable[[nn.Module, nn.Module, Any, Any], None]] = {
-    "parameters": decay, "data": decay_data, "gathered": decay_gathered, "average": follow, "state": shrink_state, "loaded": load,
-}  # fmt: skip
+def nothing(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
+    """`take` has the forward add noise, which belongs to its own step."""
 
 
-def make() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+@torch.no_grad()
+def perturb(noise: torch.Tensor | None, module: nn.Module, args: object) -> None:
+    if noise is not None:
+        module.weight.add_(noise)  # type: ignore[operator]
+
+
+CHANGES: dict[str, Callable[[nn.Sequential, nn.Sequential, Any, Any], None]] = {
+    "parameters": decay,
+    "data": decay_data,
+    "gathered": decay_gathered,
+    "average": follow,
+    "state": shrink_state,
+    "loaded": load,
+    "evaluation": evaluate,
+    "noise": nothing,
+}
+"""By name, what is done after a step."""
+
+
+def make() -> tuple[nn.Sequential, nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model, average = (nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))) for _ in range(2))
     return model, average.requires_grad_(False), torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def take(step: int, change: str, model: nn.Module, average: nn.Module, optimizer: Any, manager: Any) -> None:
+def take(step: int, change: str, model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
     torch.manual_seed(step)
-    model(torch.randn(4, WIDTH)).square().mean().backward()
+    value, noise = torch.randn(4, WIDTH), torch.randn(WIDTH, WIDTH) if change.endswith("noise") else None
+    hook = model[1].register_forward_pre_hook(partial(perturb, noise))
+    model(value).square().mean().backward()
+    hook.remove()
+    if noise is not None:
+        with torch.no_grad():
+            model[1].weight.sub_(noise)
     optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
@@ -78,7 +110,7 @@ def plain(change: str, steps: int) -> dict[str, torch.Tensor]:
     return content(model, average, optimizer)
 
 
-def content(model: nn.Module, average: nn.Module, optimizer: Any) -> dict[str, Any]:
+def content(model: nn.Sequential, average: nn.Sequential, optimizer: Any) -> dict[str, Any]:
     found = {
         **{f"model.{n}": v.clone() for n, v in model.state_dict().items()},
         "state": optimizer.state_dict()["state"],

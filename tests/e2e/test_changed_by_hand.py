@@ -20,6 +20,8 @@ STEPS = 6
 def test_a_run_that_goes_on_has_what_was_changed_after_its_last_step(
     tmp_path: Path, change: str, update: str, end: str
 ) -> None:
+    if change.endswith("noise") and update == "backward":
+        pytest.skip("between a backward that has updated and optimizer.step() nothing can be changed")
     for steps in (1, 3):
         if end == "killed":
             ran = run_python(changed_by_hand.__file__, tmp_path, change, update, steps, end)

@@ -32,7 +32,7 @@ class SessionEvents(Protocol):
             StateError: the manager cannot be used.
         """
 
-    def check_to_read(self) -> None:
+    def check_usable(self) -> None:
         """The same, of a use that only reads parameters or state outside of a forward. It may come in any thread."""
 
     def check_to_write(self) -> None:

@@ -90,7 +90,7 @@ class ParameterFaultHandler(FaultHandler):
 
     def fault_in(self, parameter: nn.Parameter) -> bool:
         with outside_transforms():
-            self._session_guard.events.check_to_read()
+            self._session_guard.events.check_usable()
             self.catch_up(parameter)
         return not is_cold(parameter) or self._owner.in_use.hooks.fault_in(parameter)
 

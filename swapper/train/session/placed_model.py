@@ -347,10 +347,10 @@ class PassLifecycle:
 
     def enter_forward(self, is_outermost: bool = True) -> None:
         self._updates.forward_begins(is_outermost)
-        events = self._guard.events
+        events, is_evaluation = self._guard.events, not torch.is_grad_enabled()
         if self._fault_handler.changes_itself:
-            events.check_to_write_in_pass()
-        events.check(is_evaluation=not torch.is_grad_enabled())
+            (events.check_to_write if is_evaluation else events.check_to_write_in_pass)()
+        events.check(is_evaluation)
         if not is_outermost:
             return
         if self._without_averaging:

@@ -191,9 +191,6 @@ class SessionSlot:
         if self.run is not None:
             self.run.committer.enter(is_evaluation)
 
-    def check_to_read(self) -> None:
-        self.check_usable()
-
     def check_to_write(self) -> None:
         """Check the same before a change by hand, which belongs to the last step. [Note: changes by hand], committer.py"""
         self.check_usable()
@@ -204,8 +201,7 @@ class SessionSlot:
         """The same before a forward that changes parameters, which belongs to the next step: commit the last one as it was."""
         self.check_usable()
         if self.run is not None:
-            self.run.committer.finish()
-            self.run.committer.changed_from_outside()
+            self.run.committer.before_change_in_pass()
 
     def check_usable(self) -> None:
         """Raise StateError if the manager cannot be used."""

@@ -1,4 +1,4 @@
-"""Keeps what a model's state_dict has besides parameters: buffers, and the extra state of modules.
+"""Keeps buffers and the extra state of modules, which a model's state_dict has in addition to parameters.
 
 [Note: buffers in commits] Running statistics, the vectors of spectral norm and queues change in forwards, and a step that follows
 depends on them: a commit has them, as a snapshot does. It has those that are not as the script has made them, so that

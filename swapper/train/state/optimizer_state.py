@@ -138,7 +138,7 @@ class OptimizerState:
             IoError: changes in memory could not be written.
         """
         with self._session_guard.turns.turn():
-            self._session_guard.events.check_to_read()
+            self._session_guard.events.check_usable()
             self._finish_update()
             self.sync_to_host()
             self._pager.flush()
@@ -305,7 +305,7 @@ class OptimizerState:
         return sorted(found, key=lambda p: numbers.get(id(p), len(numbers)))  # those in no group are last
 
     def keys(self, parameter: torch.Tensor) -> list[str]:
-        self._session_guard.events.check_to_read()
+        self._session_guard.events.check_usable()
         self._finish_update()
         name = self._names.get(id(parameter))
         return [] if name is None else list(nested(self.entries[name]))
