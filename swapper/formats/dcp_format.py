@@ -230,7 +230,7 @@ def read_directory(path: Path) -> DcpDirectory:
     data = read_whole(path / METADATA_NAME, MAX_METADATA_BYTES)
     tree = read_skeleton(data, str(path / METADATA_NAME)).tree
     try:
-        described = _fields(tree)["state_dict_metadata"]
+        described = {_name(name): entry for name, entry in _fields(tree)["state_dict_metadata"].items()}
         places = {_index(index): _fields(info) for index, info in _fields(tree)["storage_data"].items()}
         tensors = {name: entry for name, entry in described.items() if "chunks" in _fields(entry)}
         found = {name: _chunked(path, name, _fields(entry), places) for name, entry in tensors.items()}
@@ -264,14 +264,16 @@ def _fields(obj: object) -> dict[str, Any]:
 def _index(index: object) -> tuple[str, tuple[int, ...] | None]:
     fields = _fields(index)
     offset = fields.get("offset")
-    if not isinstance(fields["fqn"], str):
-        raise TypeError("a tensor's name is no text")
-    return fields["fqn"], None if offset is None else _sizes(offset)
+    return _name(fields["fqn"]), None if offset is None else _sizes(offset)
 
 
-def _chunked(path: Path, name: object, entry: dict[str, Any], places: dict[Any, dict[str, object]]) -> ChunkedTensor:
-    if not isinstance(name, str):
-        raise TypeError("a tensor's name is no text")
+def _name(said: object) -> str:
+    if not isinstance(said, str):
+        raise TypeError("the name of an entry is no text")
+    return said
+
+
+def _chunked(path: Path, name: str, entry: dict[str, Any], places: dict[Any, dict[str, object]]) -> ChunkedTensor:
     dtype, shape = entry["properties"].state[0], _sizes(entry["size"])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"tensor {name!r} has no dtype")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import signal
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +208,6 @@ def test_a_damaged_dcp_directory_is_refused(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return (os.mkdir, (str(tmp_path / "was here"),))
 
-    import pickle
-
     for data in (
         good[:-10],
         b"",
@@ -224,6 +225,29 @@ def test_a_damaged_dcp_directory_is_refused(tmp_path: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(swapper.SwapperError):
         read_directory(tmp_path / "dcp")
+
+
+@pytest.mark.parametrize("name", [3, None, b"a", ("a",), ("a", 1)], ids=repr)
+@pytest.mark.parametrize("entry", ["a", "step"], ids=["of a tensor", "of another entry"])
+def test_a_dcp_directory_whose_names_are_no_text_is_refused(tmp_path: Path, name: Any, entry: str) -> None:
+    dcp.save({"a": torch.ones(50), "step": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path = tmp_path / "dcp" / ".metadata"
+    good = pickle.loads(path.read_bytes())
+    for field in ("state_dict_metadata", "storage_data"):
+        metadata = copy.deepcopy(good)
+        names = getattr(metadata, field)
+        if field == "state_dict_metadata":
+            names[name] = names.pop(entry)
+        else:
+            index = next(index for index in names if index.fqn == entry)
+            names[replace(index, fqn=name)] = names.pop(index)
+        path.write_bytes(pickle.dumps(metadata))
+        for what in ("model", "all"):
+            with pytest.raises(swapper.CheckpointError, match=r"the name of an entry is no text"):
+                export(tmp_path / "dcp", tmp_path / "out", "torch", what=what)
+        with pytest.raises(swapper.CheckpointError, match=r"the name of an entry is no text"):
+            inspect(tmp_path / "dcp")
+    assert names_in(tmp_path) == ["dcp"]
 
 
 def test_the_commands(tmp_path: Path) -> None:
