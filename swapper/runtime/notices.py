@@ -51,12 +51,27 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
+class _Unconfigured(logging.Handler):
+    """Prints swapper's lines, with its name, where nobody has configured logging; Python would leave out the name."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not _is_configured():
+            print(f"swapper: {record.getMessage()}", file=sys.stderr)
+
+
+log.addHandler(_Unconfigured())
+
+
+def _is_configured() -> bool:
+    return logging.getLogger().hasHandlers() or len(log.handlers) > 1
+
+
 def notify(text: str) -> None:
     """Log `text` as info; print it to stderr where nobody has configured logging, as in a first script or a notebook.
 
     `logging.getLogger("swapper").setLevel(logging.WARNING)` silences it.
     """
-    if log.hasHandlers():
+    if _is_configured():
         log.info("%s", text)
     elif log.level <= logging.INFO and is_first_rank():
         print(f"swapper: {text}", file=sys.stderr)

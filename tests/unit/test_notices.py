@@ -18,10 +18,10 @@ import torch
 import swapper
 from torch import nn
 
-def offload(directory, **options):
-    model = nn.Linear(64, 64)
+def offload(directory, params="auto", width=64, **options):
+    model = nn.Linear(width, width)
     manager = swapper.SwapManager(directory, host_memory="64MiB", **options)
-    return manager, *manager.offload(model, torch.optim.SGD(model.parameters()))
+    return manager, *manager.offload(model, torch.optim.SGD(model.parameters()), params=params)
 """
 
 
@@ -44,6 +44,32 @@ def test_a_program_with_logging_of_its_own_gets_no_line(tmp_path: Path, run_pyth
     assert run(run_python, text) == []
     silent = f"import logging; logging.getLogger('swapper').setLevel('WARNING'); offload({str(tmp_path / 'other')!r})[0].close()"
     assert run(run_python, silent) == []
+
+
+def test_a_warning_names_swapper_where_nobody_has_configured_logging(tmp_path: Path, run_python: RunPython) -> None:
+    text = f"""
+        {{}}
+        manager, model, optimizer = offload({str(tmp_path)!r}, "nvme", 1024, resume="discard")
+        model.weight.norm()
+        manager.close()
+    """
+    _, warning = run(run_python, text.format(""))
+    assert warning.startswith("swapper: ") and "reads parameter weight, which is away" in warning
+    own = "import logging; logging.getLogger('swapper').addHandler(logging.NullHandler())"
+    assert run(run_python, text.format(own)) == []
+
+
+def test_a_resumed_run_says_from_which_step(tmp_path: Path, run_python: RunPython) -> None:
+    train = f"""
+        manager, model, optimizer = offload({str(tmp_path)!r}, resume="auto")
+        for _ in range(3):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+        manager.close()
+    """
+    (begun,) = run(run_python, train)
+    (resumed,) = run(run_python, train)
+    assert "resumed" not in begun and resumed.endswith("; resumed from step 3")
 
 
 def test_a_cell_that_runs_again_closes_its_earlier_manager(tmp_path: Path, run_python: RunPython) -> None:

@@ -154,7 +154,8 @@ class TrainingSession:
     def _log_choices(self, plan: Plan, origin: Origin) -> None:
         """Log what was chosen and why, unless the session is opened again in this process."""
         if not origin.sections:
-            notify(f"offload: {summary(plan)}")
+            resumed = "" if origin.commit is None else f"; resumed from step {origin.commit.step}"
+            notify(f"offload: {summary(plan)}{resumed}")
             for name, text in chosen(plan, self._resources.describe()):
                 log.info("offload: %s: %s", name, text)
 
