@@ -73,7 +73,13 @@ class _MetadataReader(pickle._Unpickler):
     In Python: the unpickler in C allocates memory for as many memo entries as a pickle claims.
     """
 
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _MODULES: ClassVar[dict[str, frozenset[str]]] = {
+        "torch.distributed.checkpoint.metadata": frozenset(
+            {"Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"}
+            | {"TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"}
+        ),
+        "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    }
     _OTHERS = frozenset(
         {
             *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
@@ -85,7 +91,7 @@ class _MetadataReader(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> object:
         is_other = (module, name) in self._OTHERS
         found = super().find_class(module, name) if module in (*self._MODULES, "torch") or is_other else None
-        is_record = module in self._MODULES and isinstance(found, type) and found.__module__ == module
+        is_record = name in self._MODULES.get(module, ())
         if is_record or isinstance(found, torch.dtype) or is_other:
             return found
         raise CheckpointError(

@@ -22,6 +22,9 @@ _BY_NUMBER = {(module, name) for module in ("builtins", "__builtin__") for name 
 
 _COPYING = ("set", "frozenset", "bytes", "bytearray", "encode")
 """What copies its first argument."""
+_LOOKING_UP = ("_get_layout", "_MEM_FORMAT_ENCODING", "slice")
+"""What looks its arguments up in a dict, or has a hash of them."""
+_PATHS = ("PosixPath", "PurePosixPath")
 
 _Unpickler: Any = pickle._Unpickler
 
@@ -130,6 +133,11 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
         if made.name in ("set", "frozenset"):
             for item in arguments[0] if arguments and isinstance(arguments[0], list | tuple) else ():
                 check_key(item)
+        if made.name in _LOOKING_UP:
+            for argument in arguments:
+                check_key(argument)
+        if made.name in _PATHS and not all(isinstance(part, str) for part in arguments):
+            raise CheckpointError("it makes a path of something that is no text")
         if made.name in _COPYING:
             self._count_copies(sum(len(part) for part in arguments[:1] if isinstance(part, str | bytes | list | tuple)))
         if (made.module, made.name) == ("_codecs", "encode") and not _is_latin(arguments):

@@ -105,6 +105,15 @@ ENDLESS_WORK = {
         tensor(b"K\x00", b"K\x04\x85", b"K\x01\x85"), b"(NNK\x00K\x09\x85K\x01\x85\x89tb"
     ),
     "a storage that is changed": pickled(STORAGE, b"(X\x01\x00\x00\x000Nh\x00K\x09tb"),
+    **{
+        f"such an argument of {name.decode()}": pickled(b"c" + module + b"\n" + name + b"\n", *DOUBLED_KEY, b"\x85R")
+        for module, name in (
+            (b"torch.serialization", b"_get_layout"),
+            (b"torch.distributed.checkpoint.metadata", b"_MEM_FORMAT_ENCODING"),
+            (b"builtins", b"slice"),
+        )
+    },
+    "a path of paths": pickled(b"cpathlib\nPosixPath\nq\x00X\x01\x00\x00\x00a\x85R", b"q\x01h\x00h\x01h\x01\x86R" * 60),
     "a call of a nest": pickled(*DOUBLED_KEY, b"K\x01R"),
     "a storage that is a nest": pickled(*DOUBLED_KEY, b"Q"),
     "a class that is changed": pickled(GLOBAL, b"}X\x01\x00\x00\x00aNsb"),
