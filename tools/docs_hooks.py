@@ -1,5 +1,5 @@
 """Completes the documentation site: the command line's own help, examples, decisions, lines that break where they should, pictures
-that open. mkdocs calls it (tools/mkdocs.yml)."""
+that open, parameters that a docstring names together. mkdocs and griffe call it (tools/mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from typer.main import get_command
 
 from swapper.cli import app
@@ -48,6 +49,24 @@ def _whole(word: str) -> str:
 def _breakable(word: str) -> str:
     """Offer a break behind each mark that is within a name, and before each of its words."""
     return re.sub(r"(?<=\w)([_.=(,/])(?=\w|&quot;)|(?<=[a-z])(?=[A-Z])", r"\1<wbr>", word)
+
+
+class NamesTogether(griffe.Extension):
+    """Gives each parameter its own row, with its type and default, where a docstring says "a, b: ..." of several."""
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        for section in func.docstring.parsed if func.docstring else ():
+            if isinstance(section, griffe.DocstringSectionParameters):
+                section.value = [row for said in section.value for row in _rows(func, said)]
+
+
+def _rows(function: griffe.Function, said: griffe.DocstringParameter) -> list[griffe.DocstringParameter]:
+    rows = []
+    for name in said.name.split(", "):
+        known = function.parameters[name] if name in function.parameters else None
+        annotation, default = (said.annotation, said.value) if known is None else (known.annotation, known.default)
+        rows.append(griffe.DocstringParameter(name, description=said.description, annotation=annotation, value=default))
+    return rows if len(rows) > 1 else [said]
 
 
 def commands() -> str:
