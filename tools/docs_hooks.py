@@ -61,9 +61,9 @@ class NamesTogether(griffe.Extension):
 
 
 def _rows(function: griffe.Function, said: griffe.DocstringParameter) -> list[griffe.DocstringParameter]:
-    rows = []
+    rows, parameters = [], {parameter.name: parameter for parameter in function.parameters}
     for name in said.name.split(", "):
-        known = function.parameters[name] if name in function.parameters else None
+        known = parameters.get(name)
         annotation, default = (said.annotation, said.value) if known is None else (known.annotation, known.default)
         rows.append(griffe.DocstringParameter(name, description=said.description, annotation=annotation, value=default))
     return rows if len(rows) > 1 else [said]
