@@ -483,6 +483,18 @@ def codec_decode(
 ) -> None:
     """The reverse of `codec_encode`."""
 
+def dequantise(
+    rows: int, count: int, columns: int, block: int, bits: int, value: tuple[int, str], threads: int = 1, isa: str = ""
+) -> None:
+    """Writes the values of `count` rows of a weight in 8 or 4 bits, at the address `rows`, to the address `value`.
+
+    `swapper.checkpoint.quantization` has the format, checks sizes and holds the memory; `value` is an address and "fp32" or
+    "bf16". `isa` as of `codec_encode`.
+
+    Raises:
+        ConfigError: there is no such instruction set, or the rows or values have another kind or shape.
+    """
+
 def codec_adamw(
     count: int,
     parameter: tuple[int, str],

@@ -1,5 +1,5 @@
-// Binds the codecs of optimizer state to Python, by the addresses of tensors that swapper/codecs/ has
-// checked. The GIL is released meanwhile. Owns nothing.
+// Binds the codecs of optimizer state and of weights to Python, by the addresses of tensors that
+// swapper/codecs/ and swapper/checkpoint/ have checked. The GIL is released meanwhile. Owns nothing.
 #include "codecs/codecs.h"
 
 #include <nanobind/nanobind.h>
@@ -68,6 +68,17 @@ Dtype dtype_of(const std::string& name) {
   throw ConfigError("parameters and gradients are fp32, bf16 or fp16, not " + name);
 }
 
+void dequantise_at(Address rows, std::size_t count, std::size_t columns, std::size_t block, std::size_t bits,
+                   const Tensor& value, std::size_t threads, const std::string& isa) {
+  const Kernels& kernels = find_kernels(isa);
+  const WeightRows weight{
+      .bytes = at<const std::uint8_t>(rows), .count = count, .columns = columns, .block = block};
+  const auto& [address, dtype] = value;
+  const Dtype kind = dtype_of(dtype);
+  const nb::gil_scoped_release released;
+  dequantise(kernels, weight, bits, kind, at<void>(address), threads);
+}
+
 // The states of a slice, for as long as a call.
 class States {
  public:
@@ -134,6 +145,8 @@ void bind_codecs(nb::module_& module) {
   module.def("codec_encode", &encode_at, "codec"_a, "value"_a, "count"_a, "parts"_a, "parameter"_a,
              "threads"_a = 1, "isa"_a = "");
   module.def("codec_decode", &decode_at, "codec"_a, "parts"_a, "count"_a, "value"_a, "parameter"_a,
+             "threads"_a = 1, "isa"_a = "");
+  module.def("dequantise", &dequantise_at, "rows"_a, "count"_a, "columns"_a, "block"_a, "bits"_a, "value"_a,
              "threads"_a = 1, "isa"_a = "");
   module.def("codec_adamw", &update_at, "count"_a, "parameter"_a, "gradient"_a, "states"_a, "numbers"_a,
              "threads"_a = 1, "isa"_a = "");

@@ -470,6 +470,42 @@ void step_masters(float* __restrict master, const float* __restrict exp_avg, con
   }
 }
 
+// --- weights in few bits
+
+inline void store(float value, float* out) {
+  *out = value;
+}
+
+inline void store(float value, uint16_t* out) {
+  *out = nearest_word(bits_of(value));
+}
+
+// Codes times their block's scale, rounded once. In 8 bits a byte is a code. In 4 a byte has the code of a
+// column in its low bits, and that of the one half a row further in its high ones, both times 16.
+template <size_t kBits, typename Value>
+void dequantise_rows(const WeightRows& rows, void* value) {
+  const size_t code_bytes = rows.columns * kBits / 8, row_bytes = code_bytes + rows.columns / rows.block * 2;
+  for (size_t row = 0; row < rows.count; ++row) {
+    const uint8_t* __restrict code = rows.bytes + row * row_bytes;
+    const uint8_t* __restrict scales = code + code_bytes;
+    Value* __restrict out = static_cast<Value*>(value) + row * rows.columns;
+    for (size_t begin = 0; begin < code_bytes; begin += kGroup) {
+      uint16_t words[2];
+      memcpy(&words[0], scales + begin / rows.block * 2, 2);
+      memcpy(&words[1], scales + (begin + code_bytes * (kBits == 4)) / rows.block * 2, 2);
+      const float first = widened(words[0]), second = widened(words[1]);
+      for (size_t i = begin; i < begin + kGroup; ++i) {
+        if constexpr (kBits == 8) {
+          store(static_cast<float>(static_cast<int8_t>(code[i])) * first, out + i);
+        } else {
+          store(static_cast<float>(static_cast<int8_t>(code[i] << 4)) * first, out + i);
+          store(static_cast<float>(static_cast<int8_t>(code[i] & 0xF0)) * second, out + code_bytes + i);
+        }
+      }
+    }
+  }
+}
+
 constexpr Kernels kernels_of(const char* isa) {
   constexpr auto given_split = encode_split<GivenParameter, const uint16_t>;
   constexpr auto given_master24 = encode_master24<GivenParameter, const uint16_t>;
@@ -523,6 +559,8 @@ constexpr Kernels kernels_of(const char* isa) {
           .moments = advance_moments<false>,
           .moments_by_fma = advance_moments<true>,
           .take_roots = take_roots,
+          .weights8 = {.to_fp32 = dequantise_rows<8, float>, .to_bf16 = dequantise_rows<8, uint16_t>},
+          .weights4 = {.to_fp32 = dequantise_rows<4, float>, .to_bf16 = dequantise_rows<4, uint16_t>},
           .masters = step_masters};
 }
 

@@ -36,13 +36,14 @@ class DefaultArithmetic {
   std::fenv_t saved_;
 };
 
-// Calls work(begin, end) for parts of [0, count), each from a multiple of kBlock and of some `least` elements
-// or more, on up to `threads` threads. Returns the sum of what the calls return.
+// Calls work(begin, end) for parts of [0, count), each from a multiple of `unit` and of some `least` or more,
+// on up to `threads` threads. Returns the sum of what the calls return.
 template <typename Work>
-std::uint64_t share(std::size_t count, std::size_t threads, std::size_t least, const Work& work) {
+std::uint64_t share(std::size_t count, std::size_t threads, std::size_t least, const Work& work,
+                    std::size_t unit = kBlock) {
   threads = std::clamp<std::size_t>(count / least, 1, std::max<std::size_t>(threads, 1));
   const std::size_t parts = threads == 1 ? 1 : std::min(count / least, threads * kParts);
-  const std::size_t each = (count / parts + kBlock - 1) / kBlock * kBlock;
+  const std::size_t each = (count / parts + unit - 1) / unit * unit;
   std::atomic<std::uint64_t> sum{0};
   std::atomic<std::size_t> next{0};
   run_parallel(threads, [&] {
@@ -188,6 +189,27 @@ void decode(const Codec& codec, const Parts& parts, std::size_t count, float* va
                  codec.needs_parameter() ? parameter + begin : nullptr);
     return std::uint64_t{0};
   });
+}
+
+void dequantise(const Kernels& kernels, const WeightRows& rows, std::size_t bits, Dtype dtype, void* value,
+                std::size_t threads) {
+  const std::size_t blocks = rows.block * (bits == 4 ? 2 : 1), value_bytes = dtype == Dtype::kFp32 ? 4 : 2;
+  if ((bits != 4 && bits != 8) || dtype == Dtype::kFp16 || rows.block == 0 || rows.block % kGroup != 0 ||
+      rows.columns == 0 || rows.columns % blocks != 0) {
+    throw ConfigError("these are no weights in few bits");
+  }
+  const auto& kernel = bits == 8 ? kernels.weights8 : kernels.weights4;
+  const Dequantise run = dtype == Dtype::kFp32 ? kernel.to_fp32 : kernel.to_bf16;
+  const std::size_t row_bytes = rows.columns * bits / 8 + rows.columns / rows.block * 2;
+  const std::size_t least = std::max<std::size_t>(kLeastToCode / rows.columns, 1);
+  const auto part = [&](std::size_t begin, std::size_t end) {
+    WeightRows there = rows;
+    there.bytes += begin * row_bytes;
+    there.count = end - begin;
+    run(there, static_cast<std::byte*>(value) + begin * rows.columns * value_bytes);
+    return std::uint64_t{0};
+  };
+  share(rows.count, threads, least, part, 1);
 }
 
 std::uint64_t update_adamw(const Kernels& kernels, const CodedSlice& slice, const AdamWNumbers& numbers,

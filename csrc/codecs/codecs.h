@@ -1,5 +1,5 @@
-// Runs the codecs of optimizer state over memory, in the fastest instruction set that the processor has, by
-// several threads if asked for. Pure functions; results depend on neither.
+// Runs the codecs of optimizer state and of weights over memory, in the fastest instruction set that the
+// processor has, by several threads if asked for. Pure functions; results depend on neither.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +23,10 @@ const Codec& find_codec(const Kernels& kernels, std::string_view name);
                                    const Parts& parts, const std::uint16_t* parameter, std::size_t threads);
 void decode(const Codec& codec, const Parts& parts, std::size_t count, float* value,
             const std::uint16_t* parameter, std::size_t threads);
+
+// Writes the values of the rows, in fp32 or bf16. Raises ConfigError if the shape or the kind is another.
+void dequantise(const Kernels& kernels, const WeightRows& rows, std::size_t bits, Dtype dtype, void* value,
+                std::size_t threads);
 
 struct CodedState {
   const Codec* codec;

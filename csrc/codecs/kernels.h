@@ -1,5 +1,6 @@
-// One table of functions for each instruction set: the arithmetic of the codecs of optimizer state on runs of
-// memory. tests/codec_reference.py defines every result; all tables give its bits. Owns nothing.
+// One table of functions for each instruction set: the arithmetic of the codecs of optimizer state, and of
+// weights in few bits, on runs of memory. tests/codec_reference.py and swapper/checkpoint/quantization.py
+// define every result; all tables give its bits. Owns nothing.
 #pragma once
 
 #include <cstddef>
@@ -57,6 +58,15 @@ struct Codec {
 
 constexpr std::size_t kCodecs = 6;
 
+// Rows of a weight in few bits, of which each is its codes, then a bf16 scale for each block of columns
+// (swapper/checkpoint/quantization.py). `block` is a multiple of kGroup, `columns` of `block`, in 4 bits of
+// twice that.
+struct WeightRows {
+  const std::uint8_t* bytes;
+  std::size_t count, columns, block;
+};
+using Dequantise = void (*)(const WeightRows& rows, void* value);
+
 struct Kernels {
   const char* isa;
   Codec codecs[kCodecs];
@@ -69,6 +79,9 @@ struct Kernels {
                            std::size_t count, const TorchAdamNumbers& numbers);
   Moments moments, moments_by_fma;  // the second adds products before they are rounded
   void (*take_roots)(const float* value, std::size_t count, float* out);
+  struct {
+    Dequantise to_fp32, to_bf16;
+  } weights8, weights4;
   void (*masters)(float* master, const float* exp_avg, const float* roots, std::size_t count,
                   const TorchAdamNumbers& numbers);
 

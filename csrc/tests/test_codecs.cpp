@@ -1,5 +1,6 @@
 // Compares the codecs of every instruction set that this processor has, bit by bit, on memory that ends where
 // the run ends. That these bits are the reference's is tested in Python (tests/codecs). Owns nothing.
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -121,6 +122,27 @@ TEST(every_instruction_set_and_any_threads_update_alike) {
       if (count == kSizes[0]) std::printf("  %s\n", kernels->isa);
       EXPECT(updated(*kernels, count, 1) == wanted);
       EXPECT(updated(*kernels, count, 3) == wanted);
+    }
+  }
+}
+
+TEST(every_instruction_set_and_any_threads_give_the_same_weights) {
+  std::mt19937 random(3);
+  for (const std::size_t bits : {8, 4}) {
+    const std::size_t count = 500, block = 64, columns = block * 6, row_bytes = columns * bits / 8 + 6 * 2;
+    Bytes bytes(count * row_bytes);
+    for (unsigned char& each : bytes) each = static_cast<unsigned char>(random() & 0xBF);  // no scale is NaN
+    const WeightRows rows{.bytes = bytes.data(), .count = count, .columns = columns, .block = block};
+    for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
+      Bytes wanted(count * columns * (dtype == Dtype::kFp32 ? 4 : 2)), found(wanted.size());
+      dequantise(kBaselineKernels, rows, bits, dtype, wanted.data(), 1);
+      for (const Kernels* kernels : codec_kernels()) {
+        for (const std::size_t threads : {1, 3}) {
+          std::fill(found.begin(), found.end(), 0);
+          dequantise(*kernels, rows, bits, dtype, found.data(), threads);
+          EXPECT(found == wanted);
+        }
+      }
     }
   }
 }

@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from swapper import _C
 from swapper.checkpoint.writers import ExportTensor, Payloads
 from swapper.device.kernels import FLOATS, dequantise_, has_triton, quantise, uses_kernel
 from swapper.errors import CheckpointError
@@ -34,6 +35,8 @@ MIN_BLOCK = 32
 CHUNK_ELEMENTS = 1 << 21
 """Elements dequantized at once: intermediate results stay small, and mostly in the cache."""
 NOT_FINITE = "it has values that are not finite"
+_NATIVE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+"""Of the values that csrc/codecs/ computes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -129,7 +132,8 @@ class QuantizedLayout:
     def dequantise(self, stored: torch.Tensor, dtype: torch.dtype, empty: Empty = torch.empty) -> torch.Tensor:
         """Return the values of `stored`, of shape (..., columns).
 
-        `stored` and the result are on one device; on a GPU with Triton a kernel does it, with the same bits.
+        `stored` and the result are on one device. On a CPU, and on a GPU with Triton, a kernel does it in one pass, with the
+        bits of torch's operations.
 
         Args:
             stored: bytes of shape (..., row_bytes).
@@ -141,12 +145,21 @@ class QuantizedLayout:
         rows, flat = stored.reshape(-1, self.row_bytes), values.view(-1, self.columns)
         if self._has_kernel(flat):
             dequantise_(rows.contiguous(), flat, self.bits, self.block)
-            return values
+        elif flat.device.type == "cpu" and dtype in _NATIVE and self.block % MIN_BLOCK == 0:
+            self._dequantise_natively(rows.contiguous(), flat, torch.get_num_threads())
+        else:
+            self._dequantise_by_torch(rows, flat, empty)
+        return values
+
+    def _dequantise_natively(self, rows: torch.Tensor, flat: torch.Tensor, threads: int, isa: str = "") -> None:
+        value = flat.data_ptr(), _NATIVE[flat.dtype]
+        _C.dequantise(rows.data_ptr(), rows.shape[0], self.columns, self.block, self.bits, value, threads, isa)
+
+    def _dequantise_by_torch(self, rows: torch.Tensor, flat: torch.Tensor, empty: Empty) -> None:
         step = min(max(CHUNK_ELEMENTS // self.columns, 1), rows.shape[0])
-        codes = empty((step if self.bits == 4 else 0, self.code_bytes), dtype=torch.int8, device=stored.device)
+        codes = empty((step if self.bits == 4 else 0, self.code_bytes), dtype=torch.int8, device=rows.device)
         for begin in range(0, rows.shape[0], max(step, 1)):
             self._dequantise(rows[begin : begin + step], flat[begin : begin + step], codes)
-        return values
 
     def _dequantise(self, rows: torch.Tensor, out: torch.Tensor, memory: torch.Tensor) -> None:
         """Write the values of `rows` to `out`. 4 bits need `memory` for as many rows of codes."""

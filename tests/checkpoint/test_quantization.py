@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import swapper
+from checkpoint.equality import bytes_of
+from swapper import _C
 from swapper.checkpoint.exporting import export
 from swapper.checkpoint.quantization import QuantizedLayout, layouts_of, metadata_of
 from swapper.cli import app
-from swapper.errors import CheckpointError
+from swapper.errors import CheckpointError, ConfigError
 from swapper.formats.sources import open_source
 
 MAX_ERROR = {8: 1 / 254 + 2**-8, 4: 1 / 8 + 2**-7}
@@ -59,6 +61,45 @@ def test_rows_give_the_same_by_themselves_and_rounding_is_done_once(bits: int) -
     assert torch.equal(layout.dequantise(stored[2], torch.bfloat16), whole[2])
     assert torch.equal(layout.dequantise(stored[1, 7:9], torch.bfloat16), whole[1, 7:9])
     assert torch.equal(layout.dequantise(stored, torch.float32).bfloat16(), whole)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("isa", _C.codec_isas())
+@pytest.mark.parametrize("block", [32, 64, 96, 128])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_kernels_have_the_bits_of_torchs_operations(bits: int, block: int, isa: str) -> None:
+    """All codes, and scales of every size: values that are subnormal, or too large for bf16, are rounded the same too."""
+    columns = block * (6 if bits == 8 else 4)
+    layout = QuantizedLayout(bits, block, columns, "BF16")
+    random = torch.Generator().manual_seed(block)
+    codes = torch.randint(0, 256, (700, layout.code_bytes), dtype=torch.uint8, generator=random)
+    exponents = torch.randint(-140, 128, (700, columns // block), generator=random)
+    scales = ((1 + torch.rand(exponents.shape, generator=random)) * 2.0**exponents).bfloat16()
+    scales[3], scales[4], scales[5] = 0, -scales[4], 2.0**-133
+    rows = torch.cat([codes, scales.view(torch.uint8)], dim=1)
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = torch.empty(700, columns, dtype=dtype)
+        layout._dequantise_by_torch(rows, expected, torch.empty)
+        for threads, first in ((1, 0), (3, 0), (1, 699)):
+            found = torch.full((700 - first, columns), torch.nan, dtype=dtype)
+            layout._dequantise_natively(rows[first:], found, threads, isa)
+            assert bytes_of(found) == bytes_of(expected[first:]), (dtype, threads)
+
+
+@pytest.mark.parametrize(
+    "columns, block, bits, dtype",
+    [
+        (64, 0, 8, "fp32"),
+        (96, 48, 8, "fp32"),
+        (32, 32, 4, "fp32"),
+        (0, 32, 8, "fp32"),
+        (64, 32, 5, "fp32"),
+        (64, 32, 8, "fp16"),
+    ],
+)
+def test_the_kernels_refuse_what_they_do_not_know(columns: int, block: int, bits: int, dtype: str) -> None:
+    with pytest.raises(ConfigError, match="no weights in few bits"):
+        _C.dequantise(0, 1, columns, block, bits, (0, dtype))
 
 
 @pytest.mark.whole
