@@ -7,11 +7,13 @@ checkpoint's tensors as mappings of its files (`MappedSource`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -158,7 +160,8 @@ def without_weights() -> Iterator[None]:
     """Within the context, parameters of new modules have shapes and no memory; buffers are made as usual.
 
     (`with torch.device("meta")` makes buffers without values too, and those that no checkpoint holds would never get
-    any.) Not thread-safe: it changes `nn.Module.register_parameter` meanwhile.
+    any. Initial values of `torch.nn.init` are not computed: for a tensor without memory torch would import a second's
+    worth of modules.) Not thread-safe: it changes `nn.Module.register_parameter` and `torch.nn.init` meanwhile.
     """
     original = nn.Module.register_parameter
 
@@ -169,8 +172,24 @@ def without_weights() -> Iterator[None]:
                 empty = torch.empty_like(parameter, device="meta")
             module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = register  # type: ignore
+    initialisers = {name: getattr(nn.init, name) for name in _INITIALISERS}
     try:
+        nn.Module.register_parameter = register  # type: ignore
+        for name, function in initialisers.items():
+            setattr(nn.init, name, _unless_on_meta(function))
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore
+        for name, function in initialisers.items():
+            setattr(nn.init, name, function)
+
+
+_INITIALISERS = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+
+
+def _unless_on_meta(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(initialise)
+    def checked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if tensor.is_meta else initialise(tensor, *args, **kwargs)
+
+    return checked

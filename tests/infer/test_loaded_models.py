@@ -411,6 +411,46 @@ def test_buffers_that_no_checkpoint_holds_are_made_properly(tmp_path):
     assert not Rotary().map.weight.is_meta
 
 
+class Initialised(nn.Module):
+    """A buffer gets initial values too, and a parameter some that it needs no function of torch.nn.init for."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+        self.register_buffer("directions", nn.init.orthogonal_(torch.empty(8, 8)))
+        nn.init.normal_(self.map.weight, std=0.02)
+        self.map.bias.data.fill_(1)
+
+
+def test_without_weights_initial_values_are_made_of_buffers_alone(run_python):
+    torch.manual_seed(5)
+    before = {name: getattr(nn.init, name) for name in dir(nn.init)}
+    with swapper.without_weights():
+        model = Initialised()
+        torch.manual_seed(5)
+        expected = torch.empty(8, 8)
+        nn.init.orthogonal_(expected)
+    assert model.map.weight.is_meta and torch.equal(model.directions, expected)  # no number was drawn for weights
+    assert {name: getattr(nn.init, name) for name in dir(nn.init)} == before
+    with pytest.raises(ZeroDivisionError), swapper.without_weights():
+        _ = 1 / 0
+    assert nn.init.normal_ is before["normal_"]
+    done = run_python(
+        """
+        import sys
+        import swapper
+        from torch import nn
+
+        swapper.without_weights
+        before = set(sys.modules)
+        with swapper.without_weights():
+            nn.init.normal_(nn.Linear(8, 8).weight)
+        print(sorted(set(sys.modules) - before))
+        """
+    )
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_a_change_without_a_trace_is_found_by_checksum(path):
     model = swapper.load(on_meta(), path, host_memory="6MiB")
     status = path.stat()
