@@ -6,6 +6,7 @@ is another matter: leased_group.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -13,10 +14,13 @@ import torch
 
 from swapper.device.model_device import ModelDevice
 from swapper.device.tier import DeviceCopy
+from swapper.errors import SwapperError
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.paging.store.page_files import checksum_of
+
+log = logging.getLogger("swapper")
 
 Update = Callable[[Access | None], None]
 """Updates a group whose update is deferred, and leases the given access."""
@@ -56,7 +60,7 @@ class GroupHome:
         """End it, if it goes on, but no pins: what held it is gone. The pager forgets its leases by itself."""
 
     def leave(self, stays: bool) -> None:
-        """Give the memory up for good, unless parameters stay there."""
+        """Give the memory up for good, unless parameters stay there, or something of the user's that shows them."""
 
     def wait_on_current_stream(self) -> None:
         """Have the current stream, which may not be that of `fetch`, wait for the bytes."""
@@ -297,8 +301,20 @@ class DeviceHome(GroupHome):
 
     def leave(self, stays: bool) -> None:
         self.image.before_eviction = lambda: None  # else the group and this would keep each other, and the memory
-        if not stays:
+        if not (stays and self._is_there_for_good()):
             self._on_device.tier.drop(self.image)
+
+    def _is_there_for_good(self) -> bool:
+        """Fill the image, if its memory was given up: what shows it would read nothing. Return False if that fails."""
+        if self.image.is_filled:
+            return True
+        try:
+            self._on_device.tier.lease(self.image)
+        except SwapperError as error:
+            message = "close: a tensor of yours refers to memory of %s on the device that cannot be filled, do not use it: %s"
+            log.warning(message, self.image.name, error)
+            return False
+        return True
 
     def wait_on_current_stream(self) -> None:
         self.image.storage.wait_on_current_stream()

@@ -109,18 +109,23 @@ class LeasedGroup(ABC):
 
     def abandon(self, keep_cold: bool = True) -> None:
         """End its use. Parameters that stay in memory stay usable; the others stay cold for good if `keep_cold`."""
+        stays = self.settled or self._is_referred_to()
         for parameter in self.parameters:
             if keep_cold and not self.settled:
                 leave_cold(parameter)
             else:
                 unguard(parameter)
-        self.home.leave(self.settled)
+        self.home.leave(stays)
 
     # --- what differs -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _note_change(self, names: list[str]) -> None:
         """Note that these parameters were changed during the lease that ended."""
+
+    def _is_referred_to(self) -> bool:
+        """Return whether something of the user's refers to the parameters' memory."""
+        return False
 
     def _give_back(self, changed: bool) -> None:
         """Make the parameters cold and give their memory back: the last lease ended."""

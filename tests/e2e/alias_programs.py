@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import devices
 import torch
 from torch import nn
 
 import swapper
 from e2e.twins import Twins, assert_same
+from swapper.runtime.process import rng_states, set_rng_states
 
 WIDTH = 160  # a layer's weight is larger than what stays in memory
 
@@ -90,6 +92,11 @@ ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "numpy": lambda tensor: tensor.detach().numpy(),
     "data.numpy": lambda tensor: tensor.data.numpy(),
 }
+
+
+def may_alias(name: str) -> bool:
+    """Return False of arrays on a device: its memory has none."""
+    return not (devices.NAME and "numpy" in name)
 
 
 def shown(alias: Any) -> torch.Tensor:
@@ -436,16 +443,23 @@ def may_refuse(program: Any, alias: str, update: str, gradients: str, size: str)
     """Return True if a program need not be followed. All others must be."""
     if program in REFUSED or (update == "backward" and program in BETWEEN_BACKWARDS_AND_STEP):
         return True
+    if program in GRADIENTS and devices.NAME:
+        return True  # a gradient that has left a device has no data
     if program in GRADIENTS:
         return gradients == "nvme" and (size == "large" or program is projected_gradients)
     is_copy = alias in ("detach", "numpy", "data.numpy")
-    return program in PARAMETERS and size == "large" and is_copy and program is not parameter_taken_in_a_forward
+    return program in PARAMETERS and is_away(size) and is_copy and program is not parameter_taken_in_a_forward
+
+
+def is_away(size: str) -> bool:
+    """Return True if a parameter of this size is away after a forward."""
+    return size == "large" or bool(devices.NAME)
 
 
 def is_of_a_copy(program: Any, alias: str, size: str) -> bool:
-    """Return True if an array of a large parameter is kept, which is a read-only copy."""
+    """Return True if what is kept of a parameter that is away is a read-only copy: an array, or a small one's `detach()`."""
     of_parameters = program in PARAMETERS and program is not parameter_taken_in_a_forward
-    return of_parameters and size == "large" and alias in ("numpy", "data.numpy")
+    return of_parameters and is_away(size) and (alias in ("numpy", "data.numpy") or (alias, size) == ("detach", "small"))
 
 
 @contextmanager
@@ -456,12 +470,12 @@ def no_gather(*_: Any, **__: Any) -> Iterator[None]:
 def check(pair: Twins, program: Any, alias: str, size: str, may_be_refused: bool) -> bool:
     """Run a program on both. Return False if it is refused by name; else both have the same results and state."""
     at, name = SIZES[size]
-    state = torch.get_rng_state()
+    states = rng_states()
     outcomes: list[Any] = []
     for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.swapped, pair.optimizer)):
         assert pair.manager is not None
         gather = pair.manager.gather if model is pair.swapped else no_gather
-        torch.set_rng_state(state)
+        set_rng_states(states)
         try:
             outcomes.append(program(Run(model, optimizer, gather, at, name, ALIASES[alias])))
         except (RuntimeError, swapper.SwapperError, ValueError) as error:
@@ -495,7 +509,7 @@ def run_random(directory: Path, seed: int) -> str:
     try:
         for _ in range(4):
             program = chance.choice([*GRADIENTS, *PARAMETERS, *OTHER_MEMORY])
-            alias, size = chance.choice(list(ALIASES)), chance.choice(list(SIZES))
+            alias, size = chance.choice([name for name in ALIASES if may_alias(name)]), chance.choice(list(SIZES))
             if program not in GRADIENTS and alias == "itself":
                 alias = "data"
             done.append(f"{program.__name__}({alias}, {size})")

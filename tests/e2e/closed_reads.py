@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import devices
 import torch
 import torch.distributed as dist
 from infer.small import BUDGET, TOKENS, make, on_meta
@@ -25,7 +26,10 @@ from e2e.twins import Twins, adamw, send_away
 from swapper.tensors.torch_private import without_torch_functions
 
 WIDTH = 256
-INPUTS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
+
+
+def inputs() -> torch.Tensor:
+    return torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
 
 
 def layers() -> nn.Module:
@@ -34,18 +38,18 @@ def layers() -> nn.Module:
 
 
 def step(model: Any, optimizer: Any) -> torch.Tensor:
-    return finish_step(model(INPUTS).square().mean(), optimizer)
+    return finish_step(model(inputs()).square().mean(), optimizer)
 
 
 def same(kept: list[Any], expected: list[torch.Tensor]) -> None:
     gc.collect()
     assert arena_bytes() == 0, "the run's memory is not given back"
     for number, (one, other) in enumerate(zip(kept, expected, strict=True)):
-        assert torch.equal(torch.as_tensor(one), other), number
+        assert torch.equal(torch.as_tensor(one).to(other.device), other), number
 
 
 def parameters(directory: Path, update: str = "step", is_away: bool = True) -> None:
-    """Arrays, views and `.data` of weights that are away, or in memory, of large and small parameters."""
+    """Arrays (a device has none), views and `.data` of weights that are away, or in memory, of large and small parameters."""
     pair = Twins(directory, layers(), update=update, room_bytes=0 if is_away else 64 << 20)
     pair.train(step, steps=1)
     kept: list[Any] = []
@@ -54,7 +58,8 @@ def parameters(directory: Path, update: str = "step", is_away: bool = True) -> N
         for name in ("weight", "bias"):
             ours, theirs = (model[at].get_parameter(name) for model in (pair.swapped, pair.plain))
             with pair.manager.gather(ours):
-                kept.append((ours.detach().numpy(), ours.detach()[3:], ours.data)[number])
+                array = ours.detach() if devices.NAME else ours.detach().numpy()
+                kept.append((array, ours.detach()[3:], ours.data)[number])
             expected.append((theirs.detach(), theirs.detach()[3:], theirs.detach())[number])
     pair.train(step, steps=2)  # they follow the parameters
     if is_away:
@@ -66,6 +71,27 @@ def parameters(directory: Path, update: str = "step", is_away: bool = True) -> N
     except swapper.ColdParameterError:
         return
     raise AssertionError("a cold parameter was read")
+
+
+def shown_on_a_device(directory: Path, **options: Any) -> None:
+    """Tensors that a hook and a gather have kept of images, whose memory is given up between uses, or stays."""
+    for number, memory in enumerate((2 << 20, 64 << 20)):
+        (at := directory / str(number)).mkdir()
+        placed = {"device": devices.device_of_tests(), "device_memory": memory, **options}
+        pair = Twins(at, layers(), room_bytes=4 << 20, **placed)
+        kept: list[Any] = []
+        layer, twin = pair.swapped[4], pair.plain[4]
+        handle = layer.register_forward_pre_hook(lambda layer, _: kept.append(layer.weight.detach()))
+        pair.train(step, steps=1)
+        handle.remove()
+        with pair.manager.gather(pair.swapped[8].weight):
+            kept.append(pair.swapped[8].weight.data[3:])
+        pair.train(step, steps=2)
+        pair.manager.close()
+        expected = [twin.weight.detach()] * (len(kept) - 1) + [pair.plain[8].weight.detach()[3:]]
+        same(kept, expected)
+        kept[0].zero_()  # it is ordinary memory
+        assert not kept[0].any()
 
 
 def parked(directory: Path) -> None:
@@ -101,16 +127,16 @@ def written(directory: Path) -> None:
 def graph(directory: Path) -> None:
     """An output with its graph, which has views of weights and weights themselves."""
     pair = Twins(directory, nn.Sequential(*layers(), nn.LayerNorm(WIDTH)))
-    inputs = INPUTS.clone().requires_grad_()
+    inputs = inputs().clone().requires_grad_()
     output = pair.swapped(inputs)
-    assert torch.equal(output, pair.plain(INPUTS))
+    assert torch.equal(output, pair.plain(inputs()))
     send_away(pair.manager)
     pair.manager.close()
     try:
         output.sum().backward()
     except (swapper.SwapperError, RuntimeError):
         return
-    pair.plain(INPUTS).sum().backward()
+    pair.plain(inputs()).sum().backward()
     assert all(p.grad is None or torch.equal(p.grad, q.grad) for p, q in both_parameters(pair))
 
 
@@ -121,7 +147,7 @@ def both_parameters(pair: Twins) -> Any:
 def gradients(directory: Path, where: str = "nvme") -> None:
     pair = Twins(directory, layers(), gradients=where)
     for model in (pair.swapped, pair.plain):
-        model(INPUTS).square().mean().backward()
+        model(inputs()).square().mean().backward()
     kept = [layer.weight.grad for layer in pair.swapped]
     with without_torch_functions():
         arrays = [gradient.numpy() for gradient in kept]
@@ -251,14 +277,14 @@ def activations(directory: Path) -> None:
     """An array of an activation that was on the drive, and came back."""
     pair = Twins(directory, layers())
     kept: list[Any] = []
-    value = INPUTS.clone().requires_grad_()
+    value = inputs().clone().requires_grad_()
     with swapper.offload_activations(pair.manager, to="nvme", host_memory="1MiB", min_bytes=1):
         loss = value.square().sin().sum()
     found = loss.grad_fn.next_functions[0][0]._saved_self
     kept.append(found.detach().numpy())
     del loss
     pair.manager.close()
-    same(kept, [INPUTS.square()])
+    same(kept, [inputs().square()])
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
@@ -266,6 +292,8 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "parameters in frames": lambda directory: parameters(directory, is_away=False),
     "parameters of deferred steps": lambda directory: parameters(directory, "deferred"),
     "parameters updated in backward": lambda directory: parameters(directory, "backward"),
+    "what a device showed": shown_on_a_device,
+    "what a device showed of parameters in host memory": lambda directory: shown_on_a_device(directory, params="host"),
     "parameters of a parked run": parked,
     "written parameters": written,
     "a graph": graph,
@@ -282,8 +310,16 @@ KINDS: dict[str, Callable[[Path], None]] = {
 }
 
 
+OF_ARRAYS = ("parameters of a parked run", "written parameters", "gradients on the drive", "gradients in memory")
+"""Kinds of which there are none on a device."""
+ON_CPU = ("shards", "streamed weights", "the end of a file", "weights in memory", "keys and values", "activations")
+"""Beginnings of the names of kinds whose models need no device."""
+
+
 def main(directory: str, kind: str) -> None:
     torch.set_num_threads(1)
+    if devices.IS_REAL and not kind.startswith(ON_CPU):
+        torch.set_default_device(devices.NAME)
     KINDS[kind](Path(directory))
     print(f"{kind}: same")
 

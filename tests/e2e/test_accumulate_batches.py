@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
-from infer.host_device import HostDevice
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +25,7 @@ from e2e.twins import Twins, adamw, leased_pages
 MakeTwins = Callable[..., Twins]
 Loss = Callable[[Any, Any], torch.Tensor]
 
+pytestmark = devices.without_device("manager.accumulate_batches refuses a model on a device")
 COUNT = 4
 
 
@@ -545,13 +546,6 @@ def test_forwards_that_change_parameters_are_refused(twins: MakeTwins, max_norm:
     net.embedding.max_norm = max_norm
     pair = twins(net)
     with pytest.raises(swapper.UnsupportedError, match="change"):
-        pair.manager.accumulate_batches(partial(loss_of, pair.swapped), [tokens(), tokens()])
-    pair.close()
-
-
-def test_accelerators_are_refused_by_name(twins: MakeTwins) -> None:
-    pair = twins(Net(depth=4), device=HostDevice("late"), device_memory=64 << 20)
-    with pytest.raises(swapper.UnsupportedError, match="an accelerator"):
         pair.manager.accumulate_batches(partial(loss_of, pair.swapped), [tokens(), tokens()])
     pair.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import PLACES
+from devices import PLACES, skip_on_device, without_device
 from torch import nn
 
 import swapper
@@ -44,6 +44,8 @@ WAYS = list(itertools.product(["step", "deferred", "backward"], ["host", "nvme"]
 
 @pytest.mark.parametrize(("program", "alias"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_program_with_aliases_is_followed_or_refused(twins: MakeTwins, program: Any, alias: str) -> None:
+    if not programs.may_alias(alias):
+        skip_on_device("memory of a device has no arrays")
     for update, gradients, size in random.Random(f"{program.__name__} {alias}").sample(WAYS, k=2):
         pair = twins(make_model(), update=update, gradients=gradients, room_bytes=1 << 19)
         programs.check(pair, program, alias, size, programs.may_refuse(program, alias, update, gradients, size))
@@ -239,6 +241,7 @@ def park(pair: Twins) -> None:
         pass
 
 
+@without_device("an alias of what a device needs has no memory to be cut off: see the next test")
 @pytest.mark.parametrize("move", [train_more, park])
 @pytest.mark.parametrize("params", ["nvme", "host"])
 def test_no_alias_of_a_parameter_is_cut_off_where_it_moves(twins: MakeTwins, move: Any, params: str) -> None:
@@ -257,10 +260,14 @@ def test_no_alias_of_a_parameter_is_cut_off_where_it_moves(twins: MakeTwins, mov
 
 
 @pytest.mark.parametrize("move", [train_more, park])
-def test_a_view_of_a_parameter_that_has_moved_raises(twins: MakeTwins, move: Any) -> None:
+@pytest.mark.parametrize(
+    "place, size", [("in host memory", "large"), ("on a device", "large"), ("on a device", "small")]
+)
+def test_a_view_of_a_parameter_that_has_moved_raises(twins: MakeTwins, move: Any, place: str, size: str) -> None:
     """Its memory is gone: an access would end the process."""
-    pair = trained_in_part(twins)
-    view = pair.swapped[2].weight.data
+    pair = trained_in_part(twins, **PLACES[place]())
+    at, name = SIZES[size]
+    view = pair.swapped[at].get_parameter(name).data
     move(pair)
     uses: list[Callable[[Any], Any]] = [
         *(torch.detach, torch.t, torch.clone, np.asarray, torch.Tensor.numpy),

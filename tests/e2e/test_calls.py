@@ -8,6 +8,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import devices
 import pytest
 import torch
 from infer.small import BUDGET, make, on_meta, run
@@ -117,6 +118,7 @@ def leases(monkeypatch: pytest.MonkeyPatch) -> list[list[CodeType]]:
     return found
 
 
+@devices.without_device("a forward leases the pages of a device's images, by one call more")
 def test_a_forward_makes_as_few_calls_to_its_pages(twins: Callable[..., Twins], leases: list[list[CodeType]]) -> None:
     pair = twins(Net(depth=4))
     leases.clear()

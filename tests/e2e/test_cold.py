@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import devices
 import pytest
 
 from e2e.cold_process import REFUSED, WORKS
@@ -47,6 +48,8 @@ def test_what_needs_the_data_is_refused_by_an_error_that_names_gather(outcomes: 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", WORKS)
 def test_what_can_be_done_gives_the_right_result(outcomes: dict[str, Outcome], name: str) -> None:
+    if name in ("gradients", "zero_grad to zeros", "clip_grad_norm_"):
+        devices.skip_on_device("it looks at gradients, which have left a device")
     assert outcomes[name]["result"] == "works", outcomes[name].get("message")
 
 

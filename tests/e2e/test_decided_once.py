@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch import nn
@@ -89,7 +90,7 @@ def test_a_key_in_the_state_has_the_optimizer_update_its_parameter_itself(twins:
     pair.both(lambda model, optimizer: optimizer.state[model[1].weight].update(note=1))
     pair.train(step, steps=2)
     pair.both(lambda model, optimizer: optimizer.state[model[1].weight]["note"])  # of a step that is over
-    assert passes().count(False) == 1
+    assert passes().count(False) == (0 if devices.NAME else 1)  # one pass is the CPU's
     pair.both(lambda model, optimizer: optimizer.state[model[1].weight].pop("note"))
     pair.train(step, steps=2)
     pair.both(lambda model, optimizer: sorted(optimizer.state[model[1].weight]))

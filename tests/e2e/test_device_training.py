@@ -186,6 +186,13 @@ def test_ddp_is_refused_where_gradients_leave_the_device_before_it_averages_them
         torch.distributed.destroy_process_group()
 
 
+def test_micro_batches_together_are_refused_by_name(on_device: MakeTwins) -> None:
+    pair = on_device()
+    with pytest.raises(swapper.UnsupportedError, match="an accelerator"):
+        pair.manager.accumulate_batches(partial(loss_of, pair.swapped), [tokens(), tokens()])
+    pair.close()
+
+
 def test_inputs_on_another_device_are_named(on_device: MakeTwins) -> None:
     pair = on_device()
     with pytest.raises(swapper.ConfigError, match=r"Net runs on (cpu|cuda:0) and was given tensors on meta only"):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch import nn
@@ -56,6 +57,7 @@ def same_memory_as_autograds(model: nn.Module) -> list[bool]:
     return [parameter.grad.data_ptr() == made[parameter] for parameter in model.parameters()]
 
 
+@devices.without_device("gradients leave a device for host memory")
 def test_they_are_where_autograd_made_them(twins: MakeTwins) -> None:
     pair = twins(Net(), **IN_MEMORY)
     plain, swapped = same_memory_as_autograds(pair.plain), same_memory_as_autograds(pair.swapped)
@@ -74,7 +76,7 @@ def test_nothing_is_set_aside_twice(twins: MakeTwins, update: str) -> None:
     gradients = sum(section.nbytes for section in plan.inventory.grad_plans)
     assert plan.budget.resident_bytes >= 2 * gradients  # parameters too
     assert "on host" in next(line for line in str(plan).splitlines() if line.startswith("gradients"))
-    assert not plan.make_grad_sections(0)
+    assert bool(plan.make_grad_sections(0)) == bool(devices.NAME)  # those of a device arrive there
     pair.finish(paged=False)
 
 

@@ -293,6 +293,9 @@ class GroupParameters(LeasedGroup):
             for parameter, (section, slot) in zip(self.parameters, self.places, strict=True):
                 parameter.data = section.tensor(slot)
 
+    def _is_referred_to(self) -> bool:
+        return bool(self._at_places) and next(self.aliased(), None) is not None
+
     def detach(self) -> None:
         """Leave the parameters without data and not cold, until they are adopted again: the memory is released next."""
         self._leases = 0
