@@ -101,7 +101,9 @@ def may_alias(name: str) -> bool:
 
 def shown(alias: Any) -> torch.Tensor:
     """Return what an alias shows now."""
-    return torch.as_tensor(alias).detach().clone()
+    if not isinstance(alias, torch.Tensor):
+        alias = torch.as_tensor(alias)
+    return alias.detach().clone()
 
 
 @torch.no_grad()

@@ -127,8 +127,7 @@ def written(directory: Path) -> None:
 def graph(directory: Path) -> None:
     """An output with its graph, which has views of weights and weights themselves."""
     pair = Twins(directory, nn.Sequential(*layers(), nn.LayerNorm(WIDTH)))
-    inputs = inputs().clone().requires_grad_()
-    output = pair.swapped(inputs)
+    output = pair.swapped(inputs().requires_grad_())
     assert torch.equal(output, pair.plain(inputs()))
     send_away(pair.manager)
     pair.manager.close()

@@ -29,10 +29,12 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=devices.IS_REAL)
-def on_a_real_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models and batches are made on it. What looks into the device of host memory is skipped."""
+def on_a_real_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models and batches are made on it, of tests that train there: others name no device, and are as ever. What looks into the
+    device of host memory is skipped."""
     monkeypatch.setattr(HostDevice, "__init__", lambda *_, **options: pytest.skip(devices.STAND_IN_ONLY))
-    torch.set_default_device(devices.NAME)
+    if {"twins", "place"} & {*request.fixturenames} or hasattr(request.module, "device_of_tests"):
+        torch.set_default_device(devices.NAME)
     yield
     torch.set_default_device(None)
 

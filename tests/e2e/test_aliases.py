@@ -51,6 +51,7 @@ def test_a_program_with_aliases_is_followed_or_refused(twins: MakeTwins, program
         programs.check(pair, program, alias, size, programs.may_refuse(program, alias, update, gradients, size))
 
 
+@pytest.mark.usefixtures("twins")
 @pytest.mark.parametrize("seed", range(3))
 def test_random_programs_with_aliases_are_followed_or_refused(tmp_path: Path, seed: int) -> None:
     programs.run_random(tmp_path, seed)
@@ -112,6 +113,7 @@ def test_assigning_in_a_gather_for_reading_is_refused(twins: MakeTwins) -> None:
 # --- arrays ---------------------------------------------------------------------------------------------------------------
 
 
+@without_device("memory of a device has no arrays")
 @pytest.mark.parametrize("size", SIZES)
 def test_arrays_are_read_as_in_plain_torch(twins: MakeTwins, size: str) -> None:
     pair = twins(make_model(), room_bytes=1 << 19)

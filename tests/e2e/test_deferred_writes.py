@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch.optim import AdamW
@@ -19,6 +20,7 @@ from e2e.models import Net, finish_step, loss_of, tokens, train_step
 from e2e.twins import Twins, penalty_of
 from swapper.paging.section import Page
 
+pytestmark = devices.without_device("no parameter waits in a gradient's slot: a device's updates come down to frames")
 MakeTwins = Callable[..., Twins]
 
 

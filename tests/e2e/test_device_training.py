@@ -127,6 +127,23 @@ def test_a_change_that_cannot_be_brought_home_lets_all_that_was_gathered_go(
     pair.finish(paged=False)
 
 
+def test_what_is_kept_of_a_gather_is_told_of_once_and_is_there_after_the_close(
+    on_device: MakeTwins, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = on_device()
+    pair.train(train_step, steps=1)
+    with pair.manager.gather(pair.swapped.head):
+        assert torch.equal(pair.swapped.head.weight, pair.plain.head.weight)
+    assert "still refers" not in caplog.text
+    for _ in range(2):
+        with pair.manager.gather(pair.swapped.head):
+            kept = pair.swapped.head.weight.detach()
+    assert caplog.text.count("still refers to the memory of head.weight on the device") == 1
+    pair.train(train_step, steps=2)
+    pair.close()
+    assert torch.equal(kept, pair.plain.head.weight)
+
+
 def test_after_closing_parameters_in_host_memory_are_the_models_again(on_device: MakeTwins) -> None:
     pair = on_device(params="host", optimizer_state="host", device=(device := HostDevice("late")))
     pair.train(train_step, steps=2)

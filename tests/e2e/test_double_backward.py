@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import devices
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from e2e.models import LAYER_WIDTH, layers
 from e2e.twins import Twins
 from swapper import _C
 
+pytestmark = devices.without_device("a device refuses a backward with create_graph=True outside of manager.gather")
 MakeTwins = Callable[..., Twins]
 WIDTH = 640
 PLACES = [{"params": "host"}, {"params": "nvme"}, {"params": "nvme", "gradients": "nvme"}]

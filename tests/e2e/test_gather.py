@@ -194,7 +194,7 @@ def test_what_is_not_of_the_model_is_refused(twins: MakeTwins) -> None:
 
 
 def test_a_copy_made_inside_gather_is_a_plain_model(twins: MakeTwins) -> None:
-    pair = twins(Net(), room_bytes=ROOM, device_room_bytes=ROOM)
+    pair = twins(Net(), room_bytes=ROOM)
     pair.train(train_step, steps=1)
     with pair.manager.gather(pair.swapped):
         copied = copy.deepcopy(pair.swapped)
@@ -207,7 +207,7 @@ def test_a_copy_made_inside_gather_is_a_plain_model(twins: MakeTwins) -> None:
 
 
 def test_a_state_dict_taken_inside_gather_stays_valid(twins: MakeTwins) -> None:
-    pair = twins(Net(), room_bytes=ROOM, device_room_bytes=ROOM)
+    pair = twins(Net(), room_bytes=ROOM)
     pair.train(train_step, steps=1)
     expected = copy.deepcopy(pair.plain.state_dict())
     with pair.manager.gather(pair.swapped):

@@ -78,7 +78,6 @@ class Twins:
         make_optimizer: makes an optimizer over the parameters that it is given.
         master: `master_weights=torch.float32`.
         budget: bytes, or None for the smallest that works and `room_bytes` more.
-        device_room_bytes: so much more than the smallest on a device of SWAPPER_TEST_DEVICE.
         select: what the optimizer is given of a model.
         wait: True leaves the offload to the test, which calls `offload`.
         options: of SwapManager.offload. With SWAPPER_TEST_DEVICE=late (or another order of tests/infer/host_device.py) in the
@@ -96,7 +95,6 @@ class Twins:
         master: bool = False,
         budget: int | None = None,
         room_bytes: int = 0,
-        device_room_bytes: int = 1 << 20,
         backend: str = "auto",
         commit_every: int | str | None = "free",
         check_reads: bool = True,
@@ -129,7 +127,6 @@ class Twins:
             self.takes_device_memory = "device_memory" not in self.options
         self.budget = budget
         self.room_bytes = room_bytes
-        self.device_room_bytes = device_room_bytes
         self.backend = backend
         self.commit_every = commit_every
         self.check_reads = check_reads
@@ -142,7 +139,7 @@ class Twins:
         """Offload the swapped one."""
         if self.takes_device_memory:
             smallest = smallest_device_budget(self.directory, self.swapped, self.original, **self.options)
-            self.options["device_memory"] = smallest + self.device_room_bytes
+            self.options["device_memory"] = smallest + (1 << 20) + self.room_bytes
         self.manager = self.make_manager()
         model, self.optimizer = self.manager.offload(self.swapped, self.original, **for_offload(self.options))
         assert model is self.swapped

@@ -7,6 +7,8 @@ writes to its own weights, or inside `manager.gather`) are copied back before th
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -25,6 +27,10 @@ from swapper.paging.section import Section
 from swapper.tensors.torch_private import count_uses, without_torch_functions
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
 from swapper.train.layout.content import SectionSource, compare, fill
+
+log = logging.getLogger("swapper")
+
+_warned: weakref.WeakSet[FaultHandler] = weakref.WeakSet()
 
 
 class Hidable(Protocol):
@@ -209,7 +215,20 @@ class GroupParameters(LeasedGroup):
     def _unpin(self, write: bool, changed: bool) -> None:
         self.home.pins.remove(write)
         self._dematerialize()
+        if self.paged and not self.home.answers_reads:
+            self._warn_of_alias()
         self.home.unpin(write, changed)
+
+    def _warn_of_alias(self) -> None:
+        """Warn once if something still shows memory of a device that is given up next: no operation on it can be refused."""
+        name = None if self._leases or self.home.pins or self._fault_handler in _warned else next(self.aliased(), None)
+        if name is not None:
+            _warned.add(self._fault_handler)
+            log.warning(
+                "gather: a tensor or graph of yours still refers to the memory of %s on the device, which is given up when others "
+                "need it: an operation on it can end the process, or find old values. Keep a copy (.clone())",
+                name,
+            )
 
     # ------------------------------------------------------------------------------------------------------------------
 
