@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from swapper.device.device import Device
-from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
+from swapper.errors import BudgetError, ConfigError, DeviceError, InvariantError, StateError
 from swapper.formats.sources import Source
 from swapper.infer.adoption import MappedSource, Places, empty, fill
 from swapper.infer.experts import Experts
@@ -219,6 +219,9 @@ class LoadedModel(FaultHandler):
         if self._hooks is not None:
             self._hooks.remove()
         paged = [weight.parameter for group in self._groups for weight in group.weights]
+        if self._on_device is not None:
+            with contextlib.suppress(DeviceError):  # which `close` raises
+                self._on_device.tier.finish()  # else copies refer to what they fill, as a tensor of the user's does
         for group in self._groups:
             group.abandon()
         if model is not None:

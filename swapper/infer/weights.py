@@ -31,6 +31,7 @@ from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.layout import ARENA_ALIGNMENT_BYTES
 from swapper.paging.section import Page
 from swapper.runtime.sizes import format_bytes
+from swapper.tensors.torch_private import count_uses
 
 CPU = torch.device("cpu")
 OTHER_MEMORY = (
@@ -135,6 +136,11 @@ class GroupWeights(LeasedGroup):
         for parameter in self.parameters:
             guard(parameter, fault_handler)
             set_cold(parameter)
+        self._uses = [count_uses(part) for weight in weights for part in weight.parts[:1]]  # by nobody but the model
+
+    def _is_referred_to(self) -> bool:
+        uses = [count_uses(part) for weight in self.weights for part in weight.parts[:1]]
+        return any(now > before for now, before in zip(uses, self._uses, strict=False))
 
     @property
     def is_changed(self) -> bool:

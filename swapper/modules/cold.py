@@ -63,9 +63,9 @@ def leave_view(view: torch.Tensor) -> None:
 
 
 def _drop_data(tensor: torch.Tensor) -> None:
-    """Have a tensor of host memory refer to none, unless it has a stand-in there, of one element."""
+    """Have a tensor refer to no memory, unless it has a stand-in there, of one element."""
     with without_torch_functions():
-        if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() >= tensor.nbytes:
+        if tensor.untyped_storage().nbytes() >= tensor.nbytes > 0:
             tensor.data = without_data(tensor)
 
 

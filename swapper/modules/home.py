@@ -311,8 +311,12 @@ class DeviceHome(GroupHome):
         try:
             self._on_device.tier.lease(self.image)
         except SwapperError as error:
-            message = "close: a tensor of yours refers to memory of %s on the device that cannot be filled, do not use it: %s"
-            log.warning(message, self.image.name, error)
+            log.error(
+                "close: do not use tensors or graphs of yours that refer to memory of %s on the device, which would end the "
+                "process: it cannot be filled (%s)",
+                self.image.name,
+                str(error),
+            )
             return False
         return True
 

@@ -461,7 +461,9 @@ def is_away(size: str) -> bool:
 def is_of_a_copy(program: Any, alias: str, size: str) -> bool:
     """Return True if what is kept of a parameter that is away is a read-only copy: an array, or a small one's `detach()`."""
     of_parameters = program in PARAMETERS and program is not parameter_taken_in_a_forward
-    return of_parameters and is_away(size) and (alias in ("numpy", "data.numpy") or (alias, size) == ("detach", "small"))
+    return (
+        of_parameters and is_away(size) and (alias in ("numpy", "data.numpy") or (alias, size) == ("detach", "small"))
+    )
 
 
 @contextmanager

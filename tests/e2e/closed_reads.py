@@ -73,25 +73,21 @@ def parameters(directory: Path, update: str = "step", is_away: bool = True) -> N
     raise AssertionError("a cold parameter was read")
 
 
-def shown_on_a_device(directory: Path, **options: Any) -> None:
+def shown_on_a_device(directory: Path, nbytes: int, **options: Any) -> None:
     """Tensors that a hook and a gather have kept of images, whose memory is given up between uses, or stays."""
-    for number, memory in enumerate((2 << 20, 64 << 20)):
-        (at := directory / str(number)).mkdir()
-        placed = {"device": devices.device_of_tests(), "device_memory": memory, **options}
-        pair = Twins(at, layers(), room_bytes=4 << 20, **placed)
-        kept: list[Any] = []
-        layer, twin = pair.swapped[4], pair.plain[4]
-        handle = layer.register_forward_pre_hook(lambda layer, _: kept.append(layer.weight.detach()))
-        pair.train(step, steps=1)
-        handle.remove()
-        with pair.manager.gather(pair.swapped[8].weight):
-            kept.append(pair.swapped[8].weight.data[3:])
-        pair.train(step, steps=2)
-        pair.manager.close()
-        expected = [twin.weight.detach()] * (len(kept) - 1) + [pair.plain[8].weight.detach()[3:]]
-        same(kept, expected)
-        kept[0].zero_()  # it is ordinary memory
-        assert not kept[0].any()
+    placed = {"device": devices.device_of_tests(), "device_memory": nbytes, **options}
+    pair = Twins(directory, layers(), room_bytes=4 << 20, **placed)
+    kept: list[Any] = []
+    handle = pair.swapped[4].register_forward_pre_hook(lambda layer, _: kept.append(layer.weight.detach()))
+    pair.train(step, steps=1)
+    handle.remove()
+    with pair.manager.gather(pair.swapped[8].weight):
+        kept.append(pair.swapped[8].weight.data[3:])
+    pair.train(step, steps=2)
+    pair.manager.close()
+    same(kept, [pair.plain[4].weight.detach(), pair.plain[8].weight.detach()[3:]])
+    kept[0].zero_()  # it is ordinary memory
+    assert not kept[0].any()
 
 
 def parked(directory: Path) -> None:
@@ -199,6 +195,25 @@ def weights(directory: Path, budget: str = BUDGET) -> None:
     kept_by_hooks(make(), swapper.load(on_meta(), directory / "model.pt", host_memory=budget), TOKENS)
 
 
+def weights_on_a_device(directory: Path) -> None:
+    """What a hook has kept of an image whose memory is given up after its use, and of one that stays; others are given back."""
+    plain, empty = layers(), layers().to("meta")
+    torch.save(plain.state_dict(), directory / "model.pt")
+    device = devices.device_of_tests()
+    model = swapper.load(empty, directory / "model.pt", host_memory="8MiB", device=device, device_memory=1 << 20)
+    kept: dict[int, torch.Tensor] = {}
+    for number, layer in enumerate(model):
+        layer.register_forward_pre_hook(lambda layer, _, n=number: kept.update({n: layer.weight.detach()}))
+    with torch.no_grad():
+        model(inputs())
+    for number in {*kept} - {0, 4}:
+        del kept[number]
+    swapper.loaded(model).unload()
+    same([kept[0], kept[4]], [plain[0].weight.detach(), plain[4].weight.detach()])
+    if not devices.IS_REAL:
+        assert device.used_bytes <= 4 * kept[0].nbytes, "others are given back"
+
+
 def end_of_file(directory: Path) -> None:
     """The last bytes of a checkpoint are those of a weight, and no whole sector."""
     plain = nn.Sequential(*(nn.Linear(401, 401, bias=False) for _ in range(16)))
@@ -291,8 +306,9 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "parameters in frames": lambda directory: parameters(directory, is_away=False),
     "parameters of deferred steps": lambda directory: parameters(directory, "deferred"),
     "parameters updated in backward": lambda directory: parameters(directory, "backward"),
-    "what a device showed": shown_on_a_device,
-    "what a device showed of parameters in host memory": lambda directory: shown_on_a_device(directory, params="host"),
+    "what a device showed": lambda directory: shown_on_a_device(directory, 2 << 20),
+    "what a device showed and has": lambda directory: shown_on_a_device(directory, 64 << 20),
+    "what a device showed of host memory": lambda directory: shown_on_a_device(directory, 2 << 20, params="host"),
     "parameters of a parked run": parked,
     "written parameters": written,
     "a graph": graph,
@@ -301,6 +317,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "state": state,
     "shards": shards,
     "streamed weights": weights,
+    "what a device showed of streamed weights": weights_on_a_device,
     "the end of a file": end_of_file,
     "weights in memory": lambda directory: weights(directory, "1GiB"),
     "keys and values": keys,
@@ -311,14 +328,10 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 OF_ARRAYS = ("parameters of a parked run", "written parameters", "gradients on the drive", "gradients in memory")
 """Kinds of which there are none on a device."""
-ON_CPU = ("shards", "streamed weights", "the end of a file", "weights in memory", "keys and values", "activations")
-"""Beginnings of the names of kinds whose models need no device."""
 
 
 def main(directory: str, kind: str) -> None:
     torch.set_num_threads(1)
-    if devices.IS_REAL and not kind.startswith(ON_CPU):
-        torch.set_default_device(devices.NAME)
     KINDS[kind](Path(directory))
     print(f"{kind}: same")
 

@@ -13,6 +13,7 @@ import swapper
 from e2e.cold_operations import cold, works
 from e2e.models import Block, Net, finish_step, loss_of, tokens, train_step
 from e2e.twins import Twins, assert_same, send_away
+from swapper.runtime.process import rng_states, set_rng_states
 
 # --- what was made while the data was there, used when it is not ------------------------------------------------------
 
@@ -61,13 +62,13 @@ def double_backward(pair: Twins) -> None:
         model.zero_grad()
         return found
 
-    random_state = torch.get_rng_state()
+    random_state = rng_states()
     try:
         actual = run(pair.swapped, None)
     except swapper.SwapperError as error:
         assert "create_graph" in str(error) or "manager.gather" in str(error)
     else:
-        torch.set_rng_state(random_state)
+        set_rng_states(random_state)
         assert_same(actual, run(pair.plain, None))
     pair.swapped.zero_grad()
 

@@ -17,7 +17,10 @@ peft = pytest.importorskip("peft", reason="adapters need peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 MakeTwins = Callable[..., Twins]
-IDS = torch.arange(12)[None]
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(12)[None]
 
 
 def adapted(tied: bool, **options: Any) -> nn.Module:
@@ -31,7 +34,7 @@ def adapted(tied: bool, **options: Any) -> nn.Module:
 
 def step(model: Any, optimizer: Any) -> torch.Tensor:
     optimizer.zero_grad()
-    loss: torch.Tensor = model(input_ids=IDS, labels=IDS).loss
+    loss: torch.Tensor = model(input_ids=ids(), labels=ids()).loss
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -39,7 +42,7 @@ def step(model: Any, optimizer: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(input_ids=IDS).logits
+    found: torch.Tensor = model(input_ids=ids()).logits
     return found
 
 

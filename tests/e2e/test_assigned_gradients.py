@@ -20,6 +20,7 @@ from torch import nn
 
 import swapper
 from e2e.twins import Twins
+from swapper.runtime.process import rng_states, set_rng_states
 
 MakeTwins = Callable[..., Twins]
 WIDTH = 160  # a layer's weight is larger than what stays in memory
@@ -242,12 +243,12 @@ def test_gradients_without_data_are_refused_where_they_are_not_their_own(
     made = pair(place, update=update)
     made.train(step, steps=1)
     for way in WITH_DATA:
-        state = torch.get_rng_state()
+        state = rng_states()
         for clips in (False, True) if update == "step" else (False,):
             with pytest.raises((swapper.StateError, swapper.ColdParameterError), match=r"gradient of \d"):
                 step(made.swapped, made.optimizer, way, clips)
             made.optimizer.zero_grad()
-        torch.set_rng_state(state)
+        set_rng_states(state)
         made.train(step, steps=1)
     made.assert_same_parameters()
     made.assert_same_state()

@@ -19,6 +19,7 @@ from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, send_away
 from swapper.durability.commit import read_commit
 from swapper.durability.verify import verify
+from swapper.runtime.process import rng_states, set_rng_states
 
 UPDATES = ["step", "deferred", "backward"]
 MakeTwins = Callable[..., Twins]
@@ -131,7 +132,7 @@ def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins, harm
     """Of a run that commits every second step, the step in between is damaged."""
     pair = twins(Net(), commit_every=2)
     pair.train(train_step, steps=2)
-    random_state = torch.get_rng_state()
+    random_state = rng_states()
     losses = pair.train(train_step, steps=1)
     manager = pair.manager
     manager.current.run.pager.flush()
@@ -145,7 +146,7 @@ def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins, harm
     with swapper.SwapManager(pair.directory, host_memory=manager._options.host_bytes, resume="auto") as second:
         assert second.step == 2
         model, optimizer = second.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
-        torch.set_rng_state(random_state)
+        set_rng_states(random_state)
         assert torch.equal(train_step(model, optimizer), losses[0])  # the third step again
         for name, parameter in model.named_parameters():
             with second.gather(parameter):
@@ -237,10 +238,10 @@ def test_what_reads_well_a_second_time_is_not_damaged(twins: MakeTwins) -> None:
     manager.current.run.committer.finish()
     send_away(manager)
     changed_bytes.change(manager, "param", changed_bytes.flip_bits)
-    random_state = torch.get_rng_state()
+    random_state = rng_states()
     with pytest.raises(swapper.ChecksumError):
         train_step(pair.swapped, pair.optimizer)
-    torch.set_rng_state(random_state)
+    set_rng_states(random_state)
     changed_bytes.change(manager, "param", changed_bytes.flip_bits)  # back
     pair.train(train_step, steps=2)
     pair.finish()

@@ -15,20 +15,23 @@ from e2e.models import Net, tokens, train_step
 
 __all__ = ["on_device"]
 
-BATCH = tokens()
+
+def batch() -> torch.Tensor:
+    torch.manual_seed(0)
+    return tokens()
 
 
 def assert_refused(model: nn.Module) -> None:
     with pytest.raises(swapper.UnsupportedError, match=r"record CUDA graphs.*reduce-overhead"):
-        model(BATCH)
+        model(batch())
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_recording_compiled_code_with_streamed_groups_is_refused(on_device: MakeTwins, mode: str) -> None:
     pair = on_device()
-    plain = pair.swapped(BATCH)
+    plain = pair.swapped(batch())
     assert_refused(torch.compile(pair.swapped, mode=mode))
-    assert torch.equal(pair.swapped(BATCH), plain)  # nothing is left of the refused pass
+    assert torch.equal(pair.swapped(batch()), plain)  # nothing is left of the refused pass
     pair.swapped.compile(mode=mode)
     assert_refused(pair.swapped)
 
@@ -40,7 +43,7 @@ def test_other_ways_to_ask_for_graphs_are_refused_and_other_compilers_are_not(on
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
         assert_refused(torch.compile(pair.swapped))
     compiled = torch.compile(pair.swapped, backend="eager")
-    assert torch.equal(compiled(BATCH), pair.swapped(BATCH))
+    assert torch.equal(compiled(batch()), pair.swapped(batch()))
 
 
 def test_recording_compiled_code_of_a_model_for_inference_is_refused(tmp_path: Path) -> None:
@@ -49,10 +52,10 @@ def test_recording_compiled_code_of_a_model_for_inference_is_refused(tmp_path: P
     options = {"host_memory": "8MiB", "device": HostDevice(), "device_memory": SMALL}
     with torch.no_grad(), swapper.loaded(swapper.load(Net(), tmp_path / "model.pt", **options)) as loaded:
         model = loaded._model()
-        expected = model(BATCH)
+        expected = model(batch())
         assert_refused(torch.compile(model, mode="reduce-overhead"))
         assert_refused(torch.compile(model, options={"triton.cudagraphs": True}))
-        assert torch.equal(model(BATCH), expected) and torch.equal(expected, plain(BATCH))
+        assert torch.equal(model(batch()), expected) and torch.equal(expected, plain(batch()))
 
 
 def test_groups_that_stay_on_the_device_keep_their_addresses(
@@ -63,7 +66,7 @@ def test_groups_that_stay_on_the_device_keep_their_addresses(
     compiled = torch.compile(pair.swapped, mode="reduce-overhead")
     seen = []
     for _ in range(2):
-        compiled(BATCH).sum().backward()
+        compiled(batch()).sum().backward()
         with pair.manager.gather(pair.swapped):
             seen.append([parameter.data_ptr() for parameter in pair.swapped.parameters()])
         pair.optimizer.step()
@@ -77,12 +80,12 @@ def test_capturing_a_forward_is_refused(tmp_path: Path, budget: int) -> None:
     with swapper.SwapManager(tmp_path, host_memory="8MiB") as manager:
         model = Net()
         model, _ = manager.offload(model, torch.optim.AdamW(model.parameters()), device=device, device_memory=budget)
-        expected = model(BATCH)
+        expected = model(batch())
         device.module.is_current_stream_capturing = lambda: True
         with pytest.raises(swapper.UnsupportedError, match=r"a CUDA graph is being captured.*make_graphed_callables"):
-            model(BATCH)
+            model(batch())
         del device.module.is_current_stream_capturing
-        assert torch.equal(model(BATCH), expected)
+        assert torch.equal(model(batch()), expected)
 
 
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])

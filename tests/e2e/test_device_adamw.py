@@ -16,6 +16,7 @@ from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
 from e2e.models import Net, train_step
 from e2e.twins import Twins, adamw
 from swapper.device.kernels import AdamWSlice, AdamWStep, reference_
+from swapper.runtime.process import rng_states, set_rng_states
 from swapper.train.state.optim import packed_groups
 
 __all__ = ["on_device"]
@@ -120,9 +121,9 @@ def test_settings_that_a_scheduler_changes_count(on_device: MakeTwins) -> None:
 def test_what_comes_out_is_near_torchs(on_device: MakeTwins) -> None:
     pair = on_device(Net().to(torch.bfloat16), master=True, **KERNEL)
     for _ in range(3):
-        random_state = torch.get_rng_state()
+        random_state = rng_states()
         train_step(pair.plain, pair.plain_optimizer)
-        torch.set_rng_state(random_state)
+        set_rng_states(random_state)
         train_step(pair.swapped, pair.optimizer)
     state = pair.optimizer.state_dict()["state"]
     assert [list(entries) for entries in state.values()] == [["step", "exp_avg", "exp_avg_sq"]] * len(state)

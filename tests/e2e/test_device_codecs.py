@@ -22,6 +22,7 @@ from e2e.models import Net
 from e2e.optimizers import OPTIMIZERS
 from e2e.processes import LONG_S, environment
 from e2e.twins import adamw, assert_same
+from swapper.runtime.process import rng_states, set_rng_states
 from swapper.train.groups.group_state import GroupState
 
 STATE = ["nvme", "device"]
@@ -139,10 +140,10 @@ def test_state_is_edited_and_loaded_and_a_run_goes_on(tmp_path: Path, state: str
         run.optimizer.state[run.model.blocks[1].up.weight]["exp_avg"].mul_(0.5)
         del run.optimizer.state[run.model.blocks[2].up.weight]
         losses += run.train(1)
-        generator = torch.get_rng_state()
+        generator = rng_states()
         run.close()
         run = Run(tmp_path / name, "8bit", **options, host_memory="64MiB")
-        torch.set_rng_state(generator)
+        set_rng_states(generator)
         contents.append((losses + run.train(1), run.content()))
         run.close()
     assert contents[0][0] == contents[1][0]

@@ -16,6 +16,7 @@ from e2e.device_twins import MIB, MakeTwins, on_device
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins
 from swapper.errors import UnsupportedError
+from swapper.runtime.process import rng_states, set_rng_states
 from swapper.train.planning import request
 
 __all__ = ["on_device"]
@@ -234,11 +235,11 @@ def test_a_pass_that_found_no_memory_is_taken_again_with_less_for_images(
     )
     pair.train(train_step, steps=2)
     pair.swapped.when, pair.swapped.device = when, device
-    state = torch.get_rng_state()
+    state = rng_states()
     with pytest.raises(torch.OutOfMemoryError):
         loss_of(pair.swapped, tokens()).backward()
     pair.optimizer.zero_grad()
-    torch.set_rng_state(state)
+    set_rng_states(state)
     before = device.used_bytes
     with caplog.at_level(logging.INFO, "swapper"):
         pair.train(train_step, steps=3)

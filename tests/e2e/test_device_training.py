@@ -132,16 +132,16 @@ def test_what_is_kept_of_a_gather_is_told_of_once_and_is_there_after_the_close(
 ) -> None:
     pair = on_device()
     pair.train(train_step, steps=1)
-    with pair.manager.gather(pair.swapped.head):
-        assert torch.equal(pair.swapped.head.weight, pair.plain.head.weight)
+    with pair.manager.gather(pair.swapped.blocks[1]):
+        assert torch.equal(pair.swapped.blocks[1].up.bias, pair.plain.blocks[1].up.bias)
     assert "still refers" not in caplog.text
     for _ in range(2):
-        with pair.manager.gather(pair.swapped.head):
-            kept = pair.swapped.head.weight.detach()
-    assert caplog.text.count("still refers to the memory of head.weight on the device") == 1
+        with pair.manager.gather(pair.swapped.blocks[1]):
+            kept = pair.swapped.blocks[1].up.bias.detach()
+    assert caplog.text.count("still refers to memory of the device that has blocks.1.") == 1
     pair.train(train_step, steps=2)
     pair.close()
-    assert torch.equal(kept, pair.plain.head.weight)
+    assert torch.equal(kept, pair.plain.blocks[1].up.bias)
 
 
 def test_after_closing_parameters_in_host_memory_are_the_models_again(on_device: MakeTwins) -> None:

@@ -21,6 +21,7 @@ from e2e.device_twins import MIB, MakeTwins, assert_can_be_closed, lose, on_devi
 from e2e.early import updated_early
 from e2e.models import Halves, Net, loss_of, tokens, train_step
 from e2e.twins import Twins, alternating_halves, assert_same, fail_in_the_middle
+from swapper.runtime.process import rng_states, set_rng_states
 
 __all__ = ["on_device"]
 
@@ -187,7 +188,7 @@ def test_a_deferred_update_that_fails_can_be_done_again(deferred: MakeTwins) -> 
 def test_a_backward_that_fails_is_undone(backward: MakeTwins, when: str) -> None:
     pair = backward()
     pair.train(train_step, steps=2)
-    state = torch.get_rng_state()
+    state = rng_states()
 
     def fail(*_: Any) -> None:
         raise RuntimeError("a fault in the middle")
@@ -201,7 +202,7 @@ def test_a_backward_that_fails_is_undone(backward: MakeTwins, when: str) -> None
         handle.remove()
         assert updated_early(pair)
     pair.optimizer.zero_grad()
-    torch.set_rng_state(state)
+    set_rng_states(state)
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
 
@@ -223,7 +224,7 @@ def test_a_device_without_room_for_slices_fails_the_pass_and_it_can_be_run_again
     device = HostDevice("late")
     pair = on_device(update=update, update_on="device", device=device, device_memory=8 * MIB)
     pair.train(train_step, steps=2)
-    state = torch.get_rng_state()
+    state = rng_states()
     part = pair.manager.current.run.placed.processor
     new_storage = part.new_storage
 
@@ -238,7 +239,7 @@ def test_a_device_without_room_for_slices_fails_the_pass_and_it_can_be_run_again
             loss_of(pair.swapped, tokens()).backward()
         del part.new_storage
     pair.optimizer.zero_grad()
-    torch.set_rng_state(state)
+    set_rng_states(state)
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
 

@@ -100,7 +100,11 @@ def random_gradients(model: Any, optimizer: Any) -> None:
     """Each is another piece of the noise, which takes longer to make than a step does."""
     for number, parameter in enumerate(model.parameters()):
         begin = int(torch.randint(0, NOISE.numel() - parameter.numel(), ()))
-        gradient = NOISE[begin : begin + parameter.numel()].view(parameter.shape).to(parameter.dtype, copy=True)
+        gradient = (
+            NOISE[begin : begin + parameter.numel()]
+            .view(parameter.shape)
+            .to(parameter.device, parameter.dtype, copy=True)
+        )
         absent = int(torch.randint(0, 4, ())) == 0 and number % 2 == 1  # now and then one has none
         parameter.grad = None if absent else gradient
     optimizer.step()

@@ -103,6 +103,9 @@ class Twins:
         wait: bool = False,
         **options: Any,
     ) -> None:
+        if devices.IS_REAL:  # also in processes, and in tests that make twins themselves
+            torch.set_default_device(devices.NAME)
+            model.to(devices.NAME)
         self.directory = directory
         self.others = list(others)
         self.plain = model

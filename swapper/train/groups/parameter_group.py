@@ -225,7 +225,7 @@ class GroupParameters(LeasedGroup):
         if name is not None:
             _warned.add(self._fault_handler)
             log.warning(
-                "gather: a tensor or graph of yours still refers to the memory of %s on the device, which is given up when others "
+                "gather: a tensor or graph of yours still refers to memory of the device that has %s, and is given up when others "
                 "need it: an operation on it can end the process, or find old values. Keep a copy (.clone())",
                 name,
             )
@@ -313,7 +313,8 @@ class GroupParameters(LeasedGroup):
                 parameter.data = section.tensor(slot)
 
     def _is_referred_to(self) -> bool:
-        return bool(self._at_places) and next(self.aliased(), None) is not None
+        is_adopted = 0 < len(self._uses) == len(self._at_places)
+        return is_adopted and next(self.aliased(), None) is not None
 
     def detach(self) -> None:
         """Leave the parameters without data and not cold, until they are adopted again: the memory is released next."""
