@@ -33,7 +33,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,7 @@ from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import SessionGuard
+from swapper.train.passes.side_outputs import modules_by_unit, side_outputs
 from swapper.train.steps.executor import UpdateExecutor
 
 _module_of, _task_of = attrgetter("module"), attrgetter("backward_task")
@@ -139,6 +140,8 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         self._held: list[TrainingCall] = []  # calls whose outputs have no gradient: leased until a backward is over
         self._tasks: set[int] = set()  # running backwards, one within the other
         self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
+        answers_reads = all(group.home.answers_reads for group in groups if group.paged)
+        self._modules = {} if answers_reads else modules_by_unit(units)
         for unit in units:
             needed = {id(p) for index in unit.groups for p in groups[index].parameters}
             self._members[unit.name] = [
@@ -346,16 +349,18 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         with self._alone:
             try:
                 call = self._end(unit)
-                return None if call is None else self._leave(call, output)
+                return None if call is None else self._leave(call, output, self._modules.get(unit.name, ()))
             finally:
                 self._give_turn()
 
-    def _leave(self, call: TrainingCall, output: Any) -> Any:
-        """End the forward of `call`: release its leases. Return its output."""
+    def _leave(self, call: TrainingCall, output: Any, modules: Sequence[nn.Module]) -> Any:
+        """End the forward of `call`: release its leases. Return its output. `modules`: that may have others."""
         call.end = next(self._clock)
         try:
             if output is not None and call.groups:
                 output = self._watch(call, output)
+            if modules and call.groups and torch.is_grad_enabled():
+                self._hook_outputs(side_outputs(modules, call.given), call)
             if output is not None and not self._storages and not self._running:
                 self._check_at_backward(output)
         finally:
