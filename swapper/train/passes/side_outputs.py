@@ -6,6 +6,7 @@ groups must be leased by then, as for an output. What is left elsewhere, by a ho
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,11 +17,11 @@ from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import OwnHook
 
 
-def modules_by_unit(units: Iterable[Unit]) -> dict[str, tuple[nn.Module, ...]]:
-    """Return the modules of each unit, by its name, without those of units inside it."""
+def modules_by_unit(units: Iterable[Unit]) -> dict[str, tuple[weakref.ref[nn.Module], ...]]:
+    """Return the modules of each unit, by its name, without those of units inside it. Nothing of a model is kept alive."""
     units = list(units)
     heads = {id(unit.module) for unit in units}
-    return {unit.name: tuple(_outside_of_others(unit.module, heads)) for unit in units}
+    return {unit.name: tuple(map(weakref.ref, _outside_of_others(unit.module, heads))) for unit in units}
 
 
 def _outside_of_others(module: nn.Module, heads: Collection[int]) -> Iterator[nn.Module]:
@@ -30,7 +31,7 @@ def _outside_of_others(module: nn.Module, heads: Collection[int]) -> Iterator[nn
             yield from _outside_of_others(child, heads)
 
 
-def side_outputs(modules: Sequence[nn.Module], given: Collection[Any]) -> list[torch.Tensor]:
+def side_outputs(modules: Sequence[weakref.ref[nn.Module]], given: Collection[Any]) -> list[torch.Tensor]:
     """Return the tensors with a graph in attributes of `modules`, and in lists, tuples and dicts there, that nothing watches yet.
 
     Args:
@@ -39,8 +40,8 @@ def side_outputs(modules: Sequence[nn.Module], given: Collection[Any]) -> list[t
     return [tensor for tensor in _in_attributes(modules) if tensor.grad_fn not in given and not _is_watched(tensor)]
 
 
-def _in_attributes(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
-    for module in modules:
+def _in_attributes(modules: Sequence[weakref.ref[nn.Module]]) -> Iterator[torch.Tensor]:
+    for module in [one for reference in modules if (one := reference()) is not None]:
         for value in vars(module).values():
             kind = type(value)
             if kind is torch.Tensor:

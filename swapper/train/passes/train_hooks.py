@@ -141,7 +141,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         self._tasks: set[int] = set()  # running backwards, one within the other
         self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
         answers_reads = all(group.home.answers_reads for group in groups if group.paged)
-        self._modules = {} if answers_reads else modules_by_unit(units)
+        self._beside = {} if answers_reads else modules_by_unit(units)
         for unit in units:
             needed = {id(p) for index in unit.groups for p in groups[index].parameters}
             self._members[unit.name] = [
@@ -349,11 +349,11 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         with self._alone:
             try:
                 call = self._end(unit)
-                return None if call is None else self._leave(call, output, self._modules.get(unit.name, ()))
+                return None if call is None else self._leave(call, output, self._beside.get(unit.name, ()))
             finally:
                 self._give_turn()
 
-    def _leave(self, call: TrainingCall, output: Any, modules: Sequence[nn.Module]) -> Any:
+    def _leave(self, call: TrainingCall, output: Any, modules: Sequence[weakref.ref[nn.Module]]) -> Any:
         """End the forward of `call`: release its leases. Return its output. `modules`: that may have others."""
         call.end = next(self._clock)
         try:
