@@ -25,7 +25,9 @@ def test_what_was_kept_is_read_after_the_close(tmp_path: Path, kind: str) -> Non
         pytest.importorskip("transformers")
     done = run_python("-m", "e2e.closed_reads", tmp_path, kind)
     assert (done.returncode, done.stdout) == (0, f"{kind}: same\n"), done.stderr[-4000:]
-    if not (devices.NAME and kind == "a graph"):  # which refers to more than fits the device, and whose backward is refused
+    if not (
+        devices.NAME and kind == "a graph"
+    ):  # which refers to more than fits the device, and whose backward is refused
         assert "which would end the process" not in done.stderr
 
 
