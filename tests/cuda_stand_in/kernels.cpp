@@ -4,6 +4,7 @@
 //
 // An operator waits until all that is queued on the current stream is done, and for nothing else, as its
 // kernel would; the caller waits with it, as it would not on a GPU.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -161,7 +162,32 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   return at::native::copy_(self, source, non_blocking);
 }
 
+// What torch has for CUDA only, so that `compute` finds it for the CPU too. In fp32, as torch's kernel.
+std::tuple<at::Tensor, at::Tensor> fused_rms_norm_backward(const at::Tensor& gradient, const at::Tensor& input,
+                                                           at::IntArrayRef shape, const at::Tensor& rstd,
+                                                           const std::optional<at::Tensor>& weight,
+                                                           std::array<bool, 2> wanted) {
+  std::vector<int64_t> inner, outer;
+  for (int64_t i = 0; i < input.dim(); i++)
+    (i < input.dim() - static_cast<int64_t>(shape.size()) ? outer : inner).push_back(i);
+  bool is_weighted = weight.has_value() && weight->defined();
+  at::Tensor given = gradient.to(at::kFloat), factor = rstd.to(at::kFloat), normed = input.to(at::kFloat) * factor;
+  at::Tensor scaled = is_weighted ? given * weight->to(at::kFloat) : given;
+  at::Tensor of_input, of_weight;
+  if (wanted[0])
+    of_input = ((scaled - normed * (scaled * normed).mean(inner, true)) * factor).to(input.scalar_type());
+  if (wanted[1] && is_weighted) {
+    auto products = given * normed;
+    of_weight = (outer.empty() ? products : products.sum(outer)).to(weight->scalar_type());
+  }
+  return {of_input, of_weight};
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  library.impl("_fused_rms_norm_backward", TORCH_FN(fused_rms_norm_backward));
+}
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   for (const auto& name :

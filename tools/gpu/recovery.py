@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import swapper
+from gpu import stand_in
 from gpu.bench import Bench, Row
 from gpu.training import device_of, roomy
 from gpu.transformer import loss_of, transformer
@@ -178,4 +179,5 @@ class Failing:
 
 
 if __name__ == "__main__":
+    stand_in.load()
     train(Bench(Path(sys.argv[1]).parent, bool(int(sys.argv[3]))), Path(sys.argv[1]), int(sys.argv[2]))
