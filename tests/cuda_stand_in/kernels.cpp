@@ -4,7 +4,9 @@
 //
 // An operator waits until all that is queued on the current stream is done, and for nothing else, as its
 // kernel would; the caller waits with it, as it would not on a GPU.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -102,6 +104,15 @@ c10::IValue convert(const c10::IValue& value, const std::function<at::Tensor(con
   return value;
 }
 
+// A generator of the CPU for one operator: what it gives depends on the device's, which moves on.
+at::Generator on_cpu(at::Generator generator) {
+  if (generator.device().is_cpu()) return generator;
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  uint64_t offset = generator.get_offset();
+  generator.set_offset(offset + 4);
+  return at::make_generator<at::CPUGeneratorImpl>(generator.current_seed() + offset * 0x9E3779B97F4A7C15u);
+}
+
 void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                                            c10::autocast_dispatch_keyset);
@@ -110,13 +121,14 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
   size_t count = op.schema().arguments().size(), begin = stack->size() - count;
   std::vector<std::pair<at::Tensor, at::Tensor>>
       sized;  // results without elements, whose sizes the operator sets
+  std::optional<size_t> with_generator;
   for (size_t i = 0; i < count; i++) {
     c10::IValue& value = (*stack)[begin + i];
     if (value.isDevice() && value.toDevice().is_cuda()) {
       device = value.toDevice();
       value = c10::Device(at::kCPU);
     }
-    if (value.isGenerator()) value = c10::IValue();
+    if (op.schema().arguments()[i].name() == "generator") with_generator = i;
     const auto* alias_info = op.schema().arguments()[i].alias_info();
     bool is_written = alias_info != nullptr && alias_info->isWrite();
     value = convert(value, [&](const at::Tensor& tensor) {
@@ -134,6 +146,11 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
   if (!on.has_index()) on = c10::Device(at::kCUDA, c10::cuda::current_device());
   c10::cuda::CUDAGuard on_device(on);
   c10::cuda::getCurrentCUDAStream(on.index()).synchronize();
+  if (with_generator) {
+    c10::IValue& given = (*stack)[begin + *with_generator];
+    given = on_cpu(given.isGenerator() ? given.toGenerator()
+                                       : at::cuda::detail::getDefaultCUDAGenerator(on.index()));
+  }
   op.callBoxed(stack);
   for (auto& [original, fresh] : sized)
     if (fresh.numel() > 0) {

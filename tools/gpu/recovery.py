@@ -75,7 +75,7 @@ def killed(bench: Bench) -> Iterator[Row]:
                 if found.setdefault(number, loss) != loss:
                     raise AssertionError(f"step {number}: {found[number]}, and after a kill {loss}")
     number = f"{'equal' if found == whole else f'{found}, without kills {whole}'} in {steps} steps"
-    yield Row(KILLED, "equal", number, found == whole)
+    yield Row(KILLED, "equal", number, found == whole, is_equal=found == whole)
 
 
 def run(
@@ -153,6 +153,7 @@ def short(bench: Bench) -> Iterator[Row]:
         "equal",
         f"{'equal' if found == wanted else f'{found}, {wanted}'}, {failing.count} failures ({told})",
         is_met,
+        is_equal=is_met,
     )
 
 
