@@ -188,7 +188,7 @@ def test_ddp_is_refused_where_gradients_leave_the_device_before_it_averages_them
 
 def test_inputs_on_another_device_are_named(on_device: MakeTwins) -> None:
     pair = on_device()
-    with pytest.raises(swapper.ConfigError, match=r"Net runs on (cpu|cuda:0) and was given tensors on meta only"):
+    with pytest.raises(swapper.DeviceError, match=r"Net runs on (cpu|cuda:0) and was given tensors on meta only"):
         pair.swapped(tokens().to("meta"))
     pair.train(train_step, steps=2)
 

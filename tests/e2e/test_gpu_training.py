@@ -189,7 +189,7 @@ def test_moving_the_model_to_host_memory_moves_its_buffers_only(tmp_path: Path, 
             losses.append(loss.item())
             assert model.cpu() is model and {b.device.type for b in model.buffers()} == {"cpu"}
             assert {p.device.type for p in model.parameters()} == {"cuda"}
-            with pytest.raises(swapper.ConfigError, match="given tensors on cpu only"):
+            with pytest.raises(swapper.DeviceError, match="given tensors on cpu only"):
                 model(inputs(number).cpu())
             model.cuda()
     plain_model = Layers().cuda()
