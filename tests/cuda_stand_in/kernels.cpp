@@ -180,15 +180,17 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
 }
 
 // What torch has for CUDA only, so that `compute` finds it for the CPU too. In fp32, as torch's kernel.
-std::tuple<at::Tensor, at::Tensor> fused_rms_norm_backward(const at::Tensor& gradient, const at::Tensor& input,
-                                                           at::IntArrayRef shape, const at::Tensor& rstd,
+std::tuple<at::Tensor, at::Tensor> fused_rms_norm_backward(const at::Tensor& gradient,
+                                                           const at::Tensor& input, at::IntArrayRef shape,
+                                                           const at::Tensor& rstd,
                                                            const std::optional<at::Tensor>& weight,
                                                            std::array<bool, 2> wanted) {
   std::vector<int64_t> inner, outer;
   for (int64_t i = 0; i < input.dim(); i++)
     (i < input.dim() - static_cast<int64_t>(shape.size()) ? outer : inner).push_back(i);
   bool is_weighted = weight.has_value() && weight->defined();
-  at::Tensor given = gradient.to(at::kFloat), factor = rstd.to(at::kFloat), normed = input.to(at::kFloat) * factor;
+  at::Tensor given = gradient.to(at::kFloat), factor = rstd.to(at::kFloat),
+             normed = input.to(at::kFloat) * factor;
   at::Tensor scaled = is_weighted ? given * weight->to(at::kFloat) : given;
   at::Tensor of_input, of_weight;
   if (wanted[0])
