@@ -4,6 +4,9 @@
 //
 // An operator waits until all that is queued on the current stream is done, and for nothing else, as its
 // kernel would; the caller waits with it, as it would not on a GPU.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -101,6 +104,15 @@ c10::IValue convert(const c10::IValue& value, const std::function<at::Tensor(con
   return value;
 }
 
+// A generator of the CPU for one operator: what it gives depends on the device's, which moves on.
+at::Generator on_cpu(at::Generator generator) {
+  if (generator.device().is_cpu()) return generator;
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  uint64_t offset = generator.get_offset();
+  generator.set_offset(offset + 4);
+  return at::make_generator<at::CPUGeneratorImpl>(generator.current_seed() + offset * 0x9E3779B97F4A7C15u);
+}
+
 void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                                            c10::autocast_dispatch_keyset);
@@ -109,13 +121,14 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
   size_t count = op.schema().arguments().size(), begin = stack->size() - count;
   std::vector<std::pair<at::Tensor, at::Tensor>>
       sized;  // results without elements, whose sizes the operator sets
+  std::optional<size_t> with_generator;
   for (size_t i = 0; i < count; i++) {
     c10::IValue& value = (*stack)[begin + i];
     if (value.isDevice() && value.toDevice().is_cuda()) {
       device = value.toDevice();
       value = c10::Device(at::kCPU);
     }
-    if (value.isGenerator()) value = c10::IValue();
+    if (op.schema().arguments()[i].name() == "generator") with_generator = i;
     const auto* alias_info = op.schema().arguments()[i].alias_info();
     bool is_written = alias_info != nullptr && alias_info->isWrite();
     value = convert(value, [&](const at::Tensor& tensor) {
@@ -133,6 +146,11 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
   if (!on.has_index()) on = c10::Device(at::kCUDA, c10::cuda::current_device());
   c10::cuda::CUDAGuard on_device(on);
   c10::cuda::getCurrentCUDAStream(on.index()).synchronize();
+  if (with_generator) {
+    c10::IValue& given = (*stack)[begin + *with_generator];
+    given = on_cpu(given.isGenerator() ? given.toGenerator()
+                                       : at::cuda::detail::getDefaultCUDAGenerator(on.index()));
+  }
   op.callBoxed(stack);
   for (auto& [original, fresh] : sized)
     if (fresh.numel() > 0) {
@@ -161,7 +179,34 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   return at::native::copy_(self, source, non_blocking);
 }
 
+// What torch has for CUDA only, so that `compute` finds it for the CPU too. In fp32, as torch's kernel.
+std::tuple<at::Tensor, at::Tensor> fused_rms_norm_backward(const at::Tensor& gradient,
+                                                           const at::Tensor& input, at::IntArrayRef shape,
+                                                           const at::Tensor& rstd,
+                                                           const std::optional<at::Tensor>& weight,
+                                                           std::array<bool, 2> wanted) {
+  std::vector<int64_t> inner, outer;
+  for (int64_t i = 0; i < input.dim(); i++)
+    (i < input.dim() - static_cast<int64_t>(shape.size()) ? outer : inner).push_back(i);
+  bool is_weighted = weight.has_value() && weight->defined();
+  at::Tensor given = gradient.to(at::kFloat), factor = rstd.to(at::kFloat),
+             normed = input.to(at::kFloat) * factor;
+  at::Tensor scaled = is_weighted ? given * weight->to(at::kFloat) : given;
+  at::Tensor of_input, of_weight;
+  if (wanted[0])
+    of_input = ((scaled - normed * (scaled * normed).mean(inner, true)) * factor).to(input.scalar_type());
+  if (wanted[1] && is_weighted) {
+    auto products = given * normed;
+    of_weight = (outer.empty() ? products : products.sum(outer)).to(weight->scalar_type());
+  }
+  return {of_input, of_weight};
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  library.impl("_fused_rms_norm_backward", TORCH_FN(fused_rms_norm_backward));
+}
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   for (const auto& name :

@@ -38,19 +38,27 @@ def test_a_rehearsal_gives_every_figure(tmp_path: Path, monkeypatch: pytest.Monk
     from gpu.bench import is_of
     from gpu.figures import FIGURES
 
-    ran = gpu_check("--rehearse", "--directory", tmp_path, "--measure", *FIGURES, TRITON_INTERPRET="1")
+    drive, known = tmp_path / "drive", tmp_path / "known"
+    drive.mkdir(), known.mkdir()
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GPU_CHECK_KNOWN": str(known)}
+    ran = gpu_check("--rehearse", "--directory", drive, "--measure", *FIGURES, **environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
     promised = [name for figures in FIGURES.values() for name in figures.names]
     assert len(rows) == len(promised)
     assert all(any(is_of(row["figure"], name) for row in rows) for name in promised)
     assert not [row for row in rows if not row["number"] and not row["is_open"]]
+    assert not [row for row in rows if row["is_equal"] is False]
+    assert len([row for row in rows if row["is_equal"]]) > 15
     if not torch.cuda.is_available():  # what cannot be measured is another matter there
         unmeasured = {
             row["figure"]: row["is_open"] for row in rows if not row["number"] and "not installed" not in row["reason"]
         }
         assert unmeasured == {"drive -> device, GdsHandle": True, "device -> drive, GdsHandle": True}
-    assert list(tmp_path.iterdir()) == [], "something was left on the drive"
+    assert {path.name for path in known.iterdir()} == {
+        f"plain-{of}.json" for of in ("False-None", "True-None", "False-2")
+    }
+    assert list(drive.iterdir()) == [], "something was left on the drive"
 
 
 FAILING = """
@@ -87,8 +95,11 @@ def test_a_row_that_fails_loses_only_itself(tmp_path: Path, monkeypatch: pytest.
     from gpu.figures import FIGURES
 
     command = [sys.executable, "-c", FAILING, str(TOOL.parent), str(tmp_path)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    (tmp_path / "known").mkdir()
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GPU_CHECK_KNOWN": str(tmp_path / "known")}
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=os.environ | environment, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     told = dict(line.split("\t") for line in ran.stdout.splitlines() if "\t" in line)
     for figures in FIGURES.values():
@@ -133,6 +144,44 @@ def test_a_rehearsal_runs_the_tests_and_reports_every_row_marked_as_one(tmp_path
     if not torch.cuda.is_available():
         assert "skipped" in report["rows"][0]["number"]
     assert list(drive.iterdir()) == [], "something was left on the drive"
+
+
+def test_a_rehearsal_tells_values_that_are_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times mean nothing; its values do."""
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    from gpu.bench import Row
+    from gpu.report import Report
+
+    report = Report({}, is_rehearsal=True, path=None)
+    for is_equal in (True, None, False):
+        report.add(Row("a figure", "0.9", "0.1", False, is_equal=is_equal))
+    assert [row["status"] for row in json.loads(report.json())["rows"]] == ["rehearsed", "rehearsed", "NOT EQUAL"]
+
+
+def test_what_may_take_longer_than_is_left_is_left_out_and_named(tmp_path: Path) -> None:
+    ran = gpu_check(
+        *("--rehearse", "--no-build", "--directory", tmp_path, "--json", tmp_path / "x.json"),
+        *("--minutes", 0.5, "--only", "tests", "facts", "copies"),
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "in this order: tests facts copies" in ran.stdout
+    assert "left out for lack of time; the next run: --only tests facts copies" in ran.stdout
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert len(rows) == 9 and {row["status"] for row in rows} == {"open"}
+    assert "60 s it may take" in rows[1]["reason"]
+
+
+def test_who_is_killed_leaves_the_rows_before(tmp_path: Path) -> None:
+    command = [sys.executable, TOOL, "--rehearse", "--no-build", "--directory", tmp_path, "--only", "facts", "large"]
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
+        assert running.stdout is not None
+        rows = (line for line in running.stdout if line.startswith("  "))
+        next(rows), next(rows)
+        running.kill()
+        told = sum(1 for _ in rows) + 2
+    left = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
+    assert told - 1 <= len(left) and left[0]["figure"] == "host memory"
 
 
 def test_what_is_missing_is_named_before_anything_is_built(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_micro_batches_together_are_refused_by_name(on_device: MakeTwins) -> Non
 
 def test_inputs_on_another_device_are_named(on_device: MakeTwins) -> None:
     pair = on_device()
-    with pytest.raises(swapper.ConfigError, match=r"Net runs on (cpu|cuda:0) and was given tensors on meta only"):
+    with pytest.raises(swapper.DeviceError, match=r"Net runs on (cpu|cuda:0) and was given tensors on meta only"):
         pair.swapped(tokens().to("meta"))
     pair.train(train_step, steps=2)
 

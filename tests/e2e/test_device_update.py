@@ -83,9 +83,13 @@ def test_the_time_of_all_copies_is_counted_by_the_devices_clock(
     assert counters.download_s == pytest.approx(counters.downloaded_bytes / BYTES_PER_S)
 
 
-def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_again(on_device: MakeTwins) -> None:
+@pytest.mark.parametrize("commit_every", [1, None])
+def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_again(
+    on_device: MakeTwins, commit_every: int | None
+) -> None:
+    """Also without a commit: nothing was changed yet."""
     device = HostDevice("late")
-    pair = on_device(update_on="device", device=device, device_memory=8 * MIB)
+    pair = on_device(update_on="device", device=device, device_memory=8 * MIB, commit_every=commit_every)
     pair.train(train_step, steps=2)
     loss_of(pair.swapped, batch := tokens()).backward()
     with (

@@ -217,12 +217,12 @@ def test_a_step_in_backward_that_is_never_taken_is_undone(backward: MakeTwins) -
     pair.finish(paged=False)
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update, commit_every", [("deferred", 1), ("deferred", None), ("backward", 1)])
 def test_a_device_without_room_for_slices_fails_the_pass_and_it_can_be_run_again(
-    on_device: MakeTwins, update: str
+    on_device: MakeTwins, update: str, commit_every: int | None
 ) -> None:
     device = HostDevice("late")
-    pair = on_device(update=update, update_on="device", device=device, device_memory=8 * MIB)
+    pair = on_device(update=update, update_on="device", device=device, device_memory=8 * MIB, commit_every=commit_every)
     pair.train(train_step, steps=2)
     state = rng_states()
     part = pair.manager.current.run.placed.processor

@@ -173,6 +173,35 @@ def test_out_of_memory_fails_the_step_and_it_can_be_taken_again(tmp_path: Path) 
         optimizer.step()
 
 
+@pytest.mark.parametrize("params", ["device", "host", "nvme"])
+def test_moving_the_model_to_host_memory_moves_its_buffers_only(tmp_path: Path, params: str) -> None:
+    """As Lightning does when it has trained. It can be trained on when they are back."""
+    with swapper.SwapManager(tmp_path, host_memory=512 * MIB) as manager:
+        model = Layers().cuda()
+        original = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = manager.offload(model, original, device="cuda", params=params)
+        losses = []
+        for number in range(4):
+            loss = model(inputs(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            assert model.cpu() is model and {b.device.type for b in model.buffers()} == {"cpu"}
+            assert {p.device.type for p in model.parameters()} == {"cuda"}
+            with pytest.raises(swapper.DeviceError, match="given tensors on cpu only"):
+                model(inputs(number).cpu())
+            model.cuda()
+    plain_model = Layers().cuda()
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
+    for number in range(4):
+        loss = plain_model(inputs(number))
+        loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        assert loss.item() == losses[number]
+
+
 class Narrow(Layers):
     def __init__(self) -> None:
         super().__init__()

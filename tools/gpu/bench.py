@@ -30,7 +30,8 @@ class Row:
         number: the result, as text; "" if it could not be measured.
         met: whether the bar is met; None without a bar or a number.
         reason: the reason for a missing number.
-        is_open: nothing failed: there is nothing to measure yet, or this machine lacks something.
+        is_open: nothing failed: there is nothing to measure yet, this machine lacks something, or there was no time.
+        is_equal: whether the values are those that they must equal; None if there are none.
     """
 
     figure: str
@@ -39,12 +40,15 @@ class Row:
     met: bool | None = None
     reason: str = ""
     is_open: bool = False
+    is_equal: bool | None = None
 
     @property
     def status(self) -> str:
-        """ "met", "NOT MET", "measured" (without a bar), "open", or "FAILED" (no number)."""
+        """ "met", "NOT MET", "measured" (without a bar), "open", "NOT EQUAL", or "FAILED" (no number)."""
         if not self.number:
             return "open" if self.is_open else "FAILED"
+        if self.is_equal is False:
+            return "NOT EQUAL"
         return "measured" if self.met is None else "met" if self.met else "NOT MET"
 
 

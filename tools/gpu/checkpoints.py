@@ -21,6 +21,7 @@ SAVES = (
     "the same, use_pinned_memory_for_d2h",
     "torch.save (to the page cache)",
 )
+SAVE_BAR = 0.9
 LOADS = ("checkpoint.load to CUDA", "torch.load (from the page cache)")
 
 
@@ -40,7 +41,8 @@ def saves_and_loads(bench: Bench) -> Iterator[Row]:
         up, down = link_rates(bench)
 
         def row(figure: str, act: Callable[[], object], limit: float) -> Iterator[Row]:
-            yield ratio(figure, nbytes, bench.seconds(act, rounds=2, warmup=1), limit, LIMIT, None)
+            bar = SAVE_BAR if figure == SAVES[0] else None
+            yield ratio(figure, nbytes, bench.seconds(act, rounds=2, warmup=1), limit, LIMIT, bar)
 
         def load() -> Iterator[Row]:
             loaded = checkpoint.load(ours, map_location=bench.device)

@@ -12,6 +12,7 @@ from swapper.device import kernels
 
 COPY = "a copy on the device"
 ADAMW = ("AdamW, one pass", "AdamW, one pass, stochastic rounding", "torch's fused AdamW, fp32")
+QUANTISED_BAR = 0.8
 QUANTISED = tuple(f"{verb} {bits} bits" for bits in (8, 4) for verb in ("quantise", "dequantise"))
 
 
@@ -57,7 +58,7 @@ def quantised_kernels(bench: Bench) -> Iterator[Row]:
         if figure.startswith("dequantise"):
             act = partial(kernels.dequantise_, stored, out, bits, block)
         nbytes = kernels.bytes_moved(bits, block, columns, rows.shape[0], rows.dtype)
-        yield ratio(figure, nbytes, bench.queued_seconds(act), limit, COPY, None)
+        yield ratio(figure, nbytes, bench.queued_seconds(act), limit, COPY, QUANTISED_BAR)
 
     formats = ((8, 128), (8, 128), (4, 64), (4, 64))
     yield from each(*(((f,), partial(row, f, *of)) for f, of in zip(QUANTISED, formats, strict=True)))

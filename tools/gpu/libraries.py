@@ -209,6 +209,7 @@ def libraries(bench: Bench) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(dir=bench.directory) as place:
             plain, ours = (RUNS[name](bench, Path(place) / str(is_ours), is_ours) for is_ours in (False, True))
         told = "equal" if ours == plain else f"{ours}, plain {plain}"
-        yield Row(figure_of(name), "equal", told, ours == plain and len(plain) == STEPS)
+        is_equal = ours == plain and len(plain) == STEPS
+        yield Row(figure_of(name), "equal", told, is_equal, is_equal=is_equal)
 
     yield from each(*(((figure_of(name),), partial(row, name)) for name in RUNS))

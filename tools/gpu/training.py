@@ -75,7 +75,8 @@ def roomy(bench: Bench) -> int:
     return (64 if bench.is_rehearsal else 512) * MIB
 
 
-def training(bench: Bench) -> Iterator[Row]:
+def training(state: str, bench: Bench) -> Iterator[Row]:
+    """Measure the figures whose state is there."""
     layers, width = bench.size(8, 2), bench.size(1536, 32)
     value = torch.randn(bench.size(8, 1), bench.size(2048, 16), width, dtype=torch.bfloat16, device=bench.device)
     microbatches = 2 if bench.is_rehearsal else min(TOKENS // (value.shape[0] * value.shape[1]), MICROBATCHES)
@@ -95,10 +96,16 @@ def training(bench: Bench) -> Iterator[Row]:
             else:
                 yield Row(figure, bar, f"{beside}{told}", beside.ratio >= least * limit)
 
-        yield from each(
-            *(((figure,), partial(row, figure)) for figure in TRAINING),
-            ((STREAMED,), lambda: [streamed_update(bench, layers, width, place)]),
-        )
+        yield from each(*(((figure,), partial(row, figure)) for figure in figures_of(state)))
+
+
+def figures_of(state: str) -> tuple[str, ...]:
+    return tuple(figure for figure, options in TRAINING.items() if options["optimizer_state"] == state)
+
+
+def streamed(bench: Bench) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(dir=bench.directory) as place:
+        yield streamed_update(bench, bench.size(8, 2), bench.size(1536, 32), place)
 
 
 def step(
@@ -245,7 +252,7 @@ def four_times_the_budget(bench: Bench) -> Iterator[Row]:
     number = (
         f"{'equal' if same else 'DIFFERENT'} in {len(wanted)} steps ({nbytes / 1e9:.2f} GB against {budget / 1e9:.2f})"
     )
-    yield Row(LARGE, "equal", number, same)
+    yield Row(LARGE, "equal", number, same, is_equal=same)
 
 
 def reference_losses(bench: Bench, layers: int, width: int, value: torch.Tensor) -> list[float]:

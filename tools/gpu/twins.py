@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from gpu import stand_in
 from gpu.bench import Bench, Row
 from gpu.bounded import run_bounded
 from gpu.install import ROOT
@@ -30,9 +31,8 @@ def twins(bench: Bench) -> Iterator[Row]:
     if lacking:
         yield Row(TWINS, reason=f"{', '.join(lacking)} is not installed", is_open=True)
         return
-    plugin = ["-p", "cuda_stand_in.plugin"] if "STAND_IN_DEVICES" in os.environ else []
     files = [str(ROOT / "tests" / "e2e" / f"{name}.py") for name in (FILES[1:2] if bench.is_rehearsal else FILES)]
-    command = [sys.executable, "-m", "pytest", *plugin, "-rf", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", *stand_in.pytest_options(), "-rf", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "SWAPPER_TEST_SAMPLE": "1", "SWAPPER_TEST_DEVICE": "late" if bench.on_cpu else "cuda"}
     paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory(dir=bench.directory) as place:
@@ -44,4 +44,4 @@ def twins(bench: Bench) -> Iterator[Row]:
     print(told[-4000:], file=sys.stderr)
     counts = ", ".join(f"{count} {kind}" for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", told))
     reason = f"they took longer than {LIMIT_S} s" if status is None else ""
-    yield Row(TWINS, "all pass", counts if status is not None else "", status == 0, reason)
+    yield Row(TWINS, "all pass", counts if status is not None else "", status == 0, reason, is_equal=status == 0)

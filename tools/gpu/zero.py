@@ -16,12 +16,10 @@ from typing import Any
 import torch
 
 from gpu.bench import Bench, Row
-from gpu.language_model import HOST, Way, make_model, measured, run_plain, sizes_of, swapped, tokens_of
+from gpu.language_model import COUNTS, HOST, Way, make_model, measured, run_plain, sizes_of, swapped, tokens_of
 from gpu.sharded import alone
 
 STAGES = {2: "its optimizer in host memory", 3: "its optimizer and parameters there"}
-COUNTS = 4, 1
-"""Micro-batches of a step."""
 BAR = 1.6
 OURS = Way("against DeepSpeed", {**HOST, "update": "backward"}, dict.fromkeys(COUNTS, BAR))
 
@@ -39,18 +37,18 @@ def zero(stage: int, bench: Bench) -> Iterator[Row]:
     sizes = sizes_of(bench)
     tokens = tokens_of(bench, sizes)
     plain = run_plain(bench, OURS, sizes, tokens)
-    with swapped(bench, OURS, sizes, tokens) as (measure, _):
-        ours = {count: measure(count) for count in COUNTS}
+    with swapped(bench, OURS, sizes, tokens) as measure:
+        ours = {count: measure(count)[0] for count in COUNTS}
     with alone(bench):  # DeepSpeed remembers the group
         for figure, count in zip(figures_of(stage), COUNTS, strict=True):
             losses, taken_s = run_zero(bench, stage, count, tokens)
-            (plain_losses, plain_s), (our_losses, our_s) = plain[count], ours[count]
-            is_equal, told = our_losses == plain_losses, f"losses {our_losses}, plain {plain_losses}"
+            plain_s, our_s = plain[count].seconds, ours[count].seconds
             number = (
                 f"{taken_s / our_s:.2f} x (DeepSpeed {taken_s:.3f} s, {plain_s / taken_s:.3f} of plain torch's throughput, losses "
-                f"{losses}; swapper {our_s:.3f} s, {plain_s / our_s:.3f} of it, {'losses equal' if is_equal else told})"
+                f"{losses}; swapper {our_s:.3f} s, {plain_s / our_s:.3f} of it, {ours[count].beside(plain[count])})"
             )
-            yield Row(figure, f"swapper {BAR} x as fast", number, taken_s / our_s >= BAR and is_equal)
+            is_equal = ours[count].equals(plain[count])
+            yield Row(figure, f"swapper {BAR} x as fast", number, taken_s / our_s >= BAR, is_equal=is_equal)
 
 
 def run_zero(bench: Bench, stage: int, count: int, tokens: torch.Tensor) -> tuple[list[float], float]:

@@ -43,7 +43,7 @@ from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_memory import DeviceStorage, HostSide, Span
 from swapper.device.model_device import PAGES_ON_THEIR_WAY, DeviceBudget, DevicePlacement, ModelDevice
 from swapper.device.tier import DeviceCopy
-from swapper.errors import BudgetError, ConfigError, DeviceError
+from swapper.errors import BudgetError, DeviceError
 from swapper.modules.groups import Group
 from swapper.modules.home import DeviceHome, GroupHome
 from swapper.paging.layout import Slot
@@ -161,7 +161,7 @@ class TrainingDevice(ModelDevice, Processor):
         where = {tensor.device for tensor in tensors_among(inputs)}
         if where and self.device.device not in where:
             found = ", ".join(sorted(map(str, where)))
-            raise ConfigError(
+            raise DeviceError(
                 f"{type(module).__name__} runs on {self.device} and was given tensors on {found} only: move them, "
                 f"`tensor.to({str(self.device)!r})`"
             )

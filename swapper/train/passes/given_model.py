@@ -28,6 +28,7 @@ from swapper.durability.ranks import Ranks
 from swapper.errors import StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
 from swapper.io.engines import Engine
+from swapper.modules.cold import is_cold
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, handler_of
 from swapper.modules.module_hooks import OwnHook, copy_without_hooks
@@ -216,7 +217,10 @@ class GivenModel:
 
 
 def _apply_of(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return `module._apply` that keeps tensors of which a conversion would only make an equal copy in host memory."""
+    """Return `module._apply` that keeps tensors of which a conversion would only make an equal copy in host memory.
+
+    So swapped parameters stay where they are in `model.cpu()`, which Lightning calls when it has trained on an accelerator.
+    """
     of = weakref.ref(module)
 
     def apply(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
@@ -229,15 +233,15 @@ def _apply_of(module: nn.Module) -> Callable[..., nn.Module]:
 
 
 def _only_copies(convert: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> bool:
-    """Return whether `convert(tensor)` is a copy and nothing else, by asking it of a small tensor in host memory."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    """Return whether `convert(tensor)` is a copy in host memory and nothing else, by asking it of a small tensor."""
+    if tensor.layout != torch.strided or not (tensor.device.type == "cpu" or is_cold(tensor)):
         return False
     with without_torch_functions(), torch.no_grad():
-        like = torch.ones((2,) * tensor.dim(), dtype=tensor.dtype, device="cpu")
+        like = torch.ones((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
         try:
             copy = convert(like)
-            is_like = (copy.device, copy.dtype, copy.stride()) == (like.device, like.dtype, like.stride())
-            return copy is not like and is_like and torch.equal(copy, like)
+            is_like = (copy.device.type, copy.dtype, copy.stride()) == ("cpu", like.dtype, like.stride())
+            return copy is not like and is_like and torch.equal(copy, like.cpu())
         except Exception:
             return False  # the real conversion raises the error
 

@@ -144,7 +144,7 @@ class OffloadedModel:
             self._placed.membership.follow()
 
     def check_step(self, member: int) -> None:
-        """Raise StateError if an optimizer's step cannot be taken exactly as plain torch would.
+        """Raise StateError if an optimizer's step cannot be taken exactly as plain torch would, BudgetError if memory is short.
 
         See Conditions and Gradients.check.
         """
@@ -152,6 +152,7 @@ class OffloadedModel:
         self.gradients.check(self._placed.trainables, groups)
         if not self.updates.has_begun_early:
             self._conditions.check_step(groups)
+            self.updates.prepare()
 
     def before_update(self) -> None:
         """Prepare for `updates.take_step`."""

@@ -217,7 +217,7 @@ class UpdateExecutor:
         """Return True if an optimizer's updates may be left to the next forward, after those of its step before are shown."""
         self._sweep.take_in_written()
         for group in self._updating():
-            with self._rolling_back(group):
+            with self._rolling_back():
                 self._close(group)
         self.in_order = self._owner.may_defer(member)
         return self.in_order
@@ -248,6 +248,11 @@ class UpdateExecutor:
                 self._sweep.update(update)
         self._sweep.give_back()
 
+    def prepare(self) -> None:
+        """Get what updates in `take_step` need. An error leaves everything as it was."""
+        if not self._policy.in_forward:
+            self._sweep.prepare()
+
     def finish(self, in_order: bool = False) -> None:
         """Finish the step before an access to anything that it changes.
 
@@ -262,9 +267,9 @@ class UpdateExecutor:
         if self._open and (due := self._due(Read())):
             self.in_order = self.in_order and in_order
             for group in due:
-                with self._rolling_back(group):
+                with self._rolling_back():
                     self._update(group)
-            with self._rolling_back(None):
+            with self._rolling_back():
                 self._sweep.give_back()
 
     def _refuse_begun(self) -> None:
@@ -366,7 +371,7 @@ class UpdateExecutor:
             then: the lease; it begins before the last pages of the update are released.
         """
         if group in self._open:
-            with self._rolling_back(group):
+            with self._rolling_back():
                 self._update(group)
                 self._sweep.give_back(then)
 
@@ -436,7 +441,9 @@ class UpdateExecutor:
 
     def _update(self, group: int) -> None:
         """Update a group, and show the results. Call it within `_rolling_back`, and `_close` too."""
-        for index in self._due(Wanted(group, self._sweep.ahead)):
+        if due := self._due(Wanted(group, self._sweep.ahead)):
+            self._sweep.prepare()
+        for index in due:
             self._groups[index].move(UPDATING)
             self._check_not_written(index)
             self._guards.release(self._open[index])
@@ -470,14 +477,13 @@ class UpdateExecutor:
             )
 
     @contextmanager
-    def _rolling_back(self, group: int | None) -> Iterator[None]:
-        """Keep the updates of this group, and of those in flight, due if the context fails."""
+    def _rolling_back(self) -> Iterator[None]:
+        """Undo the updates in flight if the context fails, and keep them due."""
         with apart_from_pass():
             try:
                 yield
             except BaseException as error:
-                updating = self._updating()
-                undone = [index for index in self._open if index == group or index in updating]
+                undone = self._updating()
                 if not self._owner.undo_update([self._open[index] for index in undone], error):
                     self._forget(shows=False)
                 else:

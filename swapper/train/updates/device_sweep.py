@@ -103,6 +103,14 @@ class DeviceSweep(Sweep):
         self.on_device.device.refuse_capture("the optimizer's state")
         super().begin(member)
 
+    def prepare(self) -> None:
+        """Give the ring its memory, so that the first copies to it wait neither for updates nor for the caller's kernels."""
+        if self._has_updated:
+            return
+        self.on_device.order.note()
+        with self.on_device.apart():
+            self._ring.begin(lambda: slot_bytes(self.trainables, self._page_bytes))
+
     def update(self, update: GroupUpdate) -> None:
         """Update a group. Copies of its results may still be in flight, their pages leased: see `settle`."""
         group = update.trainable.group
@@ -110,8 +118,7 @@ class DeviceSweep(Sweep):
         self._gradients.make_ready(update)
         if not self.kept.is_ready(group):
             self.settle()  # its pages go through the frames that earlier slices still lease
-        if not self._has_updated:
-            self._begin_ring()
+        self.prepare()
         self._read += zip(update.trainable.parameters, update.gradients, strict=True)
         with self.on_device.apart(), torch.autocast(self.on_device.device.device.type, enabled=False):
             if not self._has_updated or any(type(g) not in (ColdGradient, NoneType) for g in update.gradients):
@@ -245,12 +252,6 @@ class DeviceSweep(Sweep):
         self._results.forget()
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _begin_ring(self) -> None:
-        """Give the ring its memory, so that the first copies to it wait neither for updates nor for the caller's kernels."""
-        self.on_device.order.note()
-        with self.on_device.apart():
-            self._ring.begin(lambda: slot_bytes(self.trainables, self._page_bytes))
 
     def _free_slots(self) -> None:
         with self.on_device.apart():

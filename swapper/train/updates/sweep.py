@@ -63,6 +63,9 @@ class Sweep(SliceUpdates):
         self._proxies.begin_step(member)
         self._forget_slices()  # the rest of a failed step
 
+    def prepare(self) -> None:
+        """Get what the first update of a step needs. An error leaves everything as it was."""
+
     def take_in_written(self) -> None:
         """Treat writes past the guard so far as made before the step. See Pager.take_in_written."""
         self._pager.take_in_written()
