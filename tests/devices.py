@@ -19,6 +19,17 @@ IS_REAL = bool(NAME) and NAME not in ORDERS
 STAND_IN_ONLY = "it looks into the device of host memory, which SWAPPER_TEST_DEVICE replaces"
 
 
+def without_device(why: str) -> pytest.MarkDecorator:
+    """Mark a test of what there is only without a device. `why` is a sentence about it, for who reads what was skipped."""
+    return pytest.mark.skipif(bool(NAME), reason=f"without a device only: {why}")
+
+
+def skip_on_device(why: str) -> None:
+    """Skip the rest of a test, or a case, that there is only without a device."""
+    if NAME:
+        pytest.skip(f"without a device only: {why}")
+
+
 def check_named() -> None:
     """Raise UsageError if SWAPPER_TEST_DEVICE names a device that cannot be used."""
     if IS_REAL:
