@@ -139,7 +139,7 @@ class Twins:
         """Offload the swapped one."""
         if self.takes_device_memory:
             smallest = smallest_device_budget(self.directory, self.swapped, self.original, **self.options)
-            self.options["device_memory"] = smallest + (1 << 20)
+            self.options["device_memory"] = smallest + (1 << 20) + self.room_bytes
         self.manager = self.make_manager()
         model, self.optimizer = self.manager.offload(self.swapped, self.original, **for_offload(self.options))
         assert model is self.swapped
