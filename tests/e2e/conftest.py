@@ -29,10 +29,13 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=devices.IS_REAL)
-def on_a_real_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models and batches are made on it. What looks into the device of host memory is skipped."""
+def on_a_real_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models and batches are made on it, of tests that train there: others name no device, and are as ever. What looks into the
+    device of host memory is skipped."""
     monkeypatch.setattr(HostDevice, "__init__", lambda *_, **options: pytest.skip(devices.STAND_IN_ONLY))
-    torch.set_default_device(devices.NAME)
+    trains_there = {"device_of_tests", "Twins"} & vars(request.module).keys()
+    if trains_there or {"twins", "place"} & {*request.fixturenames}:
+        torch.set_default_device(devices.NAME)
     yield
     torch.set_default_device(None)
 
@@ -42,6 +45,12 @@ def stand_in() -> None:
     """The test looks into the device of host memory that it is given."""
     if devices.IS_REAL:
         pytest.skip(devices.STAND_IN_ONLY)
+
+
+@pytest.fixture
+def gradients_that_stay() -> dict[str, str]:
+    """Options with which gradients have data for the user's own code: on a device they leave by default."""
+    return {"gradients": "device"} if devices.NAME else {}
 
 
 @pytest.fixture
