@@ -28,6 +28,7 @@ AWAY: dict[str, Callable[[], dict[str, Any]]] = {
     "on a device": lambda: {"device": device_of_tests(), "device_memory": 2 << 20},
 }
 
+
 @torch.no_grad()
 def in_place(state: torch.Tensor, parameter: nn.Parameter) -> None:
     state.add_(parameter, alpha=0.5)
@@ -82,7 +83,9 @@ def test_state_and_a_gradient_that_is_away_are_refused_and_nothing_changes(twins
     away = [parameter for parameter in pair.swapped.parameters() if type(parameter.grad) is not torch.Tensor]
     assert len(away) > 5
     for parameter in away:
-        with pytest.raises(swapper.ColdParameterError, match=r"gradient of .*add_ needs its data.*gradients='(host|device)'"):
+        with pytest.raises(
+            swapper.ColdParameterError, match=r"gradient of .*add_ needs its data.*gradients='(host|device)'"
+        ):
             pair.optimizer.state[parameter]["exp_avg"].add_(parameter.grad)
     pair.both(lambda model, optimizer: optimizer.step())
     pair.both(lambda model, optimizer: optimizer.zero_grad())

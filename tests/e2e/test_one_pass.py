@@ -58,7 +58,9 @@ def train_both(pair: Twins) -> None:
     train_step(pair.swapped, pair.optimizer)
 
 
-@without_device("it counts elements that the pass of C++ updates, and leaves to the optimizer: a device has the optimizer's only")
+@without_device(
+    "it counts elements that the pass of C++ updates, and leaves to the optimizer: a device has the optimizer's only"
+)
 @pytest.mark.parametrize("update", ["step", "deferred"])
 def test_settings_that_it_does_not_have_are_the_optimizers_meanwhile(
     twins: MakeTwins, updated: list[int], update: str

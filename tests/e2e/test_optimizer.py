@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import devices
 import pytest
 import torch
 from torch import nn

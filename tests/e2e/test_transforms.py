@@ -120,7 +120,9 @@ def transform_between_steps(directory: Path, run: Callable[[nn.Module], Any], **
 
     def between(model: nn.Module, _: Any) -> Any:
         is_on_device = devices.NAME and model is pair.swapped
-        with pair.manager.gather(model) if is_on_device else nullcontext():  # it is refused without, as graphs over graphs are
+        with (
+            pair.manager.gather(model) if is_on_device else nullcontext()
+        ):  # it is refused without, as graphs over graphs are
             return run(model)
 
     pair.both(between)

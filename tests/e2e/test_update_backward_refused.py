@@ -62,7 +62,8 @@ def test_nothing_can_be_looked_at_or_changed_between_backward_and_step(
     make_gradients(pair)
     if name != "a parameter that is printed" or (params == "host" and not devices.NAME):  # else it is printed as away
         with pytest.raises(
-            (swapper.StateError, swapper.UnsupportedError, swapper.ColdParameterError), match=r"backward|away|off the device"
+            (swapper.StateError, swapper.UnsupportedError, swapper.ColdParameterError),
+            match=r"backward|away|off the device",
         ):
             LOOKS[name](pair)
     pair.both(lambda _, optimizer: optimizer.step())  # and the step is what it would have been

@@ -16,7 +16,9 @@ from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, penalty_of
 
 MakeTwins = Callable[..., Twins]
-cached_in_host_memory = devices.without_device("parameters are not cached in the memory of gradients that a device sends")
+cached_in_host_memory = devices.without_device(
+    "parameters are not cached in the memory of gradients that a device sends"
+)
 
 
 def param_bytes_a_step(pair: Twins, run: Callable[[Any, Any], Any]) -> float:

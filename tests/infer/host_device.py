@@ -290,7 +290,11 @@ def end_of(tensor):
 def by_address(tensor):
     """Return the same bytes, kept by nobody: as on a real device, a copy that is queued holds no storage."""
     nbytes = tensor.nbytes
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr()), dtype=torch.uint8) if nbytes else tensor
+    return (
+        torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr()), dtype=torch.uint8)
+        if nbytes
+        else tensor
+    )
 
 
 def checksum(tensor):
