@@ -231,10 +231,11 @@ def test_after_a_backward_nothing_can_be_used_until_all_have_stepped(several: Ma
     pair.finish()
 
 
+@pytest.mark.parametrize("place", devices.PLACES)
 @pytest.mark.parametrize("what", ["a setting", "a gradient", "a scaler"])
 @pytest.mark.parametrize("number", [0, 1])
-def test_what_a_backward_has_used_cannot_be_changed(several: MakeTwins, number: int, what: str) -> None:
-    pair = several(Net(), by_turns(adamw_and_sgd), update="backward")
+def test_what_a_backward_has_used_cannot_be_changed(several: MakeTwins, number: int, what: str, place: str) -> None:
+    pair = several(Net(), by_turns(adamw_and_sgd), update="backward", **devices.PLACES[place]())
     pair.train(train_step, steps=2)
     pair.both(lambda model, optimizers: model(TOKENS).square().mean().backward())
     changed = pair.optimizer[number].param_groups[0]
@@ -257,7 +258,7 @@ def test_what_a_backward_has_used_cannot_be_changed(several: MakeTwins, number: 
     pair.both(lambda model, optimizers: optimizers.step())  # undone, if it was begun, and taken again
     pair.both(lambda model, optimizers: optimizers.zero_grad())
     pair.train(train_step, steps=1)
-    pair.finish()
+    pair.finish(paged=place == "in host memory")
 
 
 def test_a_backward_whose_updates_fail_is_undone_for_all(several: MakeTwins) -> None:
