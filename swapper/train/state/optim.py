@@ -194,7 +194,10 @@ class PagedOptimizer(Optimizer):
                 else:
                     self._skip_step()
         except BaseException:
-            for of_scaler in ("grad_scale", "found_inf"):  # which removes them after steps that end: the next may not be its own
+            for of_scaler in (
+                "grad_scale",
+                "found_inf",
+            ):  # which removes them after steps that end: the next may not be its own
                 vars(self).pop(of_scaler, None)
             raise
         self._original._opt_called = True  # type: ignore[attr-defined]  # an existing scheduler checks it
