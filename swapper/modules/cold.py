@@ -40,7 +40,7 @@ from swapper.tensors.guarded_tensor import (
     tensors_among,
     written_among,
 )
-from swapper.tensors.torch_private import without_data, without_torch_functions
+from swapper.tensors.torch_private import pytree, without_data, without_torch_functions
 
 
 def unguard(parameter: nn.Parameter) -> None:
@@ -292,7 +292,8 @@ def _without_data_of_first(func: Function, args: tuple[object, ...], kwargs: dic
 def _follow_form(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Do a function that needs only the form of a cold argument, unless that is the first one."""
     if args and not isinstance(args[0], Cold):
-        return native(func, args, kwargs)
+        form, named = pytree.tree_map_only(Cold, as_plain, (args[1:], kwargs))
+        return func(args[0], *form, **named)
     return _view(func, args, kwargs) if func in VIEWS else NotImplemented
 
 
@@ -372,7 +373,7 @@ def _operate(func: Function, args: tuple[object, ...], kwargs: dict[str, object]
     owners = list({id(owner_of(tensor)): owner_of(tensor) for tensor in touched}.values())
     _check_views(touched, func)
     if _fault_in(owners, func) and all(type(tensor) is not ColdView for tensor in touched):
-        return native(func, args, kwargs)
+        return func(*args, **kwargs)  # which asks other guarded tensors among them
     away = [owner for owner in owners if is_cold(owner)]
     changed = [tensor for tensor in written_among(func, args, kwargs) if isinstance(tensor, Cold)]
     written = {id(owner_of(tensor)) for tensor in changed}

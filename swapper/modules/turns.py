@@ -9,6 +9,7 @@ first and gets its owner then, which would be held for ever: the owner is the en
 
 from __future__ import annotations
 
+import inspect
 import logging
 import selectors
 import sys
@@ -38,6 +39,8 @@ _CHECKS = 3
 
 _WAITING = frozenset({threading.__file__, selectors.__file__})
 """Files of Python whose innermost frame waits: for futures, threads, queues and events; for asyncio's tasks."""
+
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 log = logging.getLogger("swapper")
 
@@ -142,7 +145,7 @@ class Turns:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Return a context in which no other thread is inside."""
-        is_new = self.take(sys._getframe(2))
+        is_new = self.take(_outside_of_generators(sys._getframe(2)))
         try:
             yield
         finally:
@@ -177,8 +180,15 @@ def _is_inside(owner: _Owner) -> bool:
     return thread is None or (thread.is_alive() and (owner.frame is None or is_running(owner.frame)))
 
 
+def _outside_of_generators(frame: FrameType | None) -> FrameType | None:
+    """Return `frame`, or the innermost one around it that is no generator's: `is_running` would end a suspended one."""
+    while frame is not None and frame.f_code.co_flags & _SUSPENDABLE:
+        frame = frame.f_back
+    return frame
+
+
 def is_running(frame: FrameType) -> bool:
-    """Return whether a frame, of any thread, has not returned yet.
+    """Return whether a frame, of any thread and not of a generator, has not returned yet.
 
     Following another thread's `f_back` is not safe: the thread runs on between two lookups. Python refuses to clear a running
     frame. One that has returned loses its local variables, which are torch's or swapper's own.

@@ -4,7 +4,7 @@ Tables of torch's functions say which need the data of their arguments and which
 
 A guarded tensor is an ordinary one whose class is a `GuardedTensor` for a time: the same object, with its shape, dtype and hooks.
 What reads or changes its properties (METADATA) is done at once. A `WatchedTensor` has its data, does operations as an ordinary
-tensor does, and its `TensorWatch` has the rules. Where the data is not in memory a class has them.
+tensor does, and its `TensorWatch` has the rules. Where the data is not in memory a class has them, and is asked first.
 """
 
 from __future__ import annotations
@@ -302,7 +302,11 @@ class WatchedTensor(GuardedTensor):
 
     @staticmethod
     def _operate(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        for tensor in tensors_among((args, kwargs)):
+        tensors = tensors_among((args, kwargs))
+        for tensor in tensors:
+            if isinstance(tensor, GuardedTensor) and type(tensor) is not WatchedTensor:  # its data is not in memory
+                return type(tensor)._operate(func, args, kwargs)  # which refuses, or calls `func` again when it is
+        for tensor in tensors:
             if type(tensor) is WatchedTensor:  # yet: one use may end several watches
                 tensor.swapper_watch.use(tensor)
         watched = _watched_among((args, kwargs))

@@ -33,7 +33,8 @@ def on_a_real_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Models and batches are made on it, of tests that train there: others name no device, and are as ever. What looks into the
     device of host memory is skipped."""
     monkeypatch.setattr(HostDevice, "__init__", lambda *_, **options: pytest.skip(devices.STAND_IN_ONLY))
-    if {"twins", "place"} & {*request.fixturenames} or hasattr(request.module, "device_of_tests"):
+    trains_there = {"device_of_tests", "Twins"} & vars(request.module).keys()
+    if trains_there or {"twins", "place"} & {*request.fixturenames}:
         torch.set_default_device(devices.NAME)
     yield
     torch.set_default_device(None)
@@ -44,6 +45,12 @@ def stand_in() -> None:
     """The test looks into the device of host memory that it is given."""
     if devices.IS_REAL:
         pytest.skip(devices.STAND_IN_ONLY)
+
+
+@pytest.fixture
+def gradients_that_stay() -> dict[str, str]:
+    """Options with which gradients have data for the user's own code: on a device they leave by default."""
+    return {"gradients": "device"} if devices.NAME else {}
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import devices
 import torch
 from torch import nn
 
@@ -40,7 +41,7 @@ class Pass:
         self.chance = chance
         self.is_swapped = model is pair.swapped
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.gradients_are_there = pair.options.get("gradients") != "nvme"
+        self.gradients_are_there = pair.options.get("gradients") != "nvme" and not devices.NAME
         self._watch = watch
         self._dtype = self.parameters[0].dtype
 

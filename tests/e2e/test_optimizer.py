@@ -65,7 +65,9 @@ def test_settings_changed_by_hand_act(twins: MakeTwins) -> None:
     pair.finish()
 
 
-def test_clipping_values_and_own_arithmetic_on_gradients_are_bit_equal(twins: MakeTwins) -> None:
+def test_clipping_values_and_own_arithmetic_on_gradients_are_bit_equal(
+    twins: MakeTwins, gradients_that_stay: dict[str, str]
+) -> None:
     def run(model: Any, optimizer: Any) -> torch.Tensor:
         loss = loss_of(model, tokens())
         loss.backward()
@@ -81,7 +83,7 @@ def test_clipping_values_and_own_arithmetic_on_gradients_are_bit_equal(twins: Ma
         optimizer.zero_grad()
         return loss.detach()
 
-    pair = twins(Net())
+    pair = twins(Net(), **gradients_that_stay)
     pair.train(run, steps=3)
     pair.finish()
 
@@ -147,7 +149,7 @@ def test_steps_that_a_gradient_scaler_skips_leave_the_state_that_torch_has(
     pair.finish()
 
 
-def test_gradients_that_are_kept_keep_their_values(twins: MakeTwins) -> None:
+def test_gradients_that_are_kept_keep_their_values(twins: MakeTwins, gradients_that_stay: dict[str, str]) -> None:
     """As in methods that compare the gradients of two batches."""
 
     def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -162,7 +164,7 @@ def test_gradients_that_are_kept_keep_their_values(twins: MakeTwins) -> None:
         optimizer.zero_grad(set_to_none=False)
         return [*kept, *differences]
 
-    pair = twins(Net())
+    pair = twins(Net(), **gradients_that_stay)
     pair.train(run, steps=3)
     pair.finish()
 
@@ -357,9 +359,9 @@ def test_adafactor_with_a_group_for_each_dtype_is_exact(twins: MakeTwins) -> Non
 @pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("params", ["nvme", "host"])
 def test_a_method_of_the_users_class_reads_gradients_and_changes_state(
-    twins: MakeTwins, params: str, update: str
+    twins: MakeTwins, params: str, update: str, gradients_that_stay: dict[str, str]
 ) -> None:
-    pair = twins(Net(), third_party.Sophia, params=params, update=update)
+    pair = twins(Net(), third_party.Sophia, params=params, update=update, **gradients_that_stay)
 
     def estimate(model: Any, optimizer: Any) -> int:
         loss_of(model, tokens(2)).backward()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ def step(model: Any, optimizer: Any) -> torch.Tensor:
     return finish_step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
 
 
+@devices.without_device("parameters of a group are parts of one storage of the device")
 @pytest.mark.parametrize("update", ["step", "backward", "deferred"])
 def test_in_a_forward(twins: MakeTwins, update: str) -> None:
     pair = twins(nn.Sequential(*(Strided() for _ in range(12))), update=update)
@@ -65,13 +67,20 @@ def test_of_a_model_that_was_loaded(tmp_path: Path) -> None:
     swapper.loaded(loaded).unload()
 
 
+PLACES: dict[str, Callable[[], dict[str, Any]]] = {
+    "in host memory": dict,
+    "on a device": lambda: {"device": devices.device_of_tests(), "device_memory": 1 << 20},  # not all of them
+}
+
+
 @pytest.mark.whole
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("when", ["pre-hook", "between"])
 @pytest.mark.parametrize("form", ["same", "other"])
 def test_a_parameter_that_is_set_to_other_memory_gets_its_values_or_is_named(
-    twins: MakeTwins, when: str, form: str
+    twins: MakeTwins, when: str, form: str, place: str
 ) -> None:
-    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))
+    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))), **PLACES[place]())
 
     def run(model: Any, _: Any) -> list[torch.Tensor]:
         @torch.no_grad()
@@ -84,7 +93,7 @@ def test_a_parameter_that_is_set_to_other_memory_gets_its_values_or_is_named(
         else:
             exchange()
         model(torch.randn(4, WIDTH)).sum().backward()
-        return [model(torch.randn(4, WIDTH)).detach()]
+        return [model(torch.randn(4, WIDTH)).detach() for _ in range(2)]
 
     if form == "same":
         pair.both(run)
@@ -93,3 +102,22 @@ def test_a_parameter_that_is_set_to_other_memory_gets_its_values_or_is_named(
             run(pair.swapped, None)
     with contextlib.suppress(swapper.StateError):
         pair.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_that_is_set_to_other_memory_while_it_is_gathered_for_reading_is_in_the_next_step(
+    twins: MakeTwins, place: str
+) -> None:
+    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))), **PLACES[place]())
+    for number in (0, 5, 11):
+
+        @torch.no_grad()
+        def exchange(model: Any, _: Any, number: int = number) -> None:
+            model[number].weight.set_(torch.ones(WIDTH, WIDTH) / WIDTH)
+
+        pair.both(exchange)
+        with contextlib.suppress(swapper.StateError):  # in host memory it is refused, and is there all the same
+            with pair.manager.gather(pair.swapped[number].weight):
+                pass
+    pair.train(step, steps=2)
+    pair.finish(paged=False)

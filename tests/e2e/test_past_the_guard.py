@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from e2e.twins import Twins, send_away
 from swapper import _C
 from swapper.paging.residency import Residency
 
+pytestmark = devices.without_device("it uses addresses in host memory, where a parameter of a device has none")
 MakeTwins = Callable[..., Twins]
 WIDTH = 256
 UPDATES = ["step", "backward", "deferred"]

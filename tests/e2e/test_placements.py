@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import devices
 import pytest
 
 from e2e.models import Net, train_step
@@ -37,6 +38,7 @@ def test_every_backend_is_bit_equal(twins: MakeTwins, backend: str) -> None:
     pair.finish()
 
 
+@devices.without_device("its slices are as small as a small device asks for, and share more pages: test_device_reads")
 def test_a_step_reads_and_writes_what_the_pool_cannot_hold_and_no_more(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=3)

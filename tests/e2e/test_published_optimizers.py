@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch import nn
@@ -191,6 +192,7 @@ def test_state_in_lists_goes_through_resume_snapshot_load_and_edit(twins: MakeTw
     pair.finish(paged=False)
 
 
+@devices.without_device("a device copies back all of a slice, and tells no part that has not changed")
 def test_factors_that_a_step_leaves_are_not_written(twins: MakeTwins) -> None:
     def written_bytes(basis_steps: int) -> int:
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from devices import device_of_tests
@@ -161,9 +162,9 @@ def test_clipping_and_plans_see_all(several: MakeTwins) -> None:
 
 
 @pytest.mark.parametrize("update", ["step", "deferred"])
-def test_a_gradscaler_steps_each(several: MakeTwins, update: str) -> None:
+def test_a_gradscaler_steps_each(several: MakeTwins, update: str, gradients_that_stay: dict[str, str]) -> None:
     """In one iteration one of the optimizers has infinite gradients, in another both: plain torch skips those steps."""
-    pair = several(Net(), by_turns(adamw_and_sgd), update=update)
+    pair = several(Net(), by_turns(adamw_and_sgd), update=update, **gradients_that_stay)
     scalers = {id(model): torch.amp.GradScaler("cpu", init_scale=64.0) for model in (pair.plain, pair.swapped)}
     iteration = iter([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
 
@@ -201,7 +202,7 @@ def test_after_a_backward_each_steps_and_may_change_its_settings_and_gradients(s
         for optimizer, scheduler in zip(optimizers, schedulers[id(model)], strict=True):
             optimizer.step()
             scheduler.step()
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad(set_to_none=bool(devices.NAME))  # zeros would change what has left a device
         return loss.detach()
 
     pair.train(run, steps=4)
@@ -230,10 +231,11 @@ def test_after_a_backward_nothing_can_be_used_until_all_have_stepped(several: Ma
     pair.finish()
 
 
+@pytest.mark.parametrize("place", devices.PLACES)
 @pytest.mark.parametrize("what", ["a setting", "a gradient", "a scaler"])
 @pytest.mark.parametrize("number", [0, 1])
-def test_what_a_backward_has_used_cannot_be_changed(several: MakeTwins, number: int, what: str) -> None:
-    pair = several(Net(), by_turns(adamw_and_sgd), update="backward")
+def test_what_a_backward_has_used_cannot_be_changed(several: MakeTwins, number: int, what: str, place: str) -> None:
+    pair = several(Net(), by_turns(adamw_and_sgd), update="backward", **devices.PLACES[place]())
     pair.train(train_step, steps=2)
     pair.both(lambda model, optimizers: model(TOKENS).square().mean().backward())
     changed = pair.optimizer[number].param_groups[0]
@@ -244,7 +246,7 @@ def test_what_a_backward_has_used_cannot_be_changed(several: MakeTwins, number: 
             changed["lr"] = 1.0
             pair.optimizer[0].step()
         elif what == "a gradient":
-            changed["params"][-1].grad = torch.zeros_like(gradients[-1])
+            changed["params"][-1].grad = torch.zeros(gradients[-1].shape)
             pair.optimizer[0].step()
         else:
             scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -256,7 +258,7 @@ def test_what_a_backward_has_used_cannot_be_changed(several: MakeTwins, number: 
     pair.both(lambda model, optimizers: optimizers.step())  # undone, if it was begun, and taken again
     pair.both(lambda model, optimizers: optimizers.zero_grad())
     pair.train(train_step, steps=1)
-    pair.finish()
+    pair.finish(paged=place == "in host memory")
 
 
 def test_a_backward_whose_updates_fail_is_undone_for_all(several: MakeTwins) -> None:

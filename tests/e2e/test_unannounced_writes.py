@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from e2e.models import Block, Net, finish_step, train_step
 from e2e.twins import Twins, send_away
 
 MakeTwins = Callable[..., Twins]
+seen_in_host_memory = devices.without_device("writes past the version counter are seen in pages of host memory alone")
 
 
 class Clamped(Block):
@@ -26,6 +28,7 @@ class Clamped(Block):
         return super().forward(value)
 
 
+@seen_in_host_memory
 def test_a_write_through_data_in_a_forward_is_kept(twins: MakeTwins) -> None:
     pair = twins(Net(make_block=Clamped, depth=5))
     pair.train(train_step, steps=3)
@@ -35,6 +38,7 @@ def test_a_write_through_data_in_a_forward_is_kept(twins: MakeTwins) -> None:
     pair.finish()
 
 
+@seen_in_host_memory
 def test_a_write_through_data_is_refused_where_a_master_would_not_follow(twins: MakeTwins) -> None:
     pair = twins(Net(make_block=Clamped, depth=8).bfloat16(), master=True)
     with pytest.raises(
@@ -44,6 +48,7 @@ def test_a_write_through_data_is_refused_where_a_master_would_not_follow(twins: 
     pair.close()
 
 
+@seen_in_host_memory
 def test_a_write_through_data_in_a_gather_for_reading_is_refused(twins: MakeTwins) -> None:
     pair = twins(Net())
     weight = pair.swapped.blocks[2].up.weight
@@ -60,6 +65,7 @@ def test_a_write_through_data_in_a_gather_for_reading_is_refused(twins: MakeTwin
     pair.close()
 
 
+@devices.without_device("it reads by arrays, which memory of a device has none of")
 def test_reading_in_every_way_is_no_write(twins: MakeTwins) -> None:
     pair = twins(Net())
     with pair.manager.gather(pair.swapped.blocks[1]) as blocks:
@@ -71,6 +77,7 @@ def test_reading_in_every_way_is_no_write(twins: MakeTwins) -> None:
     pair.finish()
 
 
+@seen_in_host_memory
 def test_a_write_after_an_update_is_noted_too(twins: MakeTwins) -> None:
     """Pages that the optimizer has just changed stay in the pool; they too are for reading only by then."""
     pair = twins(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), room_bytes=64 << 20)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch.optim import AdamW
@@ -22,7 +23,7 @@ Run = Callable[[Any, Any], Any]
 
 def test_the_plan_says_what_a_step_moves(backward: MakeTwins) -> None:
     pair = backward(Net(depth=10).bfloat16(), partial(AdamW, lr=1e-3), master=True, wait=True)
-    pair.budget = 6 << 20
+    pair.budget = (8 if devices.NAME else 6) << 20  # a device has slices of its own in the pool
     plan = pair.plan()
     pair.offload()
     pair.train(train_step, steps=3)

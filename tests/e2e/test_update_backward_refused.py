@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch import nn
@@ -59,9 +60,10 @@ def test_nothing_can_be_looked_at_or_changed_between_backward_and_step(
     model.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
     pair = backward(model, params=params)
     make_gradients(pair)
-    if name != "a parameter that is printed" or params == "host":
+    if name != "a parameter that is printed" or (params == "host" and not devices.NAME):  # else it is printed as away
         with pytest.raises(
-            (swapper.StateError, swapper.UnsupportedError, swapper.ColdParameterError), match=r"backward|away"
+            (swapper.StateError, swapper.UnsupportedError, swapper.ColdParameterError),
+            match=r"backward|away|off the device",
         ):
             LOOKS[name](pair)
     pair.both(lambda _, optimizer: optimizer.step())  # and the step is what it would have been
@@ -74,7 +76,8 @@ def test_a_scaler_is_refused(backward: MakeTwins) -> None:
     pair = backward(Net())
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(pair.swapped, tokens())).backward()
-    with pytest.raises(swapper.StateError, match=r"used in backward already.*update='step'"):
+    told = "nothing .* can be used between the two" if devices.NAME else "used in backward already"
+    with pytest.raises(swapper.StateError, match=rf"{told}.*update='step'"):
         scaler.step(pair.optimizer)
     pair.close()
 
@@ -86,9 +89,8 @@ def test_a_second_backward_is_refused(backward: MakeTwins, name: str) -> None:
     more = pair.swapped.get_submodule(name).weight.sum()
     loss_of(pair.swapped, tokens()).backward()
     assert updated_early(pair)
-    with pytest.raises(
-        swapper.StateError, match=rf"{name}.weight got a gradient after updates.*manager.accumulate\(\)"
-    ):
+    told = "a second backward began" if devices.NAME else f"{name}.weight got a gradient after updates"
+    with pytest.raises(swapper.StateError, match=rf"{told}.*manager.accumulate\(\)"):
         more.backward()
     pair.close()
 

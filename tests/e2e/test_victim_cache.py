@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import devices
 import pytest
 import torch
 from torch.optim import AdamW
@@ -15,6 +16,9 @@ from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, penalty_of
 
 MakeTwins = Callable[..., Twins]
+cached_in_host_memory = devices.without_device(
+    "parameters are not cached in the memory of gradients that a device sends"
+)
 
 
 def param_bytes_a_step(pair: Twins, run: Callable[[Any, Any], Any]) -> float:
@@ -24,6 +28,7 @@ def param_bytes_a_step(pair: Twins, run: Callable[[Any, Any], Any]) -> float:
     return read / params
 
 
+@cached_in_host_memory
 @pytest.mark.parametrize("update", ["step", "deferred"])
 def test_parameters_are_not_read_again_for_backward(twins: MakeTwins, update: str) -> None:
     def make() -> Twins:
@@ -39,8 +44,10 @@ def test_parameters_are_not_read_again_for_backward(twins: MakeTwins, update: st
 
 @pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("part", ["gradient", "view", "detached"])
-def test_a_gradient_that_somebody_keeps_keeps_its_values(twins: MakeTwins, update: str, part: str) -> None:
-    pair = twins(Net(depth=6), update=update)
+def test_a_gradient_that_somebody_keeps_keeps_its_values(
+    twins: MakeTwins, update: str, part: str, gradients_that_stay: dict[str, str]
+) -> None:
+    pair = twins(Net(depth=6), update=update, **gradients_that_stay)
     kept: dict[int, list[torch.Tensor]] = {0: [], 1: []}
 
     def run(model: Any, optimizer: Any) -> torch.Tensor:
@@ -86,6 +93,7 @@ def test_parameters_changed_while_others_wait_are_what_they_should_be(twins: Mak
     pair.finish(paged=False)
 
 
+@cached_in_host_memory
 def test_gradients_that_come_without_a_forward_drop_what_waits_in_their_place(twins: MakeTwins) -> None:
     """A penalty's backward leases nothing: what waits for the next forward is read again, and not taken for what came there."""
     pair = twins(Net(depth=6))

@@ -140,13 +140,17 @@ class Twins:
 
     def offload(self) -> None:
         """Offload the swapped one."""
-        if self.takes_device_memory:
-            smallest = smallest_device_budget(self.directory, self.swapped, self.original, **self.options)
-            self.options["device_memory"] = smallest + (1 << 20) + self.room_bytes
+        self.give_device_memory()
         self.manager = self.make_manager()
         model, self.optimizer = self.manager.offload(self.swapped, self.original, **for_offload(self.options))
         assert model is self.swapped
         self.written_at_start = self.manager.counters.bytes_written
+
+    def give_device_memory(self) -> None:
+        """Have a run on the device of SWAPPER_TEST_DEVICE take little memory there."""
+        if self.takes_device_memory and "device_memory" not in self.options:
+            smallest = smallest_device_budget(self.directory, self.swapped, self.original, **self.options)
+            self.options["device_memory"] = smallest + (1 << 20) + self.room_bytes
 
     def resume(self, model: nn.Module, make_optimizer: MakeOptimizer = adamw, **options: Any) -> None:
         """Close the run, and go on with it in another model, as in another process; `options` replace some of the run's."""
@@ -172,6 +176,7 @@ class Twins:
 
     def plan(self) -> swapper.Plan:
         """Return the plan of the offload to come."""
+        self.give_device_memory()
         with self.make_manager() as manager:
             return manager.plan(self.swapped, self.original, **for_offload(self.options))
 

@@ -24,7 +24,10 @@ from swapper.tensors.guarded_tensor import Function, GuardedTensor, tensors_amon
 from swapper.train.layout.slices import TensorLocation
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
-KEEP = "; with manager.offload(..., gradients='host') it stays in memory"
+KEEP = {
+    "on NVMe": "; with manager.offload(..., gradients='host') it stays in memory",
+    "off the device": "; with manager.offload(..., gradients='device') it stays there, but for shards of FSDP2",
+}
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """A pending change of a gradient's elements; returns new ones. It must not depend on an element's position."""
@@ -76,7 +79,7 @@ def refuse(one: ColdGradient, func: Any) -> NoReturn:
     """Raise ColdParameterError: `func` needs the data of a gradient."""
     raise ColdParameterError(
         f"the gradient of {one.swapper_name} is {one.swapper_where} and {getattr(func, '__name__', func)} needs its data: "
-        f"{ADVICE}{KEEP if one.swapper_where == ColdGradient.swapper_where else ''}"
+        f"{ADVICE}{KEEP[one.swapper_where]}"
     )
 
 

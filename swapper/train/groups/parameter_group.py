@@ -76,6 +76,7 @@ class GroupParameters(LeasedGroup):
         self._shown_with: list[Hidable] = []
         self._at_places = list(tensors)  # the parameters' storages, also while `parameter.data` is another's
         self._uses: list[int] = []  # of each, by nobody but the run
+        self._set_while_cold: list[str] = []  # names, until the use that found it ends (`parameter.set_(x)`)
 
     def adopt(self, content: SectionSource | None) -> None:
         """Move the parameters to their slots and release their previous data. Paged ones are cold afterwards.
@@ -180,9 +181,14 @@ class GroupParameters(LeasedGroup):
             self.home.give_back(changed)
 
     def _changed(self) -> list[str]:
-        assigned = self.take_in_assigned()
+        assigned = [*self._forget_set(), *self.take_in_assigned()]
         changed = super()._changed()
         return list(dict.fromkeys([*assigned, *changed, *self.written()]))
+
+    def _forget_set(self) -> list[str]:
+        """Return the names of the parameters that had other memory when this use began: only the memory here has its values."""
+        names, self._set_while_cold = self._set_while_cold, []
+        return names
 
     def written(self) -> list[str]:
         """Return the names of the parameters written without torch's version counter, and without a lease to write.
@@ -213,11 +219,14 @@ class GroupParameters(LeasedGroup):
             self._unpin(write, changed=write)
 
     def _unpin(self, write: bool, changed: bool) -> None:
+        was_set = self._forget_set()
         self.home.pins.remove(write)
         self._dematerialize()
         if self.paged and not self.home.answers_reads:
             self._warn_of_alias()
-        self.home.unpin(write, changed)
+        self.home.unpin(write, changed or bool(was_set))
+        if was_set and not write:
+            self._note_change(was_set)
 
     def _warn_of_alias(self) -> None:
         """Warn once if something still shows memory of a device that is given up next: no operation on it can be refused."""
@@ -248,7 +257,7 @@ class GroupParameters(LeasedGroup):
         if self.paged:
             materialize(*self.parameters)
             self.may_be_assigned = True
-        self.take_in_assigned()
+        self._set_while_cold += self.take_in_assigned()
         for parameter, at in zip(self.parameters, self._at_places, strict=True):
             if parameter.shape != at.shape or parameter.dtype != at.dtype:
                 raise self._of_other_form(parameter, at)

@@ -187,11 +187,19 @@ class PagedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), defer_signals:
-            if self._follow_scaler():
-                self._run_step()
-            else:
-                self._skip_step()
+        try:
+            with torch.no_grad(), defer_signals:
+                if self._follow_scaler():
+                    self._run_step()
+                else:
+                    self._skip_step()
+        except BaseException:
+            for of_scaler in (
+                "grad_scale",
+                "found_inf",
+            ):  # which removes them after steps that end: the next may not be its own
+                vars(self).pop(of_scaler, None)
+            raise
         self._original._opt_called = True  # type: ignore[attr-defined]  # an existing scheduler checks it
         return loss
 
