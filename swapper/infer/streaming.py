@@ -276,8 +276,8 @@ class Streaming(Resources[WeightFiles]):
             memory = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
             tickets.append(self.store.read_into(stored.path, stored.offset, memory))
             tensors.append(view_of(memory, 0, stored))
+        self.pager.back_cold_pages()  # for accesses past the guard
         self.pager.read_ahead()
-        self.pager.back_cold_pages()  # the others, for accesses past the guard
         wait_for_all(tickets)
         parts = iter(tensors)
         return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in buffers]
