@@ -276,7 +276,7 @@ class Streaming(Resources[WeightFiles]):
             memory = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
             tickets.append(self.store.read_into(stored.path, stored.offset, memory))
             tensors.append(view_of(memory, 0, stored))
-        self.pager.back_cold_pages()  # for accesses past the guard
+        self.pager.back_cold_pages()  # for accesses past the guard; those that are read ahead too, so before that
         self.pager.read_ahead()
         wait_for_all(tickets)
         parts = iter(tensors)

@@ -373,6 +373,8 @@ def _operate(func: Function, args: tuple[object, ...], kwargs: dict[str, object]
     owners = list({id(owner_of(tensor)): owner_of(tensor) for tensor in touched}.values())
     _check_views(touched, func)
     if _fault_in(owners, func) and all(type(tensor) is not ColdView for tensor in touched):
+        if any(isinstance(tensor, Cold) for tensor in touched):  # a wrapper of torch.func's keeps its class
+            return native(func, args, kwargs)
         return func(*args, **kwargs)  # which asks other guarded tensors among them
     away = [owner for owner in owners if is_cold(owner)]
     changed = [tensor for tensor in written_among(func, args, kwargs) if isinstance(tensor, Cold)]

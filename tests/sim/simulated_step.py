@@ -88,14 +88,14 @@ class Sweep:
     ) -> None:
         self.trainables = trainables
         self.rates = rates  # of each optimizer, which the user may change
-        self.ahead = ahead
+        self.ahead, self.is_prepared = ahead, False
         self.members = range(MEMBERS)
         self.before: dict[str, torch.Tensor] = {}  # parameters before their last update
         self._begun: dict[int, float] = {}
         self._may_fail = may_fail
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name in ("take_in_written", "give_back", "show", "settle", "end", "fetch_ahead"):
+        if name in ("take_in_written", "give_back", "show", "settle", "end", "fetch_ahead", "prepare"):
             return lambda *_: self._may_fail()
         if name in ("rejoin", "abandon"):
             return lambda: None

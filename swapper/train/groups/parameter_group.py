@@ -181,7 +181,9 @@ class GroupParameters(LeasedGroup):
             self.home.give_back(changed)
 
     def _changed(self) -> list[str]:
-        assigned = [*self._forget_set(), *self.take_in_assigned()]
+        assigned = self.take_in_assigned()
+        if self._set_while_cold:
+            assigned = [*self._forget_set(), *assigned]
         changed = super()._changed()
         return list(dict.fromkeys([*assigned, *changed, *self.written()]))
 
@@ -219,7 +221,7 @@ class GroupParameters(LeasedGroup):
             self._unpin(write, changed=write)
 
     def _unpin(self, write: bool, changed: bool) -> None:
-        was_set = self._forget_set()
+        was_set = self._forget_set() if self._set_while_cold else []
         self.home.pins.remove(write)
         self._dematerialize()
         if self.paged and not self.home.answers_reads:

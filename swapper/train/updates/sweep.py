@@ -36,9 +36,11 @@ class Sweep(SliceUpdates):
         trainables: all groups.
         members: the numbers of the optimizers.
         ahead: groups whose update pays to be begun before the one of the group before them is settled.
+        is_prepared: False if the step's first update needs something that `prepare` gets.
     """
 
     ahead = 0
+    is_prepared = True
 
     def __init__(
         self,
