@@ -217,7 +217,10 @@ class Changed:
             self.manager.close()
             del self.model, self.optimizer
             self.open()
-            assert self.manager.step in (before - 1, before)  # a change after a step belongs to its commit, which failed
+            assert self.manager.step in (
+                before - 1,
+                before,
+            )  # a change after a step belongs to its commit, which failed
             while self.manager.step < before:
                 self.change()
                 self.step()

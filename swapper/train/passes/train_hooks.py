@@ -49,7 +49,15 @@ from torch.nn.utils import stateless
 from swapper.errors import BudgetError, StateError
 from swapper.modules.groups import Unit
 from swapper.modules.leased_group import LeasedGroup
-from swapper.modules.module_hooks import Call, ModuleHooks, OwnHook, outside_transforms, tensors_of
+from swapper.modules.module_hooks import (
+    Call,
+    ModuleHooks,
+    OwnHook,
+    modules_by_unit,
+    outside_transforms,
+    side_outputs,
+    tensors_of,
+)
 from swapper.modules.turns import frame_of_backward, frame_of_call, is_in_backward
 from swapper.paging.schedule import Access
 from swapper.runtime.free_memory import note_used
@@ -61,7 +69,6 @@ from swapper.tensors.torch_private import after_backward, backward_task
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import SessionGuard
-from swapper.train.passes.side_outputs import modules_by_unit, side_outputs
 from swapper.train.steps.executor import UpdateExecutor
 
 _module_of, _task_of = attrgetter("module"), attrgetter("backward_task")
