@@ -46,30 +46,32 @@ def test_a_program_with_logging_of_its_own_gets_no_line(tmp_path: Path, run_pyth
     assert run(run_python, silent) == []
 
 
-def test_a_warning_names_swapper_where_nobody_has_configured_logging(tmp_path: Path, run_python: RunPython) -> None:
-    text = f"""
-        {{}}
-        manager, model, optimizer = offload({str(tmp_path)!r}, "nvme", 1024, resume="discard")
-        model.weight.norm()
-        manager.close()
-    """
-    _, warning = run(run_python, text.format(""))
-    assert warning.startswith("swapper: ") and "reads parameter weight, which is away" in warning
-    own = "import logging; logging.getLogger('swapper').addHandler(logging.NullHandler())"
-    assert run(run_python, text.format(own)) == []
+def test_lines_name_swapper_and_the_step_of_a_resumed_run(tmp_path: Path, run_python: RunPython) -> None:
+    begun, resumed, warning = run(
+        run_python,
+        f"""
+        import logging
 
+        def run(resume):
+            manager, model, optimizer = offload({str(tmp_path)!r}, "nvme", 1024, resume=resume)
+            model.weight.norm()
+            return manager, model, optimizer
 
-def test_a_resumed_run_says_from_which_step(tmp_path: Path, run_python: RunPython) -> None:
-    train = f"""
-        manager, model, optimizer = offload({str(tmp_path)!r}, resume="auto")
-        for _ in range(3):
-            model(torch.ones(1, 64)).sum().backward()
+        logging.getLogger("swapper").setLevel("ERROR")
+        manager, model, optimizer = run("error")
+        for _ in range(2):
+            model(torch.ones(1, 1024)).sum().backward()
             optimizer.step()
         manager.close()
-    """
-    (begun,) = run(run_python, train)
-    (resumed,) = run(run_python, train)
-    assert "resumed" not in begun and resumed.endswith("; resumed from step 3")
+        logging.getLogger("swapper").setLevel(logging.NOTSET)
+        offload({str(tmp_path / "other")!r})[0].close()
+        run("auto")[0].close()
+        logging.getLogger("swapper").addHandler(logging.NullHandler())  # a program with logging of its own
+        run("auto")[0].close()
+        """,
+    )
+    assert "resumed" not in begun and resumed.endswith("; resumed from step 2")
+    assert warning.startswith("swapper: ") and "reads parameter weight, which is away" in warning
 
 
 def test_a_cell_that_runs_again_closes_its_earlier_manager(tmp_path: Path, run_python: RunPython) -> None:
