@@ -81,7 +81,7 @@ def take_over() -> None:
         cpu, _, case = line.split("\t")
         cases[case.partition("[")[0]].append(float(cpu))
     costs = costs_s() | {test: mean(measured) for test, measured in cases.items()}
-    COSTS.write_text("".join(f"{cost:.1f}\t{test}\n" for test, cost in sorted(costs.items()) if cost >= LONG_S))
+    COSTS.write_text("".join(f"{cost:.2f}\t{test}\n" for test, cost in sorted(costs.items()) if cost >= LONG_S))
 
 
 if __name__ == "__main__":
