@@ -57,7 +57,7 @@ def test_a_training_process_that_is_sent_sigusr1_says_where_it_stands_and_goes_o
         for _ in range(2):
             child.send_signal(signal.SIGUSR1)
             lines = dump_from(child.stderr)
-            assert lines[0] == "SIGUSR1\n"
+            assert lines[0] == "swapper: SIGUSR1\n"
             assert lines[1].startswith("step ")
             assert any(line.startswith("frames: ") for line in lines)
             assert any(line.startswith("leases: ") for line in lines)

@@ -23,11 +23,13 @@ from transformers import (
 import swapper
 from infer.test_kv_cache import DECODER, WAYS, generate, prompt
 from infer.test_kv_cache import make as make_of_8_layers
-from swapper import KVCache
+from swapper import _C, KVCache
 from swapper.infer.kv import kv_attention, kv_blocks
 from swapper.infer.kv.kv_attention import LOWEST, attend, pieces
 from swapper.integrations import transformers_attention
 from swapper.integrations.transformers_attention import NAME, attention_by_blocks
+from swapper.io.drives import Drives
+from swapper.paging.store.scratch import ScratchFile
 
 LAYERS = {**DECODER, "num_hidden_layers": 3}
 CONFIGS = {
@@ -179,6 +181,26 @@ def test_caches_of_several_threads_share_a_model(small):
     for pair in zip(found, expected, strict=True):
         check_close(*pair)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_scratch_files_of_several_threads_in_a_directory_are_files_of_their_own(tmp_path):
+    engine, begin, failed = _C.Engine(), threading.Barrier(4), []
+
+    def make_some():
+        begin.wait()
+        try:
+            for _ in range(50):
+                ScratchFile(engine, Drives((tmp_path,)), ()).close()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=make_some) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.close()
+    assert not failed and not list(tmp_path.iterdir())
 
 
 def test_masks_and_keys_of_other_callers(blocks_of_50):
