@@ -26,6 +26,7 @@ from swapper.formats.container import ChecksumChunk, ContainerLayout, PreparedTa
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of, copy
 from swapper.io.engines import Engine
+from swapper.io.replacing import temporary_name
 from swapper.paging.store.page_files import FileStatus, status_of, write_all
 
 
@@ -165,8 +166,7 @@ class Draft:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
-            self._hidden = path.with_name(f".{path.name}.{os.getpid()}.partial")
-            self._hidden.unlink(missing_ok=True)  # of an earlier process with the same number
+            self._hidden = temporary_name(path)
             self.descriptor = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._place = self._hidden or Path(f"/proc/self/fd/{self.descriptor}")
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swapper.errors import ConfigError
+from swapper.io.replacing import temporary_name
 from swapper.manager import SwapManager
 from swapper.runtime.stats import PHASES, StepStats
 
@@ -131,7 +132,7 @@ def write_openmetrics(
         raise ConfigError(f"{target} exists, and is not a file of swapper's metrics: choose another name")
 
     def write(_: object = None) -> None:
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        temporary = temporary_name(target)
         try:
             temporary.write_text(openmetrics(manager, labels))
             temporary.replace(target)

@@ -65,6 +65,11 @@ class Extents:
 _numbers = count()
 
 
+def transient_name(kind: str) -> str:
+    """Return the name of a file until it is unlinked: no other thread's or process's."""
+    return f"{kind}-{os.getpid()}-{next(_numbers)}.swap"
+
+
 class SpillFile:
     """The scratch file of saved activations, unnamed and deleted with the process; made at the first write. Owns its places.
 
@@ -112,7 +117,7 @@ class SpillFile:
 
     def _open(self) -> _C.File:
         if self._file is None:
-            path = self._directory / f"activations-{os.getpid()}-{next(_numbers)}.swap"
+            path = self._directory / transient_name("activations")
             self._file = beneath.open_for_transfers(path, create=True)
             beneath.unlink(path)
         return self._file

@@ -105,7 +105,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool | None, durable: 
     """
     target = Path(os.path.realpath(os.fspath(path)))
     check_target(target, overwrite)
-    temporary = _temporary_name(target)
+    temporary = temporary_name(target)
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     except OSError as error:
@@ -190,7 +190,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already: choose another name, or remove it")
     make_parents(target, CheckpointError)
-    temporary = _temporary_name(target)
+    temporary = temporary_name(target)
     try:
         temporary.mkdir()
     except OSError as error:
@@ -207,5 +207,6 @@ def new_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _temporary_name(target: Path) -> Path:
+def temporary_name(target: Path) -> Path:
+    """Return a name in the same directory for what becomes `target`: no other thread's or process's."""
     return target.with_name(f".{target.name[:200]}.{os.getpid()}-{secrets.token_hex(4)}.partial")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from e2e.twins import adamw
 
 import swapper
 from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, RETENTION_NAME
+from swapper.io import extents
 from swapper.io.drives import RECORD_NAME
 
 BUDGET = "32MiB"
@@ -27,7 +29,7 @@ NAMES = [
     "turn-0.swap",
     "turn-1.swap",
     "turn-2.swap",
-    f"scratch-{os.getpid()}.swap",
+    f"scratch-{os.getpid()}-0.swap",
 ]
 
 
@@ -55,6 +57,11 @@ def untouched(before: dict[str, tuple[bytes, os.stat_result]], directory: Path) 
         after[name][1].st_mtime_ns == status.st_mtime_ns for name, (_, status) in before.items() if name in after
     )
     return {n: c for n, (c, _) in after.items()} == {n: c for n, (c, _) in before.items()} and same_times
+
+
+@pytest.fixture(autouse=True)
+def names_that_can_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents, "_numbers", itertools.repeat(0))
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Sequence
 
 from swapper._C import File
@@ -11,13 +9,11 @@ from swapper.errors import InvariantError, IoError
 from swapper.io import beneath
 from swapper.io.drives import Drives
 from swapper.io.engines import Engine, Transfer
+from swapper.io.extents import transient_name
 from swapper.paging.section import Page
 from swapper.paging.store import page_files
 from swapper.paging.store.page_files import PageStore, as_changed
 from swapper.paging.store.swap_files import Store
-
-_naming = threading.Lock()
-"""While a file has its name, which another thread's would have too."""
 
 
 class ScratchFile:
@@ -37,10 +33,9 @@ class ScratchFile:
         self._drives = drives
         self._checks_reads = check_reads
         nbytes = self._assign(pages)
-        with _naming:
-            self._file = page_files.create(drives, f"scratch-{os.getpid()}.swap", nbytes, (), pages)
-            for path in self._file.paths:
-                beneath.unlink(path)
+        self._file = page_files.create(drives, transient_name("scratch"), nbytes, (), pages)
+        for path in self._file.paths:
+            beneath.unlink(path)
 
     def _assign(self, pages: Sequence[Page]) -> int:
         """Assign pages to drives; return where the last one ends, in bytes."""
