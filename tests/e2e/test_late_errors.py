@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import swapper
 from e2e import late_errors
 from e2e.killed_run import batch, make
 from e2e.late_errors import train_step
+from e2e.models import Net, loss_of, tokens
 from e2e.processes import run_python
-from e2e.twins import smallest_budget
+from e2e.twins import Twins, scalers_of, smallest_budget
 from swapper.errors import InvariantError
 
 
@@ -156,6 +159,37 @@ def test_an_error_between_two_groups_of_a_deferred_step_keeps_the_update_of_the_
     runs.resume()
     runs.check()
     runs.manager.close()
+
+
+def test_a_step_under_a_gradient_scaler_that_fails_and_is_taken_again_is_unscaled_once(
+    twins: Callable[..., Twins],
+) -> None:
+    """torch's fused optimizers leave unscaling to the step: the scaler does not know that the one that failed has done it."""
+    pair = twins(Net(depth=2), partial(torch.optim.AdamW, lr=1e-2, fused=True), gradients="host")
+    scalers, failures = scalers_of(pair, 1024.0), list[int]()
+    failing = Failing(pair.manager.current.run, "lease")
+
+    def step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
+        loss, scaler = loss_of(model, tokens()), scalers[id(model)]
+        scaler.scale(loss).backward()
+        failing.at(number if model is pair.swapped else -1)
+        try:
+            scaler.step(optimizer)
+        except swapper.IoError:
+            failures.append(number)
+            scaler.step(optimizer)
+        failing.at(-1)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair.train(partial(step, number=-1), steps=2)
+    for number in itertools.count():
+        pair.train(partial(step, number=number), steps=1)
+        if number not in failures:
+            break
+    assert number > 2
+    pair.finish()
 
 
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])

@@ -68,6 +68,7 @@ class PagedOptimizer(Optimizer):
         self._original = original
         self._run_step = run_step
         self._note_skipped = note_skipped
+        self._unscaled: list[tuple[weakref.ref[torch.Tensor], int]] = []  # by a step that failed, with their versions
         self._train_more = train_more
         for name in [name for name in vars(self) if name.endswith("_hooks")]:  # the user's hooks still run
             setattr(self, name, getattr(original, name))
@@ -194,14 +195,16 @@ class PagedOptimizer(Optimizer):
                 else:
                     self._skip_step()
         except BaseException:
-            for of_scaler in (
-                "grad_scale",
-                "found_inf",
-            ):  # which removes them after steps that end: the next may not be its own
-                vars(self).pop(of_scaler, None)
+            self._forget_scaler()
             raise
+        self._unscaled = []
         self._original._opt_called = True  # type: ignore[attr-defined]  # an existing scheduler checks it
         return loss
+
+    def _forget_scaler(self) -> None:
+        """Remove what a GradScaler removes only after a step that ends: the next call may not be its own."""
+        for name in ("grad_scale", "found_inf"):
+            vars(self).pop(name, None)
 
     def _skip_step(self) -> None:
         if self._begins_when_skipped:
@@ -225,7 +228,7 @@ class PagedOptimizer(Optimizer):
             return True
         if found_inf.item():
             return False
-        if scale is not None:
+        if scale is not None and not self._is_unscaled():
             if any(
                 p.grad is not None and p.grad.dtype == torch.float16 for g in self.param_groups for p in g["params"]
             ):
@@ -235,7 +238,18 @@ class PagedOptimizer(Optimizer):
                 )
             inverse = scale.double().reciprocal().float()
             torch.amp.GradScaler(scale.device.type)._unscale_grads_(self, inverse, torch.zeros_like(found_inf), False)
+            self._unscaled = [(weakref.ref(gradient), gradient._version) for gradient in self._gradients()]
         return True
+
+    def _is_unscaled(self) -> bool:
+        """Return whether the gradients are as a step that failed left them, unscaled, which the scaler does not know."""
+        if not self._unscaled or len(self._unscaled) != len(gradients := self._gradients()):
+            return False
+        pairs = zip(self._unscaled, gradients, strict=True)
+        return all(of() is gradient and version == gradient._version for (of, version), gradient in pairs)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict; its tensors are mapped from the swap files, without memory, until the next step.
