@@ -196,7 +196,8 @@ void dequantise(const Kernels& kernels, const WeightRows& rows, std::size_t bits
   const std::size_t blocks = rows.block * (bits == 4 ? 2 : 1), value_bytes = dtype == Dtype::kFp32 ? 4 : 2;
   if ((bits != 4 && bits != 8) || dtype == Dtype::kFp16 || rows.block == 0 || rows.block % kGroup != 0 ||
       rows.columns == 0 || rows.columns % blocks != 0) {
-    throw ConfigError("these are no weights in few bits");
+    throw ConfigError(
+        "weights in few bits have 4 or 8, blocks of a multiple of 32 columns, and values in fp32 or bf16");
   }
   const auto& kernel = bits == 8 ? kernels.weights8 : kernels.weights4;
   const Dequantise run = dtype == Dtype::kFp32 ? kernel.to_fp32 : kernel.to_bf16;

@@ -25,6 +25,9 @@ from swapper.formats.stored import FileRange, StoredTensor
 from swapper.infer.matching import BufferPlace, Recipe, Weight
 from swapper.paging.section import Section
 
+_INITIALISERS = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+"""Of torch.nn.init: they fill a tensor."""
+
 
 class Places:
     """All module attributes at which a parameter is registered."""
@@ -174,17 +177,14 @@ def without_weights() -> Iterator[None]:
 
     initialisers = {name: getattr(nn.init, name) for name in _INITIALISERS}
     try:
-        nn.Module.register_parameter = register  # type: ignore
+        nn.Module.register_parameter = register  # type: ignore[assignment, method-assign]
         for name, function in initialisers.items():
             setattr(nn.init, name, _unless_on_meta(function))
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
         for name, function in initialisers.items():
             setattr(nn.init, name, function)
-
-
-_INITIALISERS = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
 
 
 def _unless_on_meta(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

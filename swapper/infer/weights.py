@@ -136,11 +136,13 @@ class GroupWeights(LeasedGroup):
         for parameter in self.parameters:
             guard(parameter, fault_handler)
             set_cold(parameter)
-        self._uses = [count_uses(part) for weight in weights for part in weight.parts[:1]]  # by nobody but the model
+        self._uses = self._count_uses()  # by nobody but the model
+
+    def _count_uses(self) -> dict[str, int]:
+        return {weight.name: count_uses(weight.parts[0]) for weight in self.weights if weight.parts}
 
     def _is_referred_to(self) -> bool:
-        uses = [count_uses(part) for weight in self.weights for part in weight.parts[:1]]
-        return any(now > before for now, before in zip(uses, self._uses, strict=False))
+        return any(count > self._uses[name] for name, count in self._count_uses().items())
 
     @property
     def is_changed(self) -> bool:

@@ -3,6 +3,10 @@ hook of swapper's.
 
 Running forwards are a stack of calls. A forward that ends without its hooks (by Ctrl-C) leaves its call there, which is found
 when an outer forward ends, or the next one begins.
+
+[Note: side outputs] A mixture of experts leaves a term of the loss in an attribute of a module. Its backward reads
+parameters before that of the output does. In host memory such reads are answered; a device answers none, so the groups
+must be leased by then, as for an output. What is left elsewhere, by a hook or in a closure, is not found.
 """
 
 from __future__ import annotations
@@ -267,11 +271,7 @@ def _tensors_of_object(output: object) -> tuple[list[torch.Tensor], Callable[[li
     return tensors, rebuild_object
 
 
-# --- tensors beside the output ----------------------------------------------------------------------------------------
-
-# [Note: terms of the loss in attributes] A mixture of experts leaves one in an attribute of a module. Its backward reads
-# parameters before that of the output does. In host memory such reads are answered; a device answers none, so the groups
-# must be leased by then, as for an output. What is left elsewhere, by a hook or in a closure, is not found.
+# --- side outputs -----------------------------------------------------------------------------------------------------
 
 
 def modules_by_unit(units: Iterable[Unit]) -> dict[str, tuple[weakref.ref[nn.Module], ...]]:
@@ -291,7 +291,7 @@ def _outside_of_others(module: nn.Module, heads: Collection[int]) -> Iterator[nn
 def side_outputs(modules: Sequence[weakref.ref[nn.Module]], given: Collection[Any]) -> list[torch.Tensor]:
     """Return the tensors with a graph in attributes of `modules`, and in lists, tuples and dicts there, that nothing watches yet.
 
-    See [Note: terms of the loss in attributes].
+    See [Note: side outputs].
 
     Args:
         given: autograd's nodes of what the forward was given.

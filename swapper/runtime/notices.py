@@ -54,9 +54,16 @@ def is_interactive() -> bool:
 class _Unconfigured(logging.Handler):
     """Prints swapper's lines, with its name, where nobody has configured logging; Python would leave out the name."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("swapper: %(message)s"))
+
     def emit(self, record: logging.LogRecord) -> None:
         if not _is_configured():
-            print(f"swapper: {record.getMessage()}", file=sys.stderr)
+            try:
+                print(self.format(record), file=sys.stderr)
+            except Exception:
+                self.handleError(record)
 
 
 log.addHandler(_Unconfigured())

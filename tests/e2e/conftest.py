@@ -30,8 +30,8 @@ def seed() -> None:
 
 @pytest.fixture(autouse=devices.IS_REAL)
 def on_a_real_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models and batches are made on it, of tests that train there: others name no device, and are as ever. What looks into the
-    device of host memory is skipped."""
+    """Models and batches are made on it, of tests that train there: others name no device. What looks into the device of
+    host memory is skipped."""
     monkeypatch.setattr(HostDevice, "__init__", lambda *_, **options: pytest.skip(devices.STAND_IN_ONLY))
     trains_there = {"device_of_tests", "Twins"} & vars(request.module).keys()
     if trains_there or {"twins", "place"} & {*request.fixturenames}:

@@ -1,4 +1,4 @@
-"""On a device: terms of a loss that modules leave beside their outputs. Their backward reads parameters before the output's."""
+"""On a device: terms of a loss that modules leave in attributes. Their backward reads parameters before the output's."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class LeavingInADict(Leaving):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.beside = nn.Identity()
-        self.beside.terms = {}
+        self.holder = nn.Identity()
+        self.holder.terms = {}
 
     def leave(self, term: torch.Tensor) -> None:
-        self.beside.terms["penalty"] = term
+        self.holder.terms["penalty"] = term
 
     def left(self) -> torch.Tensor:
-        return self.beside.terms["penalty"]
+        return self.holder.terms["penalty"]
 
 
 class LeavingInAList(LeavingInADict):
     def leave(self, term: torch.Tensor) -> None:
-        self.beside.terms = [term, None]
+        self.holder.terms = [term, None]
 
     def left(self) -> torch.Tensor:
-        return self.beside.terms[0]
+        return self.holder.terms[0]
 
 
 def step(model: Any, optimizer: Any) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Sweep:
     ) -> None:
         self.trainables = trainables
         self.rates = rates  # of each optimizer, which the user may change
-        self.ahead, self.is_prepared = ahead, False
+        self.ahead, self.prepares = ahead, True
         self.members = range(MEMBERS)
         self.before: dict[str, torch.Tensor] = {}  # parameters before their last update
         self._begun: dict[int, float] = {}

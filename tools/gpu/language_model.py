@@ -167,7 +167,7 @@ class Measured(NamedTuple):
     def equals(self, plain: Measured) -> bool:
         return self.losses == plain.losses and self.bits == plain.bits
 
-    def beside(self, plain: Measured) -> str:
+    def against(self, plain: Measured) -> str:
         if self.losses != plain.losses:
             return f"losses {self.losses}, plain {plain.losses}"
         return "losses equal" + (
@@ -343,7 +343,7 @@ def run_swapped(
                 figure,
                 f"{bar}{' x min(1, limit)' if way.needs_drive else ''} of plain torch's throughput",
                 f"{ratio:.3f} ({taken_s:.3f} s, plain {plain_s:.3f} s, {count * tokens.numel()} tokens{drive}; "
-                f"{found.beside(plain[count])}; {stats.brief})",
+                f"{found.against(plain[count])}; {stats.brief})",
                 ratio >= bar * limit,
                 is_equal=is_equal if way.exact else None,
             )

@@ -120,7 +120,7 @@ def offloaded_by_fsdp(bench: Bench) -> Iterator[Row]:
     with alone(bench):
         taken_s = run_fsdp(bench, sizes, tokens, offload_policy=CPUOffloadPolicy(pin_memory=not bench.on_cpu))[1]
     ratio = taken_s / ours.seconds
-    number = f"{ratio:.2f} x (FSDP2 {taken_s:.3f} s, swapper {ours.seconds:.3f} s, {ours.beside(plain)})"
+    number = f"{ratio:.2f} x (FSDP2 {taken_s:.3f} s, swapper {ours.seconds:.3f} s, {ours.against(plain)})"
     yield Row(
         OFFLOADED, f"swapper {OFFLOADED_BAR} x as fast", number, ratio >= OFFLOADED_BAR, is_equal=ours.equals(plain)
     )

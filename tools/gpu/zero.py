@@ -45,7 +45,7 @@ def zero(stage: int, bench: Bench) -> Iterator[Row]:
             plain_s, our_s = plain[count].seconds, ours[count].seconds
             number = (
                 f"{taken_s / our_s:.2f} x (DeepSpeed {taken_s:.3f} s, {plain_s / taken_s:.3f} of plain torch's throughput, losses "
-                f"{losses}; swapper {our_s:.3f} s, {plain_s / our_s:.3f} of it, {ours[count].beside(plain[count])})"
+                f"{losses}; swapper {our_s:.3f} s, {plain_s / our_s:.3f} of it, {ours[count].against(plain[count])})"
             )
             is_equal = ours[count].equals(plain[count])
             yield Row(figure, f"swapper {BAR} x as fast", number, taken_s / our_s >= BAR, is_equal=is_equal)

@@ -7,8 +7,6 @@ writes to its own weights, or inside `manager.gather`) are copied back before th
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -28,9 +26,12 @@ from swapper.tensors.torch_private import count_uses, without_torch_functions
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
 from swapper.train.layout.content import SectionSource, compare, fill
 
-log = logging.getLogger("swapper")
 
-_warned: weakref.WeakSet[FaultHandler] = weakref.WeakSet()
+class TrainingFaultHandler(FaultHandler, Protocol):
+    """A fault handler that knows what the user was warned of."""
+
+    def warn_of_alias(self, name: str) -> None:
+        """Warn once that something of the user's shows a parameter's memory on a device, which is given up next."""
 
 
 class Hidable(Protocol):
@@ -61,7 +62,7 @@ class GroupParameters(LeasedGroup):
         home: GroupHome,
         tensors: Sequence[torch.Tensor],
         pager: Pager,
-        fault_handler: FaultHandler,
+        fault_handler: TrainingFaultHandler,
         expire: Callable[[str], None],
     ) -> None:
         super().__init__(group.index, group.parameters, tensors, home, home.is_paged)
@@ -224,22 +225,12 @@ class GroupParameters(LeasedGroup):
         was_set = self._forget_set() if self._set_while_cold else []
         self.home.pins.remove(write)
         self._dematerialize()
-        if self.paged and not self.home.answers_reads:
-            self._warn_of_alias()
+        is_given_up = self.paged and not (self.home.answers_reads or self._leases or self.home.pins)
+        if is_given_up and (name := next(self.aliased(), None)) is not None:
+            self._fault_handler.warn_of_alias(name)
         self.home.unpin(write, changed or bool(was_set))
         if was_set and not write:
             self._note_change(was_set)
-
-    def _warn_of_alias(self) -> None:
-        """Warn once if something still shows memory of a device that is given up next: no operation on it can be refused."""
-        name = None if self._leases or self.home.pins or self._fault_handler in _warned else next(self.aliased(), None)
-        if name is not None:
-            _warned.add(self._fault_handler)
-            log.warning(
-                "gather: a tensor or graph of yours still refers to memory of the device that has %s, and is given up when others "
-                "need it: an operation on it can end the process, or find old values. Keep a copy (.clone())",
-                name,
-            )
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class ParameterFaultHandler(FaultHandler):
 
     def read(self, parameters: Sequence[nn.Parameter], function: Function, run: RunWith) -> Any:
         """Gather the parameters for one operation; if they do not fit, show the swap file, mapped."""
-        self._warn_once(
+        self._warn_of_use(
             "read", "%s reads parameter %s, which is away: it is brought in for that, and so is each one that is read outside of a "
             "forward. Several operations on it are faster inside `with manager.gather(module_or_parameters):`",
             function, parameters,
@@ -140,7 +140,7 @@ class ParameterFaultHandler(FaultHandler):
                 ". There is no optimizer whose steps would commit such changes: a run that is killed resumes from before them, one "
                 "that is closed has them, and manager.snapshot(path) keeps them in a file"
             )
-        self._warn_once("write", how, function, parameters)
+        self._warn_of_use("write", how, function, parameters)
         self._update_before()
         with self._session_guard.turns.turn(), outside_transforms():
             self._session_guard.events.check_to_write()
@@ -152,10 +152,21 @@ class ParameterFaultHandler(FaultHandler):
         with self._session_guard.turns.turn(), outside_transforms():
             self._owner.in_use.finish_update()
 
-    def _warn_once(self, what: str, how: str, function: Function, parameters: Sequence[nn.Parameter]) -> None:
+    def warn_of_alias(self, name: str) -> None:
+        self._warn_once(
+            "alias",
+            "gather: a tensor or graph of yours still refers to memory of the device that has %s, and is given up when others "
+            "need it: an operation on it can end the process, or find old values. Keep a copy (.clone())",
+            name,
+        )
+
+    def _warn_of_use(self, what: str, how: str, function: Function, parameters: Sequence[nn.Parameter]) -> None:
+        self._warn_once(what, how, getattr(function, "__name__", function), self._names[id(parameters[0])])
+
+    def _warn_once(self, what: str, text: str, *names: object) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            log.warning(how, getattr(function, "__name__", function), self._names[id(parameters[0])])
+            log.warning(text, *names)
 
     def catch_up(self, parameter: nn.Parameter) -> None:
         group = self._groups[self._group_of[self._names[id(parameter)]]]

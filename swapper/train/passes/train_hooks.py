@@ -148,7 +148,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         self._tasks: set[int] = set()  # running backwards, one within the other
         self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
         answers_reads = all(group.home.answers_reads for group in groups if group.paged)
-        self._beside = {} if answers_reads else modules_by_unit(units)
+        self._side_modules = {} if answers_reads else modules_by_unit(units)
         for unit in units:
             needed = {id(p) for index in unit.groups for p in groups[index].parameters}
             self._members[unit.name] = [
@@ -356,7 +356,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         with self._alone:
             try:
                 call = self._end(unit)
-                return None if call is None else self._leave(call, output, self._beside.get(unit.name, ()))
+                return None if call is None else self._leave(call, output, self._side_modules.get(unit.name, ()))
             finally:
                 self._give_turn()
 

@@ -250,7 +250,7 @@ class UpdateExecutor:
 
     def prepare(self) -> None:
         """Get what updates in `take_step` need. An error leaves everything as it was."""
-        if not (self._policy.in_forward or self._sweep.is_prepared):
+        if self._sweep.prepares and not self._policy.in_forward:
             self._sweep.prepare()
 
     def finish(self, in_order: bool = False) -> None:
@@ -442,7 +442,7 @@ class UpdateExecutor:
     def _update(self, group: int) -> None:
         """Update a group, and show the results. Call it within `_rolling_back`, and `_close` too."""
         due = self._due(Wanted(group, self._sweep.ahead))
-        if due and not self._sweep.is_prepared:
+        if due and self._sweep.prepares:
             self._sweep.prepare()
         for index in due:
             self._groups[index].move(UPDATING)

@@ -70,6 +70,7 @@ class DeviceSweep(Sweep):
     """
 
     ahead = 1
+    prepares = True
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class DeviceSweep(Sweep):
         self._read: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._accesses: dict[Access, Access] = {}  # of slices
         self._is_in_place = False  # of the group that is updated: see TrainingDevice.updates_in_place
-        self.is_prepared = False
+        self._has_updated = False  # in this step
 
     def begin(self, member: int) -> None:
         self.on_device.device.refuse_capture("the optimizer's state")
@@ -105,6 +106,8 @@ class DeviceSweep(Sweep):
 
     def prepare(self) -> None:
         """Give the ring its memory, so that the first copies to it wait neither for updates nor for the caller's kernels."""
+        if self._has_updated:
+            return
         self.on_device.order.note()
         with self.on_device.apart():
             self._ring.begin(lambda: slot_bytes(self.trainables, self._page_bytes))
@@ -116,13 +119,12 @@ class DeviceSweep(Sweep):
         self._gradients.make_ready(update)
         if not self.kept.is_ready(group):
             self.settle()  # its pages go through the frames that earlier slices still lease
-        if not self.is_prepared:
-            self.prepare()
+        self.prepare()
         self._read += zip(update.trainable.parameters, update.gradients, strict=True)
         with self.on_device.apart(), torch.autocast(self.on_device.device.device.type, enabled=False):
-            if not self.is_prepared or any(type(g) not in (ColdGradient, NoneType) for g in update.gradients):
+            if not self._has_updated or any(type(g) not in (ColdGradient, NoneType) for g in update.gradients):
                 self.on_device.order.follow()
-            self.is_prepared = True
+            self._has_updated = True
             self.kept.ready([group])
             self._is_in_place = self.on_device.updates_in_place(group)
             with self.on_device.changing(group) if self._is_in_place else nullcontext():
@@ -154,7 +156,7 @@ class DeviceSweep(Sweep):
         return update.trainable.slices(update.active, nbytes)
 
     def fetch_ahead(self, groups: int | None = None) -> None:
-        if not self.is_prepared and self.on_device.memory.ahead_bytes and not self._results.are_lost:
+        if not self._has_updated and self.on_device.memory.ahead_bytes and not self._results.are_lost:
             self.on_device.order.note()
             with self.on_device.apart():
                 elsewhere = (of for of in self.trainables if of.group not in self.kept)
@@ -233,7 +235,7 @@ class DeviceSweep(Sweep):
         self._results.check()
         if not self._results.in_flight:
             self._free_slots()
-        self.is_prepared = False
+        self._has_updated = False
         self._ahead.begin_step()
         for _, gradient in self._read:
             if gradient is not None:
@@ -256,7 +258,7 @@ class DeviceSweep(Sweep):
         with self.on_device.apart():
             self._ring.free()
             self._coded_there.free()
-        self.is_prepared = False
+        self._has_updated = False
 
     def _free_ahead(self) -> int:
         self.settle()

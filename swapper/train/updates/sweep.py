@@ -36,11 +36,11 @@ class Sweep(SliceUpdates):
         trainables: all groups.
         members: the numbers of the optimizers.
         ahead: groups whose update pays to be begun before the one of the group before them is settled.
-        is_prepared: False if the step's first update needs something that `prepare` gets.
+        prepares: whether a step's first update needs something that `prepare` gets.
     """
 
     ahead = 0
-    is_prepared = True
+    prepares = False
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Sweep(SliceUpdates):
         self._forget_slices()  # the rest of a failed step
 
     def prepare(self) -> None:
-        """Get what the first update of a step needs. An error leaves everything as it was."""
+        """Get what the first update of a step needs; later in the step do nothing. An error leaves everything as it was."""
 
     def take_in_written(self) -> None:
         """Treat writes past the guard so far as made before the step. See Pager.take_in_written."""
