@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 
@@ -161,6 +162,7 @@ def test_an_error_between_two_groups_of_a_deferred_step_keeps_the_update_of_the_
     runs.manager.close()
 
 
+@devices.without_device("there an error of a page that is fetched ahead is raised at its next use, and not by the step")
 def test_a_step_under_a_gradient_scaler_that_fails_and_is_taken_again_is_unscaled_once(
     twins: Callable[..., Twins],
 ) -> None:
