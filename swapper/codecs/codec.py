@@ -207,8 +207,11 @@ class StateCodec:
         Raises:
             ConfigError: dtypes or sizes do not fit.
         """
-        wanted = tuple((dtype, count) for _, dtype, count in self.parts(numel))
-        if not _are_runs(parts, device) or tuple((part.dtype, part.numel()) for part in parts) != wanted:
+        fit = len(parts) == len(self.layout)
+        for part, of in zip(parts, self.layout, strict=False):
+            fit = fit and part.dtype == of.dtype and part.numel() == -(-numel // of.elements) and _is_run(part, device)
+        if not fit:
+            wanted = tuple((dtype, count) for _, dtype, count in self.parts(numel))
             found = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
             raise ConfigError(
                 f"{numel} values in the codec {self.name!r} are contiguous tensors of one dimension on {device}, {wanted}, "
@@ -219,7 +222,7 @@ class StateCodec:
         device = value.device
         if not (device.type == "cpu" or uses_kernel(device)):
             raise UnsupportedError(f"codecs are for host memory and {' and '.join(ACCELERATORS)}, not {device}")
-        if value.dtype != torch.float32 or not _are_runs([value], device):
+        if value.dtype != torch.float32 or not _is_run(value, device):
             raise ConfigError(f"values are fp32, contiguous, of one dimension, not {value.dtype} {tuple(value.shape)}")
         self.check_parts(value.numel(), parts, device)
         if not self.needs_parameter:
@@ -227,13 +230,13 @@ class StateCodec:
         if parameter is None:
             raise ConfigError(f"the codec {self.name!r} needs the parameter")
         self.check_parameter(parameter.dtype)
-        if parameter.shape != value.shape or not _are_runs([parameter], device):
+        if parameter.shape != value.shape or not _is_run(parameter, device):
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not fit {value.numel()} values")
 
 
-def _are_runs(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Return whether they lie on the device, contiguous and of one dimension."""
-    return all(tensor.ndim == 1 and tensor.is_contiguous() and tensor.device == device for tensor in tensors)
+def _is_run(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a tensor lies on the device, contiguous and of one dimension."""
+    return tensor.ndim == 1 and tensor.is_contiguous() and tensor.device == device
 
 
 CODECS = {

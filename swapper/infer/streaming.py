@@ -45,8 +45,12 @@ class WeightFiles(PageStore):
     def __init__(self, engine: Engine, source: Source, runs: Mapping[Section, Path]) -> None:
         self._engine = engine
         self._source = source
-        self._runs = {section: (path, source.nbytes_of(path)) for section, path in runs.items()}  # and the file's size
         self._files = ExternalFiles(source.stamps)
+        direct, cached = self._files.direct, self._files.cached
+        self._runs = {  # by section, the file, its size, and how it is open: a joined one is not
+            section: (path, source.nbytes_of(path), direct.get(path), cached.get(path))
+            for section, path in runs.items()
+        }
         self._known: dict[Path, int] = {}  # CRC-32 of files, once verified
         for path, stamp in source.stamps.items():
             if self._files.direct[path].nbytes != stamp.nbytes:
@@ -57,11 +61,11 @@ class WeightFiles(PageStore):
 
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         """Submit a read of `page` into memory at `address`, up to the file's end; return its ticket."""
-        path, end = self._runs[page.section]
+        path, end, direct, _ = self._runs[page.section]
         offset, nbytes = page.file_offset, min(page.nbytes, end - page.file_offset)
-        if path in self._source.joined:
+        if direct is None:
             return self._read_joined(path, offset, address, nbytes, None, after)
-        return self._engine.read(self._files.direct[path], offset, address, nbytes, after=after)
+        return self._engine.read(direct, offset, address, nbytes, after=after)
 
     def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Transfer:
         """Submit a read of any bytes of a file that fill `memory`, contiguous; return its ticket."""
@@ -88,7 +92,7 @@ class WeightFiles(PageStore):
 
     def file_of(self, page: Page) -> File | None:
         """Return the file that serves reads of a cold page's addresses; None: its bytes lie in several. Its end reads as zeros."""
-        return self._files.cached.get(self._runs[page.section][0])
+        return self._runs[page.section][3]
 
     def write(self, page: Page, address: int) -> Transfer:
         raise InvariantError(f"{page} of a checkpoint would be written")

@@ -292,10 +292,13 @@ class _PartRead(Reading):
 
     def matrices(self, memory: torch.Tensor, offsets: Iterable[int], empty: Empty = torch.empty) -> list[torch.Tensor]:
         """Return the results of the recipes, whose parts `memory` has at `offsets`, in memory from `empty`."""
-        with torch.inference_mode(False), torch.no_grad():
-            sources = zip(offsets, self.part.sources, strict=True)
-            parts = iter([view_of(memory, at, stored) for at, (_, stored) in sources])
-            return [recipe.from_parts(list(islice(parts, len(recipe.parts))), empty) for recipe in self.part.recipes]
+        recipes = self.part.recipes
+        views = [view_of(memory, at, stored) for at, (_, stored) in zip(offsets, self.part.sources, strict=True)]
+        if len(views) == len(recipes) and all(recipe.make is None for recipe in recipes):
+            return views
+        parts = iter(views)
+        with torch.inference_mode(False), torch.no_grad():  # what is made may be in memory that is used again
+            return [recipe.from_parts(list(islice(parts, len(recipe.parts))), empty) for recipe in recipes]
 
 
 class RowPrefetcher:

@@ -324,6 +324,8 @@ class Frames:
 
         Larger ranks are evicted first: the rank is the next use; 0 for the resident set, evicted only for leased pages.
         """
+        if page.leases:
+            return
         rank = 0 if page.index in self.resident_set else page.next_use
         if page.eviction_rank == rank or not self._is_evictable(page):
             return

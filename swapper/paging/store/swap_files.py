@@ -382,8 +382,14 @@ class Store:
         preferred = self._preferred
         if preferred in self._turns and preferred != page.committed and preferred not in self._spared:
             return preferred
-        turns = [number for number in self._turns if number != page.committed]
-        return next((number for number in turns if number not in self._spared), turns[0])
+        spared = None
+        for number in self._turns:
+            if number != page.committed and number not in self._spared:
+                return number
+            if number != page.committed and spared is None:
+                spared = number
+        assert spared is not None  # there are two turns at least
+        return spared
 
     @property
     def _turn_count(self) -> int:

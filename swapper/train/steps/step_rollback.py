@@ -14,8 +14,11 @@ from typing import Any
 from swapper.paging.section import Section
 from swapper.train.groups.session_guard import SessionEvents
 from swapper.train.optimizer.optimizer_set import OptimizerSet
-from swapper.train.state.optim import packed_groups, restore_settings
+from swapper.train.state.optim import restore_settings
 from swapper.train.state.optimizer_state import OptimizerState
+
+UNCHANGING = frozenset({bool, int, float, str, type(None)})
+"""Types of settings of which no copy is needed."""
 
 
 @dataclass
@@ -68,4 +71,12 @@ class StepRollback:
         return [one for one in self.sections if any(slot.spec.owner in names for slot in one.plan.slots)]
 
     def _settings(self) -> list[dict[str, Any]]:
-        return copy.deepcopy(packed_groups(self.optimizers.param_groups))
+        memo: dict[int, Any] = {}
+        return [
+            {
+                key: value if type(value) in UNCHANGING else copy.deepcopy(value, memo)
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self.optimizers.param_groups
+        ]
