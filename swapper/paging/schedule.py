@@ -37,8 +37,8 @@ ONE_USE_SHARE = 1 / 8
 """Uses of a page within this part of a cycle count as one: slices of one layer that meet on a page."""
 FIRST_SHARE = 2 / 5
 """At most this part of the resident set is what comes first in the cycle."""
-MOST_ALONE = 2
-"""As many groups may come far ahead of their turn before that is a departure: a choice."""
+MAX_FAR_GROUPS = 2
+"""Maximum of groups that come far ahead of their turn one after another and are no departure: a choice."""
 LONGEST_STEP = 1 << 18
 """Accesses that are recorded of one step, the last ones: a long evaluation between two steps is not a step."""
 
@@ -219,7 +219,7 @@ class Schedule:
         before = next(reversed(self._far.values()), None)
         self._far.pop(group, None)
         self._far[group] = access
-        if len(self._far) <= MOST_ALONE:
+        if len(self._far) <= MAX_FAR_GROUPS:
             return None
         self._far.clear()
         now = (self.position - self._origin) % len(self.cycle)
