@@ -7,7 +7,11 @@ of the step.
 
 [Note: before its turn] If several things go on at once, as copies to an accelerator during updates, their order differs from step
 to step. With a `tolerance` an access that comes before its turn is no departure: the place stays, and the turn is skipped when it
-comes. A step whose accesses are all within the tolerance is not learned: the next one would have another order again.
+comes. A step whose accesses are all within the tolerance is not learned: the next one would have another order again. A group may
+be copied once in a step and twice in the next, if a layer is left out and another one stays on the device for it. Then the use
+that is expected of it is far ahead, and the place stays too: if it went there, what is used before then would make room for what
+is not, and the next access would be far from the place again, nearly a cycle. Several groups far ahead are a departure, to where
+they follow each other.
 
 [Note: what a step leaves out] Layers may be left out by chance (layerdrop), and others in the next step; or steps alternate between
 two orders. So what the step before had is still expected, at its place: only what two steps in a row left out is forgotten.
@@ -33,6 +37,8 @@ ONE_USE_SHARE = 1 / 8
 """Uses of a page within this part of a cycle count as one: slices of one layer that meet on a page."""
 FIRST_SHARE = 2 / 5
 """At most this part of the resident set is what comes first in the cycle."""
+MAX_FAR_GROUPS = 2
+"""Maximum of groups that come far ahead of their turn one after another and are no departure: a choice."""
 LONGEST_STEP = 1 << 18
 """Accesses that are recorded of one step, the last ones: a long evaluation between two steps is not a step."""
 
@@ -83,6 +89,7 @@ class Schedule:
         expected = self.at(self.position)
         if expected is access or expected == access:
             self.position += 1
+            self._far.clear()
             if self._early:
                 self._skip_over()
             return True
@@ -92,8 +99,14 @@ class Schedule:
         reach = 0 if self._tolerance is None else len(self.cycle) // self._tolerance
         if place < self.position + reach and self.at(place) == access:
             self._early.add(place)
+            self._far.clear()
             return True
         self._has_departed = True
+        if self._tolerance is not None and places and not expected_key:
+            found = self._departure(access, places)
+            if found is None:
+                return True
+            place = found
         if expected_key or places:
             self.position = place + 1
             self._skip_over()
@@ -176,6 +189,7 @@ class Schedule:
         self.fresh = frozenset[int]().union(*{access.fresh for access in self.cycle})
         self._early: set[int] = set()  # positions from the present one on. [Note: before its turn]
         self._has_departed = False
+        self._far: dict[Hashable, Access] = {}  # by group: what came far ahead of its turn, since one came that is near
         self._origin = self.position  # the access at this position is the first of the cycle
         self._places: dict[Hashable, list[int]] = {}
         self._page_places: dict[int, list[int]] = {}
@@ -198,6 +212,21 @@ class Schedule:
             if position not in self._early:
                 return position
             found += 1
+
+    def _departure(self, access: Access, places: list[int]) -> int | None:
+        """Return where a step goes on that comes to `access`, far ahead; None if it stays. [Note: before its turn]"""
+        group = access.key[:2] if isinstance(access.key, tuple) else access.key
+        before = next(reversed(self._far.values()), None)
+        self._far.pop(group, None)
+        self._far[group] = access
+        if len(self._far) <= MAX_FAR_GROUPS:
+            return None
+        self._far.clear()
+        now = (self.position - self._origin) % len(self.cycle)
+        begin = self.position - now
+        ahead = [begin + place + (len(self.cycle) if place < now else 0) for place in places]
+        follows = [place for place in ahead if place not in self._early and self.at(place - 1) == before]
+        return min(follows, default=self._next_of(places))
 
     def _skip_over(self) -> None:
         """Expect the first access from the present position on that is not over."""

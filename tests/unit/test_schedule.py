@@ -317,10 +317,29 @@ def test_an_access_before_its_turn_is_expected_and_its_turn_is_left_out():
     assert all(schedule.pending(position) is schedule.at(position) for position in range(3, 3 + len(cycle)))
 
 
-def test_an_access_too_long_before_its_turn_is_a_departure():
+def test_a_few_groups_far_before_their_turn_are_no_departure_and_are_used_in_their_turn_too():
     schedule, cycle = tolerant()
-    assert schedule.advance(cycle[3])
+    assert schedule.advance(cycle[5]) and schedule.advance(cycle[7]) and schedule.position == 0
+    assert schedule.next_use(5) == 5 and schedule.pending(5) is cycle[5]
+    assert all(schedule.advance(access) for access in cycle)
+    assert schedule.position == len(cycle)
+
+
+def test_parts_of_one_group_are_one():
+    cycle = [use(("param", page // 4, page), page) for page in range(16)]
+    schedule = Schedule(cycle, 4)
+    assert all(map(schedule.advance, cycle[8:16])) and schedule.position == 0
     assert not schedule.advance(cycle[4]) and schedule.position == 5
+
+
+def test_more_groups_far_before_their_turn_are_a_departure_to_where_they_follow_each_other():
+    forward = [use(key, number) for number, key in enumerate("abcdefgh")]
+    schedule = Schedule([*forward, *reversed(forward)], 8)
+    for access in forward:
+        assert schedule.advance(access)
+    assert schedule.advance(forward[2]) and schedule.advance(forward[3]) and schedule.position == 8
+    assert not schedule.advance(forward[4])  # another forward, and not the backward's place
+    assert schedule.position == 16 + 5
     strict, cycle = tolerant(None)
     assert not strict.advance(cycle[1])
 
