@@ -1,4 +1,4 @@
-"""What the loops of programs.py do besides passes: between a backward and the step, at the step, and between two steps."""
+"""Defines the actions of the loops of programs.py besides passes: before the step, the step itself, and between two steps."""
 
 from __future__ import annotations
 

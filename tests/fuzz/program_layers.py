@@ -1,4 +1,4 @@
-"""Layers of the models of programs.py: what people build models of, each from (batch, length, WIDTH) to the same shape.
+"""Defines layers of the models of programs.py: what people build models of, each from (batch, length, WIDTH) to the same shape.
 
 A layer's name in a program is `kind`, or `wrapper+kind`, with any number of wrappers.
 """

@@ -1,4 +1,4 @@
-"""One of the twins of programs.py, and the forwards and backwards that their loops do."""
+"""Defines one of the twins of programs.py, and the forwards and backwards that their loops do."""
 
 from __future__ import annotations
 
