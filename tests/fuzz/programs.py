@@ -380,6 +380,7 @@ def main(arguments: Sequence[str]) -> int:
         number += 1
     seconds = time.monotonic() - until + 60 * options.minutes
     print(f"seed {options.seed}: {number} programs in {seconds:.0f} s, {dict(counts)}")
+    gc.unfreeze()  # else Triton tells of all that it leaves behind
     return int(counts["failed"] > 0)
 
 
