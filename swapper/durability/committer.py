@@ -13,7 +13,9 @@ otherwise, or if state stays on a device. A number commits every that many steps
 
 [Note: changes by hand] A script that resumes from a step does not do again what it did after it: that is in the
 step's commit, so a process that is killed before its next forward resumes one step earlier. What follows the capture is
-in the next commit, or in one that closing makes.
+in the next commit, or in one that closing makes. Changes of parameters in memory are not announced, so these are compared
+with the last commit, where it counts whether it has them: before a step (which is not undone then), before parking, and at
+the end. Where the next step has begun, closing commits nothing: it would be a mix of two.
 """
 
 from __future__ import annotations
@@ -116,6 +118,7 @@ class Committer:
         self._store = way_back.store
         self._describe = describe
         self._resident = [section for section in sections if section.resident]
+        self._resident_params = [section for section in self._resident if section.plan.family == "param"]
         self._every = every
         self._publisher = publisher
         self.committed = committed
@@ -169,6 +172,7 @@ class Committer:
             self._drain()
             self._record = self._due = None
         self.finish()
+        self.take_in_unannounced()
 
     def before_change_of_layout(self, verb: str) -> None:
         """Check that the previous commit's files may be removed, before `verb` ("add trained parameters").
@@ -210,8 +214,19 @@ class Committer:
         self.finish()
         self._publisher.finish()
 
+    def take_in_unannounced(self) -> None:
+        """Note changes by hand of parameters in memory since the last commit, if that is of the present step. Call after `finish`.
+
+        Raises:
+            IoError: as `changed_from_outside`.
+        """
+        is_of_now = self.committed is not None and self.committed == self._pager.counters.step
+        if is_of_now and not all(map(self._is_committed, self._resident_params)):
+            self.changed_from_outside()
+
     def commit_changes(self) -> None:
         """Commit the present step again, if its commit lacks changes from outside."""
+        self.take_in_unannounced()
         (last, _), step = self._way_back.commits, self._pager.counters.step
         if self._is_behind and self._every is not None and last is not None and last.step == step:
             self.write_all(step)
@@ -344,12 +359,16 @@ class Committer:
 
         So it does if it is of this very step, as when a snapshot follows it, or if it is unchanged external content.
         """
+        is_of_due_step = self._due is not None and self.committed == self._due
+        return (is_of_due_step or section.piece.location == EXTERNAL) and self._is_committed(section)
+
+    def _is_committed(self, section: Section) -> bool:
+        """Return True if memory has of the section what the last commit has, of whatever step that is."""
         piece, memory = section.piece, section.memory
         if piece.location == EXTERNAL:  # unchanged external content stays in its file
             return _C.crc32_address(memory.data_ptr(), piece.stored_bytes) == piece.crc32
-        if self.committed != self._due or self._due is None or piece.committed is None:
-            return False
-        return _C.crc32_address(memory.data_ptr(), piece.nbytes) == piece.committed_crc32
+        is_there = piece.committed is not None
+        return is_there and _C.crc32_address(memory.data_ptr(), piece.nbytes) == piece.committed_crc32
 
     def _write(self, section: Section) -> Transfer:
         ticket = self._store.write(section.piece, section.memory.data_ptr())

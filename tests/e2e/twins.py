@@ -231,7 +231,7 @@ class Twins:
         for name in names:
             expected, actual = self.plain.get_parameter(name), self.swapped.get_parameter(name)
             with self.manager.gather(actual):
-                assert torch.equal(actual, expected), name
+                assert same_bits(actual, expected), name
             assert_same(self.gradient(actual), expected.grad, f"gradient of {name}")
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -319,12 +319,23 @@ def leased_pages(manager: swapper.SwapManager) -> list[Any]:
     return [page for page in manager.current.run.pager._pages if page.leases]
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape and the same bits; NaN is NaN, whose sign depends on the order of a sum."""
+    return one.shape == other.shape and torch.equal(*(_bytes(tensor.detach()) for tensor in (one, other)))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def assert_same(actual: Any, expected: Any, where: str = "result") -> None:
     """Assert that two trees have the same structure and the same tensors, bit for bit."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(actual, torch.Tensor), where
         assert actual.dtype == expected.dtype, where
-        assert torch.equal(actual.to(expected.device), expected), f"{where} differs"
+        assert same_bits(actual.to(expected.device), expected), f"{where} differs"
         return
     leaves, spec = pytree.tree_flatten(expected)
     if len(leaves) == 1 and leaves[0] is expected:

@@ -340,6 +340,7 @@ def _write_rest(run: TrainingSession, step: int) -> None:
     """Write what only memory has, and commit it if the run commits."""
     run.model.passes.abandon()
     run.committer.finish()
+    run.committer.take_in_unannounced()
     if run.committer.committed != step:
         run.committer.write_all(step)
     run.pager.flush()

@@ -378,6 +378,7 @@ class TrainingSession:
 
     def finish(self) -> None:
         """Write changes back, commit them, and start pending snapshots, before a `close` without an error."""
+        has_begun = self.model.updates.has_begun_early or self._current.step_is_open
         self.model.updates.drop()
         self.model.passes.abandon()
         try:
@@ -389,7 +390,8 @@ class TrainingSession:
         except BaseException as error:
             self.committer.end_snapshot(describe_failure(error))
             raise
-        self.committer.commit_changes()
+        if not has_begun:
+            self.committer.commit_changes()
 
     def count_bytes(self) -> None:
         """Bring the counters up to date."""

@@ -1,0 +1,347 @@
+"""Defines the actions of the loops of programs.py besides passes: before the step, the step itself, and between two steps."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fuzz.program_passes import PASSES, Action, Side
+
+# --- between a backward and the step ----------------------------------------------------------------------------------
+
+
+def clip_norm(side: Side) -> Any:
+    return nn.utils.clip_grad_norm_(side.model.parameters(), 0.1, side.chance.choice([2.0, 1.0, float("inf")]))
+
+
+def clip_value(side: Side) -> Any:
+    nn.utils.clip_grad_value_(side.model.parameters(), 1e-3)
+
+
+def look(side: Side) -> Any:
+    return [parameter.grad if parameter.grad is None else parameter.grad.clone() for parameter in side.trained]
+
+
+def scale_gradients(side: Side) -> Any:
+    for parameter in side.trained:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def drop_some(side: Side) -> Any:
+    side.one_trained.grad = None
+
+
+def add_noise(side: Side) -> Any:
+    parameter = side.one_trained
+    if parameter.grad is not None:
+        parameter.grad += torch.randn_like(parameter.grad) * 1e-3
+
+
+def assign(side: Side) -> Any:
+    parameter = side.one_trained
+    parameter.grad = torch.full_like(parameter, 1e-3)
+
+
+BEFORE_STEP: dict[str, Action] = {
+    "clip norm": clip_norm,
+    "clip value": clip_value,
+    "look": look,
+    "scale gradients": scale_gradients,
+    "drop some": drop_some,
+    "add noise": add_noise,
+    "assign": assign,
+}
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def step(side: Side) -> Any:
+    side.optimizer.step()
+
+
+def step_twice(side: Side) -> Any:
+    side.optimizer.step()
+    side.optimizer.step()
+
+
+def skip(side: Side) -> Any:
+    side.optimizer.zero_grad()
+
+
+def closure(side: Side) -> Any:
+    def run() -> torch.Tensor:
+        side.optimizer.zero_grad()
+        loss = side.loss()
+        loss.backward()
+        return loss
+
+    return side.optimizer.step(run).detach()
+
+
+def scaled(side: Side) -> Any:
+    scaler = side.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2))
+    loss = side.loss()
+    side.backward(scaler.scale(loss * 100))
+    if side.chance.random() < 0.5:
+        scaler.unscale_(side.optimizer)
+        nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
+    scaler.step(side.optimizer)
+    scaler.update(scaler.get_scale() / 2**100 if scaler.get_scale() > 2.0**120 else None)
+    return [loss.detach(), scaler.get_scale()]
+
+
+STEPS: dict[str, Action] = {"step": step, "step twice": step_twice, "skip": skip, "closure": closure, "scaled": scaled}
+
+# --- between two steps ------------------------------------------------------------------------------------------------
+
+
+def zero(side: Side) -> Any:
+    side.optimizer.zero_grad()
+
+
+def zero_in_place(side: Side) -> Any:
+    side.optimizer.zero_grad(set_to_none=False)
+
+
+def zero_model(side: Side) -> Any:
+    side.model.zero_grad()
+
+
+def evaluate(side: Side) -> Any:
+    side.model.eval()
+    with side.chance.choice([torch.no_grad, torch.inference_mode])():
+        found = side.loss()
+    side.model.train()
+    return found.clone()
+
+
+def model_state(side: Side) -> Any:
+    return {name: value.clone() for name, value in side.model.state_dict().items()}
+
+
+def save_and_load(side: Side) -> Any:
+    file = io.BytesIO()
+    torch.save({"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()}, file)
+    file.seek(0)
+    found = torch.load(file)
+    with torch.no_grad():
+        for value in found["model"].values():
+            if value.is_floating_point():
+                value.mul_(0.99)
+    side.model.load_state_dict(found["model"])
+    if side.chance.random() < 0.7:
+        side.optimizer.load_state_dict(found["optimizer"])
+
+
+def average(side: Side) -> Any:
+    """A moving average, by a copy of the model."""
+    ours = list(side.model.parameters())
+    if "average" not in side.kept:
+        side.kept["average"] = [p.clone() for p in copy.deepcopy(side.model).parameters()]
+    with torch.no_grad():
+        for theirs, parameter in zip(side.kept["average"], ours, strict=True):
+            theirs.lerp_(parameter.to(theirs.dtype), 0.1)
+    return [each.detach().clone() for each in side.kept["average"]]
+
+
+def average_by_torch(side: Side) -> Any:
+    averaged = side.kept.setdefault("swa", torch.optim.swa_utils.AveragedModel(side.model))
+    averaged.update_parameters(side.model)
+    return [parameter.detach().clone() for parameter in averaged.parameters()]
+
+
+def read(side: Side) -> Any:
+    parameter = side.one.detach()
+    return [
+        parameter.float().norm(),
+        parameter.sum(),
+        nn.utils.parameters_to_vector(side.model.parameters()).float().sum(),
+    ]
+
+
+WRITES: list[Callable[[nn.Parameter], Any]] = [
+    lambda p: p.mul_(0.9),
+    lambda p: p.copy_(torch.randn_like(p) * 0.1),
+    lambda p: p.data.clamp_(-0.1, 0.1),
+    lambda p: setattr(p, "data", torch.randn(p.shape, dtype=p.dtype) * 0.1),
+    lambda p: nn.init.normal_(p, std=0.1),
+    lambda p: p[:1].zero_() if p.dim() else p.zero_(),
+]
+
+
+def write(side: Side) -> Any:
+    with torch.no_grad():
+        side.chance.choice(WRITES)(side.one)
+
+
+def initialise(side: Side) -> Any:
+    def reset(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+    side.model.apply(reset)
+
+
+def swap_average(side: Side) -> Any:
+    """Evaluate with other values, and put the own ones back."""
+    kept = {name: parameter.detach().clone() for name, parameter in side.model.named_parameters()}
+    for parameter in side.model.parameters():
+        parameter.data.copy_(parameter.data * 0.9)
+    found = evaluate(side)
+    for name, parameter in side.model.named_parameters():
+        parameter.data.copy_(kept[name])
+    return found
+
+
+def gather_and_write(side: Side) -> Any:
+    parameter = side.one
+    with side.swapped(lambda: side.manager.gather(parameter, write=True)), torch.no_grad():
+        parameter.add_(torch.randn_like(parameter) * 0.01)
+
+
+def from_vector(side: Side) -> Any:
+    parameters = list(side.model.head.parameters())
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters).detach() * 0.9, parameters)
+
+
+def freeze(side: Side) -> Any:
+    parameter = side.one
+    parameter.requires_grad_(not parameter.requires_grad or len(side.trained) < 4)
+
+
+def add_group(side: Side) -> Any:
+    """Train what is not trained yet."""
+    grouped = {id(p) for group in side.optimizer.param_groups for p in group["params"]}
+    added = [p for p in side.model.parameters() if not p.requires_grad and id(p) not in grouped]
+    if added:
+        for parameter in added:
+            parameter.requires_grad_()
+        side.optimizer.add_param_group({"params": added, "lr": 2e-3})
+
+
+def other_rate(side: Side) -> Any:
+    for group in side.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def other_decay(side: Side) -> Any:
+    group = side.chance.choice(side.optimizer.param_groups)
+    if "weight_decay" in group:
+        group["weight_decay"] = 0.05
+
+
+def schedule(side: Side) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    if "scheduler" not in side.kept:
+        side.kept["scheduler"] = side.chance.choice([
+            lambda: schedulers.StepLR(side.optimizer, 1, 0.5),
+            lambda: schedulers.CosineAnnealingLR(side.optimizer, 5),
+            lambda: schedulers.LinearLR(side.optimizer, 0.5, total_iters=3),
+        ])()  # fmt: skip
+    side.kept["scheduler"].step()
+    return side.kept["scheduler"].get_last_lr()
+
+
+def snapshot(side: Side) -> Any:
+    """The file of a snapshot has what plain torch's state dicts have."""
+    if side.manager is None:
+        return {name: value.clone() for name, value in side.model.state_dict().items()}
+    path = side.directory / f"snapshot-{side.chance.random()}.pt"
+    side.manager.snapshot(path).wait()
+    return dict(torch.load(path)["model"])
+
+
+def optimizer_state(side: Side) -> Any:
+    """Read and change it."""
+    parameter = side.one_trained
+    for value in side.optimizer.state[parameter].values() if parameter in side.optimizer.state else ():
+        if isinstance(value, torch.Tensor) and value.dim():
+            value.mul_(0.5)
+
+
+def resume(side: Side) -> Any:
+    """Close, and go on as another process."""
+    side.model.zero_grad()
+    side.kept.pop("scheduler", None)
+    side.rebuild()
+
+
+def park(side: Side) -> Any:
+    side.model.zero_grad()
+    with side.swapped(lambda: side.manager.parked()):
+        pass
+
+
+BETWEEN: dict[str, Action] = {
+    "evaluate": evaluate,
+    "model state": model_state,
+    "save and load": save_and_load,
+    "average": average,
+    "average by torch": average_by_torch,
+    "read": read,
+    "write": write,
+    "gather and write": gather_and_write,
+    "initialise": initialise,
+    "swap average": swap_average,
+    "from vector": from_vector,
+    "freeze": freeze,
+    "add group": add_group,
+    "other rate": other_rate,
+    "other decay": other_decay,
+    "schedule": schedule,
+    "snapshot": snapshot,
+    "optimizer state": optimizer_state,
+    "resume": resume,
+    "park": park,
+    "zero in place": zero_in_place,
+    "zero model": zero_model,
+    "zero": zero,
+}
+
+ACTIONS: dict[str, Action] = {**PASSES, **BEFORE_STEP, **STEPS, **BETWEEN}
+
+FORBIDDEN: dict[str, set[str]] = {
+    "masters": {
+        "closure",
+        "scaled",
+        "write",
+        "gather and write",
+        "from vector",
+        "save and load",
+        "schedule",
+        "optimizer state",
+    }
+    | {
+        "freeze",
+        "step twice",
+        "initialise",
+        "swap average",
+        "adversarial",
+        "sharpness",
+    },  # what PlainMasters has no equal of
+    "backward": {*BEFORE_STEP, "by grad", "scaled", "step twice", "skip", "adversarial", "sharpness"} - {"look"},
+    "gradients without data": {
+        "look",
+        "scale gradients",
+        "add noise",
+        "assign",
+        "by grad",
+        "drop some",
+        "adversarial",
+        "sharpness",
+    },
+    "device": {"gradient penalty", "together"},
+    "reentrant": {"inner step", "by grad", "only some", "gradient penalty", "together", "retained"},  # torch refuses
+    "no commits": {"resume"},
+    "bf16": {"save and load"},  # NAdam's product, which torch rounds to bf16
+    "empty": {"clip norm", "clip value"},  # which torch refuses of no elements
+    "lstm": {"autocast"},
+    "max norm": {"together"},
+}
+"""What does not go with what, as documented."""

@@ -1,0 +1,388 @@
+"""Trains programs drawn from a seed, by plain torch and offloaded, and compares them bit for bit.
+
+Usage: tools/fuzz programs [--minutes N] [--cases N] [--seed N] [--program JSON]
+
+A program is a small model, an optimizer, options of `offload` and a loop, of the ingredients of program_layers.py and
+program_actions.py. Each runs in a process of its own. A difference, an error that is not one of swapper's refusals, a crash or a
+hang is a failure: it is made smaller, and printed as JSON that `--program` repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import faulthandler
+import gc
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from e2e.early import sealed
+from e2e.keywords import for_offload
+from e2e.optimizers import OPTIMIZERS
+from e2e.twins import Twins, smallest_device_budget
+from infer.host_device import ORDERS, HostDevice
+from torch import nn
+from torch.optim import SGD, Adamax, Muon, RAdam, RMSprop
+
+import swapper
+from fuzz.program_actions import (
+    ACTIONS,
+    BEFORE_STEP,
+    BETWEEN,
+    FORBIDDEN,
+    STEPS,
+)
+from fuzz.program_layers import LAYERS, WRAPPERS, Model
+from fuzz.program_passes import PASSES, Side
+from swapper.errors import InvariantError, SwapperError
+
+Program = dict[str, Any]
+MAX_CASE_S = 60.0
+REDUCING_S = 90.0
+REFUSED = "refused: "
+
+RULES = OPTIMIZERS | {
+    "rmsprop": partial(RMSprop, lr=1e-3, momentum=0.5),
+    "sgd nesterov": partial(SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd": partial(SGD, lr=1e-2),
+    "adamax": partial(Adamax, lr=1e-3),
+    "radam": partial(RAdam, lr=1e-3),
+    "muon": partial(Muon, lr=1e-3),
+}
+PLAIN = {"tied": False, "rule": "adamw", "groups": "all", "master": False}
+PLAIN_OPTIONS: dict[str, Any] = {
+    "update": "step",
+    "params": "nvme",
+    "optimizer_state": "nvme",
+    "gradients": "auto",
+    "room_bytes": 1 << 20,
+    "commit_every": "free",
+}
+"""What a smaller program has, where it fails so too."""
+GROUPS = ("all", "decay", "reversed", "by layer", "with frozen", "last ones later")
+
+
+def grouped(model: Model, rule: str, kind: str) -> list[dict[str, Any]]:
+    """Return param groups. Of those "last ones later" leaves some parameters out; they are frozen."""
+    given = list(model.parameters())
+    if kind == "last ones later":
+        for parameter in model.head.parameters():
+            parameter.requires_grad_(False)
+    if kind != "with frozen" or rule == "adagrad":  # which has state of frozen ones too, from its constructor
+        given = [p for p in given if p.requires_grad]
+    if rule == "muon":
+        given = [p for p in given if p.dim() == 2]
+    if kind == "decay":
+        matrices, others = [p for p in given if p.dim() > 1], [p for p in given if p.dim() <= 1]
+        return [{"params": matrices, "weight_decay": 0.1}, {"params": others}] if others else [{"params": matrices}]
+    if kind == "by layer":
+        return [{"params": given[n : n + 5], "lr": 1e-3 / (n + 1)} for n in range(0, len(given), 5)]
+    return [{"params": given[::-1] if kind == "reversed" else given}]
+
+
+def draw(seed: str) -> Program:
+    """Return the program of a seed."""
+    chance = random.Random(seed)
+    layers = []
+    for _ in range(chance.randint(1, 5)):
+        wrappers = chance.choices(list(WRAPPERS), k=chance.choice([0, 0, 0, 1, 1, 2]))
+        layers.append("+".join([*wrappers, chance.choice(list(LAYERS))]) if chance.random() < 0.92 else "again")
+    options = {
+        "update": chance.choice(["step", "deferred", "backward"]),
+        "params": chance.choice(["nvme", "nvme", "host", "auto"]),
+        "optimizer_state": chance.choice(["nvme", "nvme", "host", "auto"]),
+        "gradients": chance.choice(["auto", "auto", "host", "nvme"]),
+        "room_bytes": chance.choice([0, 1 << 18, 1 << 20, 64 << 20]),
+        "commit_every": chance.choice(["free", "free", 1, 2, None]),
+    }
+    if chance.random() < 0.25:
+        options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
+        if options["update_on"] == "device":
+            options["gradients"] = chance.choice(["host", "auto", "device"])
+    rule = chance.choice(list(RULES))
+    rule = "adamw" if rule == "adafactor" and any("empty" in layer for layer in layers) else rule
+    master = chance.random() < 0.2 and rule != "muon" and not any("max norm" in layer for layer in layers)
+    in_nvme = options["params"] == options["optimizer_state"] == "nvme" and "device" not in options
+    has = {
+        "masters": master,
+        "backward": options["update"] == "backward",
+        "gradients without data": options["gradients"] == "nvme" or "device" in options,
+        "device": "device" in options,
+        **{kind: any(kind in layer for layer in layers) for kind in ("reentrant", "bf16", "empty", "lstm", "max norm")},
+        "no commits": options["commit_every"] != 1 and not (in_nvme and options["commit_every"] == "free"),
+    }
+    forbidden = set().union(*(FORBIDDEN[name] for name, is_so in has.items() if is_so))
+
+    if master and options.get("update_on") != "device":
+        options["state_codec"] = chance.choice(["exact", "split"])
+
+    def some(actions: dict[str, Any], count: int) -> list[list[Any]]:
+        allowed = [name for name in actions if name not in forbidden]
+        return [[chance.choice(allowed), chance.randrange(1000)] for _ in range(count if allowed else 0)]
+
+    loop = []
+    for _ in range(chance.randint(2, 4)):
+        loop += some(PASSES, chance.choice([1, 1, 1, 2])) if chance.random() < 0.7 else [["ordinary", 0]]
+        loop += some(BEFORE_STEP, chance.choice([0, 0, 1, 2]))
+        loop += some(STEPS, 1) if chance.random() < 0.3 else [["step", 0]]
+        loop += [["zero", 0]] * (chance.random() < 0.7) + some(BETWEEN, chance.choice([0, 1, 1, 2, 3]))
+    return {
+        "seed": chance.randrange(1 << 30),
+        "layers": layers,
+        "tied": chance.random() < 0.3,
+        "rule": rule,
+        "groups": "all" if master else chance.choice(GROUPS),
+        "master": master,
+        "options": options,
+        "loop": loop,
+    }
+
+
+class Training:
+    """The twins of a program."""
+
+    def __init__(self, program: Program, directory: Path) -> None:
+        self.program = program
+        self.directory = directory
+        options = dict(program["options"])
+        device, run = options.pop("device", None), directory / "run"
+        run.mkdir()
+        model = self._model()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()  # as they are from `offload` on
+        master = program["master"]
+        pair = Twins(run, model, self._optimizer, master=master, select=self._select, wait=True, **options)
+        self.pair = pair
+        pair.swapped = self._model()
+        pair.original = self._optimizer(self._select(pair.swapped))
+        if device is not None:
+            pair.options["device"] = HostDevice(device)
+            needed = smallest_device_budget(run, pair.swapped, pair.original, **pair.options)
+            pair.options["device_memory"] = needed + (2 << 20)
+        pair.offload()
+        plain = Side(pair.plain, pair.plain_optimizer, None, lambda: None, directory)
+        swapped = Side(pair.swapped, pair.optimizer, pair.manager, self._rebuild, directory)
+        self.plain, self.swapped = plain, swapped
+
+    def _model(self) -> Model:
+        torch.manual_seed(self.program["seed"])
+        model = Model(self.program["layers"], self.program["tied"])
+        return model.bfloat16() if self.program["master"] else model
+
+    def _optimizer(self, groups: Any) -> Any:
+        return RULES[self.program["rule"]](groups)
+
+    def _select(self, model: Any) -> Any:
+        groups = grouped(model, self.program["rule"], self.program["groups"])
+        return [p for group in groups for p in group["params"]] if self.program["groups"] == "all" else groups
+
+    def run(self) -> None:
+        """Raises AssertionError where they differ."""
+        loop = self.program["loop"]
+        for number, (name, seed) in enumerate(loop):
+            following = [other for other, _ in loop[number + 1 :] if other in {**PASSES, **STEPS}]
+            is_last = not following or (following[0] not in PASSES and following[0] not in ("closure", "scaled"))
+
+            def act(model: Any, _: Any, name: str = name, seed: int = seed, is_last: bool = is_last) -> Any:
+                side = self.plain if model is self.plain.model else self.swapped
+                side.chance, side.is_last = random.Random(seed), is_last
+                try:
+                    return ACTIONS[name](side)
+                except Exception as error:
+                    if side is self.plain:
+                        raise Impossible(f"{type(error).__name__}: {error}") from error
+                    raise
+
+            try:
+                self.pair.both(act)
+            except BaseException as error:
+                error.args = (f"[{number} {name}] {error}", *error.args[1:])
+                raise
+        early = sealed(self.pair.manager.current.run.model.groups)
+        if early:
+            self.pair.both(lambda _, optimizer: optimizer.step())
+        self.pair.assert_same_parameters()
+        self.pair.assert_same_state()
+        self.pair.assert_same_buffers()
+        self.pair.check_pager()
+        self.pair.close()
+
+    def _rebuild(self) -> None:
+        """Go on in another model, as in another process."""
+        pair = self.pair
+        flags = {name: p.requires_grad for name, p in pair.swapped.named_parameters()}
+        names = {id(p): name for name, p in pair.swapped.named_parameters()}
+        groups = [[names[id(p)] for p in group["params"]] for group in pair.optimizer.param_groups]
+        step = pair.manager.step
+        budget = pair.manager._options.host_bytes
+        pair.close()
+        pair.swapped = self._model()
+        pair.original = self._optimizer(self._select(pair.swapped))
+        for group in groups[len(pair.original.param_groups) :]:
+            pair.original.add_param_group({"params": [pair.swapped.get_parameter(name) for name in group]})
+        pair.manager = swapper.SwapManager(pair.directory, host_memory=budget, resume="auto",
+            commits=swapper.CommitPolicy(every=pair.commit_every))  # fmt: skip
+        for name, parameter in pair.swapped.named_parameters():
+            parameter.requires_grad_(flags[name] or name in pair.manager.trained)
+        assert pair.manager.step == step, f"step {pair.manager.step} of {step} was committed"
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(pair.options))
+        for name, parameter in pair.swapped.named_parameters():
+            parameter.requires_grad_(flags[name])
+        self.swapped.model, self.swapped.optimizer, self.swapped.manager = pair.swapped, pair.optimizer, pair.manager
+
+
+class Impossible(Exception):
+    """Plain torch cannot do it either."""
+
+
+def run_case(program: Program, directory: Path) -> str | None:
+    """Return what went wrong, None if nothing did; REFUSED and what swapper said, if it did not take the program."""
+    training = None
+    try:
+        training = Training(program, directory)
+        training.run()
+    except Impossible as error:
+        return f"{REFUSED}impossible: {error}"
+    except InvariantError:
+        return traceback.format_exc(limit=-6)
+    except SwapperError as error:
+        return f"{REFUSED}{type(error).__name__}: {error}"
+    except BaseException:
+        return traceback.format_exc(limit=-6)
+    return None
+
+
+def watched(program: Program) -> str | None:
+    """Run a case in a child. Returns as `run_case`."""
+    scratch = Path(tempfile.mkdtemp(prefix="swapper-programs-"))
+    answer, stacks = scratch / "answer", scratch / "stacks"
+    child = os.fork()
+    if child == 0:
+        try:
+            out = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(out, 2)
+            faulthandler.enable()
+            problem = run_case(program, scratch)
+            if problem is not None:
+                answer.write_text(problem)
+        finally:
+            os._exit(0)
+    try:
+        until = time.monotonic() + MAX_CASE_S
+        while not (status := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > until:
+                os.kill(child, signal.SIGABRT)
+                os.waitpid(child, 0)
+                return f"it did not end in {MAX_CASE_S:.0f} s: {stacks.read_text()}"
+            time.sleep(0.005)
+        if os.WIFSIGNALED(status[1]):
+            return f"ended by {signal.Signals(os.WTERMSIG(status[1])).name}: {stacks.read_text()}"
+        return answer.read_text() if answer.exists() else None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def kind_of(problem: str) -> str:
+    return problem.strip().splitlines()[-1].partition("]")[2][:25] or problem.strip().splitlines()[-1][:25]
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Yield programs with a part less."""
+    for name in ("loop", "layers"):
+        for number in range(len(program[name])):
+            yield {**program, name: program[name][:number] + program[name][number + 1 :]}
+    for number, layer in enumerate(program["layers"]):
+        simpler = [layer.split("+", 1)[1]] if "+" in layer else ["linear"] if layer != "linear" else []
+        for one in simpler:
+            yield {**program, "layers": [*program["layers"][:number], one, *program["layers"][number + 1 :]]}
+    yield from ({**program, name: value} for name, value in PLAIN.items() if program[name] != value)
+    for name, value in PLAIN_OPTIONS.items():
+        if program["options"][name] != value:
+            yield {**program, "options": {**program["options"], name: value}}
+    if "device" in program["options"]:
+        left = {name: value for name, value in program["options"].items() if name not in ("device", "update_on")}
+        yield {**program, "options": left}
+
+
+def reduced(program: Program, problem: str) -> tuple[Program, str]:
+    """Return the smallest program that fails in the same way, of those tried, and its failure."""
+    until = time.monotonic() + REDUCING_S
+    found = True
+    while found and time.monotonic() < until:
+        found = False
+        for candidate in smaller(copy.deepcopy(program)):
+            what = watched(candidate)
+            if what is not None and not what.startswith(REFUSED) and kind_of(what) == kind_of(problem):
+                program, problem, found = candidate, what, True
+                break
+            if time.monotonic() > until:
+                break
+    return program, problem
+
+
+def prepare() -> None:
+    """Prepare this process for all that are forked from it: what takes seconds to import is there."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    assert swapper.SwapManager and torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    gc.freeze()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="tools/fuzz programs", description=(__doc__ or "").partition("Usage")[0])
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long; default 1")
+    parser.add_argument("--cases", type=int, default=1 << 62, help="at most so many")
+    parser.add_argument("--seed", default="1")
+    parser.add_argument("--program", type=json.loads, help="only this one, as a failure prints it")
+    parser.add_argument("--all", action="store_true", help="go on after a failure")
+    parser.add_argument("--refusals", action="store_true", help="print what was refused")
+    options = parser.parse_args(arguments)
+    prepare()
+    if options.program is not None:
+        problem = watched(options.program)
+        print(problem or "clean")
+        return int(problem is not None and not problem.startswith(REFUSED))
+    until = time.monotonic() + 60 * options.minutes
+    counts: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
+    number = 0
+    while number < options.cases and time.monotonic() < until:
+        program = draw(f"{options.seed} {number}")
+        problem = watched(program)
+        kind = "clean" if problem is None else "refused" if problem.startswith(REFUSED) else "failed"
+        counts[kind] += 1
+        if kind == "refused" and problem is not None:
+            refusals[problem] += 1
+            if options.refusals:
+                print(number, problem.removeprefix(REFUSED)[:300], flush=True)
+        if kind == "failed" and problem is not None:
+            print(f"FAILED: seed {options.seed}, case {number}: {problem}", flush=True)
+            program, problem = reduced(program, problem)
+            print(f"smallest: {problem}\n--program '{json.dumps(program)}'", flush=True)
+            if not options.all:
+                break
+        number += 1
+    seconds = time.monotonic() - until + 60 * options.minutes
+    print(f"seed {options.seed}: {number} programs in {seconds:.0f} s, {dict(counts)}")
+    gc.unfreeze()  # else Triton tells of all that it leaves behind
+    return int(counts["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

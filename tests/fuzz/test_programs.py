@@ -1,0 +1,80 @@
+"""The fuzzer of training programs in a short form. The long form: tools/fuzz programs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fuzz import programs
+from fuzz.program_actions import ACTIONS
+from fuzz.program_passes import Side
+
+PROGRAM = {
+    **programs.draw("1 0"),
+    "layers": ["dropout", "hooks+lstm"],
+    "rule": "sgd",
+    "groups": "reversed",
+    "master": False,
+    "options": dict(programs.PLAIN_OPTIONS, update="deferred"),
+    "loop": [["ordinary", 1], ["step", 2], ["read", 3], ["zero", 4]],
+}
+
+
+def test_some_programs_train_as_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cases", "4", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
+    assert programs.main(arguments) == 0, capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> Iterator[None]:
+    with warnings.catch_warnings():
+        programs.prepare()
+        yield
+    logging.disable(logging.NOTSET)
+
+
+def end(side: Side) -> None:
+    if side.manager is not None:
+        os.abort()
+
+
+BAD: dict[str, tuple[str, Callable[[Side], Any]]] = {
+    "other results": ("result", lambda side: side.manager is None),
+    "an error of Python's": ("KeyError", lambda side: side.manager is None or {}["key"]),
+    "other parameters": (
+        "layers.0.0.weight",
+        lambda side: side.manager and side.model.layers[0][0].weight.data.mul_(2),
+    ),
+    "a crash": ("SIGABRT", end),
+    "a hang": ("did not end", lambda side: side.manager and os.read(os.pipe()[0], 1)),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_the_fuzzer_notices_and_makes_it_smaller(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, act = BAD[kind]
+    name = "look" if kind != "other parameters" else "write"
+    monkeypatch.setitem(
+        ACTIONS, name, lambda side: None if kind == "other parameters" and act(side) is None else act(side)
+    )
+    if kind == "a hang":
+        monkeypatch.setattr(programs, "MAX_CASE_S", 3)
+    program = {**PROGRAM, "loop": [*PROGRAM["loop"], [name, 5]]}
+    problem = programs.watched(program)
+    assert problem is not None and said in problem, problem
+    if kind == "other results":
+        smaller, _ = programs.reduced(program, problem)
+        assert (smaller["layers"], smaller["loop"], smaller["rule"]) == ([], [[name, 5]], "adamw")
+
+
+def test_what_swapper_or_torch_refuses_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_graph = {**PROGRAM, "layers": ["reentrant+linear"], "loop": [["by grad", 0]]}
+    refused = {**PROGRAM, "layers": ["max norm"], "loop": [["together", 0]]}
+    for program, said in ((with_graph, "impossible"), (refused, "UnsupportedError"), (PROGRAM, None)):
+        problem = programs.watched(program)
+        assert problem is said or (problem is not None and problem.startswith(f"{programs.REFUSED}{said}")), problem
