@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,15 @@ from swapper.paging.store.page_files import ExternalFiles, PageStore
 from swapper.runtime.counters import Counters
 
 
+class _RunFile(NamedTuple):
+    """The file that has a section. `direct` and `cached`: how it is open; None if its bytes lie in several files."""
+
+    path: Path
+    nbytes: int
+    direct: File | None
+    cached: File | None
+
+
 class WeightFiles(PageStore):
     """Owns the open files of one model. The engine outlives it.
 
@@ -47,8 +57,8 @@ class WeightFiles(PageStore):
         self._source = source
         self._files = ExternalFiles(source.stamps)
         direct, cached = self._files.direct, self._files.cached
-        self._runs = {  # by section, the file, its size, and how it is open: a joined one is not
-            section: (path, source.nbytes_of(path), direct.get(path), cached.get(path))
+        self._runs = {
+            section: _RunFile(path, source.nbytes_of(path), direct.get(path), cached.get(path))
             for section, path in runs.items()
         }
         self._known: dict[Path, int] = {}  # CRC-32 of files, once verified
@@ -61,11 +71,11 @@ class WeightFiles(PageStore):
 
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         """Submit a read of `page` into memory at `address`, up to the file's end; return its ticket."""
-        path, end, direct, _ = self._runs[page.section]
-        offset, nbytes = page.file_offset, min(page.nbytes, end - page.file_offset)
-        if direct is None:
-            return self._read_joined(path, offset, address, nbytes, None, after)
-        return self._engine.read(direct, offset, address, nbytes, after=after)
+        file = self._runs[page.section]
+        offset, nbytes = page.file_offset, min(page.nbytes, file.nbytes - page.file_offset)
+        if file.direct is None:
+            return self._read_joined(file.path, offset, address, nbytes, None, after)
+        return self._engine.read(file.direct, offset, address, nbytes, after=after)
 
     def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Transfer:
         """Submit a read of any bytes of a file that fill `memory`, contiguous; return its ticket."""
@@ -92,7 +102,7 @@ class WeightFiles(PageStore):
 
     def file_of(self, page: Page) -> File | None:
         """Return the file that serves reads of a cold page's addresses; None: its bytes lie in several. Its end reads as zeros."""
-        return self._runs[page.section][3]
+        return self._runs[page.section].cached
 
     def write(self, page: Page, address: int) -> Transfer:
         raise InvariantError(f"{page} of a checkpoint would be written")

@@ -297,7 +297,7 @@ class _PartRead(Reading):
         if len(views) == len(recipes) and all(recipe.make is None for recipe in recipes):
             return views
         parts = iter(views)
-        with torch.inference_mode(False), torch.no_grad():  # what is made may be in memory that is used again
+        with torch.inference_mode(False), torch.no_grad():  # its memory may be written again in another mode
             return [recipe.from_parts(list(islice(parts, len(recipe.parts))), empty) for recipe in recipes]
 
 

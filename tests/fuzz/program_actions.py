@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -239,11 +240,12 @@ def other_decay(side: Side) -> Any:
 def schedule(side: Side) -> Any:
     schedulers = torch.optim.lr_scheduler
     if "scheduler" not in side.kept:
-        side.kept["scheduler"] = side.chance.choice([
-            lambda: schedulers.StepLR(side.optimizer, 1, 0.5),
-            lambda: schedulers.CosineAnnealingLR(side.optimizer, 5),
-            lambda: schedulers.LinearLR(side.optimizer, 0.5, total_iters=3),
-        ])()  # fmt: skip
+        kinds = (
+            partial(schedulers.StepLR, step_size=1, gamma=0.5),
+            partial(schedulers.CosineAnnealingLR, T_max=5),
+            partial(schedulers.LinearLR, start_factor=0.5, total_iters=3),
+        )
+        side.kept["scheduler"] = side.chance.choice(kinds)(side.optimizer)
     side.kept["scheduler"].step()
     return side.kept["scheduler"].get_last_lr()
 
@@ -307,24 +309,19 @@ BETWEEN: dict[str, Action] = {
 ACTIONS: dict[str, Action] = {**PASSES, **BEFORE_STEP, **STEPS, **BETWEEN}
 
 FORBIDDEN: dict[str, set[str]] = {
-    "masters": {
-        "closure",
-        "scaled",
-        "write",
-        "gather and write",
-        "from vector",
-        "save and load",
-        "schedule",
-        "optimizer state",
-    }
-    | {
-        "freeze",
-        "step twice",
-        "initialise",
-        "swap average",
-        "adversarial",
-        "sharpness",
-    },  # what PlainMasters has no equal of
+    "masters": {  # what PlainMasters has no equal of
+        *(
+            "closure",
+            "scaled",
+            "write",
+            "gather and write",
+            "from vector",
+            "save and load",
+            "schedule",
+            "optimizer state",
+        ),
+        *("freeze", "step twice", "initialise", "swap average", "adversarial", "sharpness"),
+    },
     "backward": {*BEFORE_STEP, "by grad", "scaled", "step twice", "skip", "adversarial", "sharpness"} - {"look"},
     "gradients without data": {
         "look",

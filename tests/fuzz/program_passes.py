@@ -24,7 +24,7 @@ class Side:
 
     Args:
         manager: of the swapped one.
-        rebuild: of the swapped one: goes on from its directory, as another process.
+        rebuild: of the swapped one: closes it, and resumes from its directory as another process does.
         directory: for files of its own.
         chance: of the action that runs; the same for both.
         is_last: no other backward follows before the step.

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import random
+import select
 import shutil
 import signal
 import sys
@@ -213,8 +214,9 @@ class Training:
             except BaseException as error:
                 error.args = (f"[{number} {name}] {error}", *error.args[1:])
                 raise
-        early = sealed(self.pair.manager.current.run.model.groups)
-        if early:
+        if sealed(
+            self.pair.manager.current.run.model.groups
+        ):  # updated in backward: the step is taken before both are compared
             self.pair.both(lambda _, optimizer: optimizer.step())
         self.pair.assert_same_parameters()
         self.pair.assert_same_state()
@@ -235,8 +237,8 @@ class Training:
         pair.original = self._optimizer(self._select(pair.swapped))
         for group in groups[len(pair.original.param_groups) :]:
             pair.original.add_param_group({"params": [pair.swapped.get_parameter(name) for name in group]})
-        pair.manager = swapper.SwapManager(pair.directory, host_memory=budget, resume="auto",
-            commits=swapper.CommitPolicy(every=pair.commit_every))  # fmt: skip
+        commits = swapper.CommitPolicy(every=pair.commit_every)
+        pair.manager = swapper.SwapManager(pair.directory, host_memory=budget, resume="auto", commits=commits)
         for name, parameter in pair.swapped.named_parameters():
             parameter.requires_grad_(flags[name] or name in pair.manager.trained)
         assert pair.manager.step == step, f"step {pair.manager.step} of {step} was committed"
@@ -283,18 +285,26 @@ def watched(program: Program) -> str | None:
         finally:
             os._exit(0)
     try:
-        until = time.monotonic() + MAX_CASE_S
-        while not (status := os.waitpid(child, os.WNOHANG))[0]:
-            if time.monotonic() > until:
-                os.kill(child, signal.SIGABRT)
-                os.waitpid(child, 0)
-                return f"it did not end in {MAX_CASE_S:.0f} s: {stacks.read_text()}"
-            time.sleep(0.005)
-        if os.WIFSIGNALED(status[1]):
-            return f"ended by {signal.Signals(os.WTERMSIG(status[1])).name}: {stacks.read_text()}"
+        has_ended = _wait_for(child)
+        if not has_ended:
+            os.kill(child, signal.SIGABRT)  # faulthandler writes where it is
+        _, status = os.waitpid(child, 0)
+        if not has_ended:
+            return f"it did not end in {MAX_CASE_S:.0f} s: {stacks.read_text()}"
+        if os.WIFSIGNALED(status):
+            return f"ended by {signal.Signals(os.WTERMSIG(status)).name}: {stacks.read_text()}"
         return answer.read_text() if answer.exists() else None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _wait_for(child: int) -> bool:
+    """Wait for MAX_CASE_S at most until a process has ended, and return whether it has."""
+    descriptor = os.pidfd_open(child)
+    try:
+        return bool(select.select([descriptor], [], [], MAX_CASE_S)[0])
+    finally:
+        os.close(descriptor)
 
 
 def kind_of(problem: str) -> str:
@@ -347,7 +357,7 @@ def prepare() -> None:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools/fuzz programs", description=(__doc__ or "").partition("Usage")[0])
     parser.add_argument("--minutes", type=float, default=1.0, help="how long; default 1")
-    parser.add_argument("--cases", type=int, default=1 << 62, help="at most so many")
+    parser.add_argument("--cases", type=int, default=1 << 62, help="at most this many")
     parser.add_argument("--seed", default="1")
     parser.add_argument("--program", type=json.loads, help="only this one, as a failure prints it")
     parser.add_argument("--all", action="store_true", help="go on after a failure")

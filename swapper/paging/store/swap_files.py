@@ -382,14 +382,11 @@ class Store:
         preferred = self._preferred
         if preferred in self._turns and preferred != page.committed and preferred not in self._spared:
             return preferred
-        spared = None
-        for number in self._turns:
-            if number != page.committed and number not in self._spared:
+        turns = [number for number in self._turns if number != page.committed]
+        for number in turns:
+            if number not in self._spared:
                 return number
-            if number != page.committed and spared is None:
-                spared = number
-        assert spared is not None  # there are two turns at least
-        return spared
+        return turns[0]
 
     @property
     def _turn_count(self) -> int:
