@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import swapper
+from swapper.paging.residency import DIRTY, WRITING
 from swapper.paging.section import Page
 
 SECTOR = 4096
@@ -58,9 +59,9 @@ def paths_of(manager: swapper.SwapManager, page: Page) -> Path:
 
 
 def stored_pages(manager: swapper.SwapManager, family: str) -> list[Page]:
-    """Return the pages of a family that are on the drive."""
-    pages = manager.current.run.pager._pages
-    return [page for page in pages if page.section.plan.family == family and page.location is not None]
+    """Return the pages of a family whose newest content is on the drive."""
+    pages = [page for page in manager.current.run.pager._pages if page.section.plan.family == family]
+    return [page for page in pages if page.location is not None and page.residency not in (DIRTY, WRITING)]
 
 
 def change(manager: swapper.SwapManager, family: str, harm: Harm) -> None:

@@ -66,6 +66,7 @@ def test_a_changed_gradient_is_an_error_before_it_is_used(twins: MakeTwins, upda
     model = pair.swapped
     with pair.manager.accumulate():
         loss_of(model, tokens()).backward()
+    send_away(pair.manager)
     changed_bytes.change(pair.manager, "grad", harm)
     with pytest.raises(
         swapper.ChecksumError, match=r"scratch.*(blocks|head|embedding|position).*it is no part.*resume='auto'"

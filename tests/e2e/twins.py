@@ -313,6 +313,9 @@ def send_away(manager: swapper.SwapManager) -> None:
                 if page.residency is Residency.CLEAN:
                     assert page.leases == 0, page
                     pager._frames.evict(page)
+                elif page.residency is Residency.DIRTY:  # a gradient's, which no flush writes
+                    assert page.leases == 0 and page.section.transient, page
+                    pager._frames.write(page)
 
 
 def leased_pages(manager: swapper.SwapManager) -> list[Any]:
