@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, SPARE_NAME
 from swapper.durability.ranks import CommitId
 from swapper.errors import CheckpointError, IoError, remedy
 from swapper.formats.container import MAX_END_BYTES, ContainerLayout, PreparedTail, TensorPlace, find_seal
@@ -208,7 +208,10 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
         name: of the record's file.
     """
     try:
-        beneath.replace_file(directory / name, data, durable)
+        if name == COMMIT_NAME:
+            beneath.exchange_file(directory / name, directory / SPARE_NAME, data, durable)
+        else:
+            beneath.replace_file(directory / name, data, durable)
     except OSError as error:
         detail = f"the last step is not committed yet: {remedy(error.errno)}, and continue: it is tried again"
         if name != COMMIT_NAME:
@@ -225,9 +228,9 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
     path = directory / name
     remedy = "start from a snapshot with resume='discard'"
     try:
-        data = beneath.read_small(path, MAX_BYTES)
-        seal = find_seal(data[-MAX_END_BYTES:], len(data))
-        if seal is None or seal.begin != 0 or zlib.crc32(data[: seal.end]) != seal.crc32:
+        if not _is_whole(data := beneath.read_small(path, MAX_BYTES)):
+            data = beneath.read_small(path, MAX_BYTES)  # a run that is in progress may have written over what was being read
+        if not _is_whole(data):
             raise CheckpointError(f"{path} is damaged: its bytes do not have the CRC-32 of their write: {remedy}")
         content = load_bytes(data, path, nested=_USERS, names=plain_global_names())
         if not isinstance(content, dict) or "format" not in content:
@@ -245,6 +248,11 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
         raise
     except Exception as error:  # a damaged file can make zipfile or torch raise anything
         raise CheckpointError(f"{path} cannot be read ({error}): {remedy}") from error
+
+
+def _is_whole(data: bytes) -> bool:
+    seal = find_seal(data[-MAX_END_BYTES:], len(data))
+    return seal is not None and seal.begin == 0 and zlib.crc32(data[: seal.end]) == seal.crc32
 
 
 def named_files(directory: Path) -> set[str]:

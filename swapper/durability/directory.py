@@ -41,6 +41,8 @@ RESUME_CHOICES = ("error", "auto", "reshard", "discard")
 
 COMMIT_NAME = "commit.pt"
 FALLBACK_NAME = "commit-before.pt"
+SPARE_NAME = "commit-spare.pt"
+"""Had the record before the last one, and gets the next: see `beneath.exchange_file`. Nobody reads it."""
 RETENTION_NAME = "snapshots.json"
 
 
@@ -131,7 +133,7 @@ class LockedDirectory:
         """Delete the run in the directory, or its part of one."""
         for file in self.held():  # the commit records first: they must never name missing files
             beneath.unlink(file)
-        for name in (RETENTION_NAME, RECORD_NAME):
+        for name in (SPARE_NAME, RETENTION_NAME, RECORD_NAME):
             beneath.unlink(self.path / name)
 
     def remove_strays(self, kept: Collection[str]) -> None:

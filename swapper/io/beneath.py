@@ -8,6 +8,7 @@ its descriptor, whatever its path leads to by now. No link is followed, held or 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import pwd
@@ -23,6 +24,10 @@ SOLID_BYTES = 64 << 20
 MAX_HOLES = 64
 """Bytes that a file may have for each that is on the drive; some programs leave out zeros as they copy."""
 HOLLOW = "nearly all are holes: it is no such file, or a copy without its zeros (cp --sparse=never keeps them)"
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""From <linux/fcntl.h> and <linux/fs.h>."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _held: dict[Path, int] = {}
 """Descriptors of the directories that runs of this process have open."""
@@ -139,6 +144,62 @@ def replace_file(path: Path, data: bytes, durable: bool = False, mode: int = 0o6
     finally:
         with contextlib.suppress(OSError):
             unlink(temporary)
+
+
+def exchange_file(path: Path, spare: Path, data: bytes, durable: bool = False) -> None:
+    """Replace a file's content as `replace_file`, and keep the file that had it as `spare`, which gets the next content.
+
+    So no file is removed. Where the filesystem discards what is freed at once (mounted with `discard`), removing a file waits for
+    the drive: a second while much is written.
+
+    Args:
+        path, spare: of files in one directory; they may be missing. A spare that is a directory stays, and is not used.
+        data, durable: as of `replace_file`.
+
+    Raises:
+        IoError: as `replace_file`.
+    """
+    try:
+        descriptor = _reopen_file(spare)
+    except OSError:
+        return replace_file(path, data, durable)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.truncate()
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if not _exchange(spare, path):
+            rename(spare, path)
+        if durable:
+            sync(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unlink(spare)
+        raise IoError("replace", str(path), 0, len(data), error.errno or 0, remedy(error.errno)) from error
+
+
+def _reopen_file(path: Path) -> int:
+    """Open a file of this user that has no other name, to write over it; or else create one."""
+    with contextlib.suppress(OSError):
+        descriptor = open_file(path, os.O_WRONLY | os.O_NONBLOCK)
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid():
+            return descriptor
+        os.close(descriptor)
+    return create_file(path)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two files. False: `other` is no file, or the system cannot."""
+    if not exists(other) or not stat.S_ISREG(status(other).st_mode) or not hasattr(_libc, "renameat2"):
+        return False
+    (name, directory), (other_name, other_directory) = _at(one), _at(other)
+    return not _libc.renameat2(
+        _AT_FDCWD if directory is None else directory, os.fsencode(name),
+        _AT_FDCWD if other_directory is None else other_directory, os.fsencode(other_name), _RENAME_EXCHANGE,
+    )  # fmt: skip
 
 
 def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> _C.File:

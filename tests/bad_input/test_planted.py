@@ -11,7 +11,7 @@ from e2e.models import Net, train_step
 from e2e.twins import adamw
 
 import swapper
-from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, RETENTION_NAME
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, RETENTION_NAME, SPARE_NAME
 from swapper.io import extents
 from swapper.io.drives import RECORD_NAME
 
@@ -22,6 +22,7 @@ NAMES = [
     f"{COMMIT_NAME}.partial",
     FALLBACK_NAME,
     f"{FALLBACK_NAME}.partial",
+    SPARE_NAME,
     RECORD_NAME,
     f"{RECORD_NAME}.partial",
     RETENTION_NAME,

@@ -12,7 +12,8 @@ from e2e.models import Net, loss_of, tokens
 from e2e.twins import adamw, smallest_budget
 
 import swapper
-from swapper.durability.commit import COMMIT_NAME, publish_commit
+from swapper.durability.commit import publish_commit
+from swapper.durability.directory import COMMIT_NAME, SPARE_NAME
 from swapper.errors import REMEDIES
 from swapper.io.replacing import replacing
 
@@ -25,14 +26,19 @@ def directory_of_that_name(path: Path) -> None:
     (path / COMMIT_NAME).mkdir()
 
 
-def directory_of_the_other_name(path: Path) -> None:
+def directories_of_the_other_names(path: Path) -> None:
+    (path / SPARE_NAME).mkdir()
     (path / (COMMIT_NAME + ".partial")).mkdir()
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("spoil", "number"),
-    [(no_directory, errno.ENOENT), (directory_of_that_name, errno.EISDIR), (directory_of_the_other_name, errno.EISDIR)],
+    [
+        (no_directory, errno.ENOENT),
+        (directory_of_that_name, errno.EISDIR),
+        (directories_of_the_other_names, errno.EISDIR),
+    ],
 )
 def test_a_commit_that_cannot_be_published_says_what_to_do(
     tmp_path: Path, spoil: Callable[[Path], None], number: int

@@ -121,7 +121,8 @@ def test_twenty_steps_are_bit_equal(twins: MakeTwins, name: str, make: Callable[
     pair.assert_same_state()
     pair.train(random_gradients, steps=9)
     pair.finish(paged=False)
-    is_held = devices.NAME and kind == "bf16"  # slices on their way to a device take a pool that holds little state too
+    # Slices on their way to a device take a pool that holds little state too.
+    is_held = devices.NAME and (kind == "bf16" or name == "Muon")
     assert pair.manager.counters.bytes_read > 0 or is_held
 
 

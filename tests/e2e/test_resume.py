@@ -23,6 +23,7 @@ from e2e import killed_run
 from e2e.keywords import for_manager
 from e2e.twins import assert_same
 from swapper.durability.commit import encode_commit, files_of, publish_commit, read_commit
+from swapper.durability.directory import COMMIT_NAME, SPARE_NAME
 
 STEPS = 5
 
@@ -44,6 +45,15 @@ def go(directory: Path, until: int, **options: Any) -> list[float]:
 
 def test_a_closed_run_goes_on_exactly_with_its_scheduler(tmp_path: Path) -> None:
     assert go(tmp_path, 2) + go(tmp_path, 4) + go(tmp_path, STEPS) == killed_run.plain_losses(STEPS)
+
+
+def test_commits_remove_no_file(tmp_path: Path) -> None:
+    """A filesystem that discards what is freed at once makes each removal wait for the drive."""
+    found = []
+    for step in range(1, STEPS):
+        go(tmp_path, step)
+        found.append({(tmp_path / "rank-0-of-1" / name).stat().st_ino for name in (COMMIT_NAME, SPARE_NAME)})
+    assert found == [found[0]] * (STEPS - 1) and len(found[0]) == 2
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
