@@ -48,8 +48,9 @@ def native_adamw_(
 ) -> int:
     beta1, beta2 = step.betas
     numbers = (factor, step.decay, beta1, 1 - beta1, beta2, 1 - beta2, step.root_scale, step.eps, step.step_size)
-    coded = [(codec, _addresses(parts)) for codec, parts in states]
-    return _C.codec_adamw(parameter.numel(), _typed(parameter), _typed(gradient), coded, numbers, threads, isa)
+    values, slopes = [(tensor.data_ptr(), DTYPE_NAMES[tensor.dtype]) for tensor in (parameter, gradient)]
+    coded = [(codec, [part.data_ptr() for part in parts]) for codec, parts in states]
+    return _C.codec_adamw(parameter.numel(), values, slopes, coded, numbers, threads, isa)
 
 
 def native_torch_adam_(
@@ -62,18 +63,13 @@ def native_torch_adam_(
     threads: int = 1,
     isa: str = "",
 ) -> int:
-    coded = [(codec, _addresses(parts)) for codec, parts in states]
-    return _C.codec_torch_adam(
-        parameter.numel(), _typed(parameter), _typed(gradient), coded, numbers, uses_fma, roots, threads, isa
-    )
+    values, slopes = [(tensor.data_ptr(), DTYPE_NAMES[tensor.dtype]) for tensor in (parameter, gradient)]
+    coded = [(codec, [part.data_ptr() for part in parts]) for codec, parts in states]
+    return _C.codec_torch_adam(parameter.numel(), values, slopes, coded, numbers, uses_fma, roots, threads, isa)
 
 
 def _addresses(tensors: Tensors) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
-
-
-def _typed(tensor: torch.Tensor) -> tuple[int, str]:
-    return tensor.data_ptr(), DTYPE_NAMES[tensor.dtype]
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -209,7 +205,8 @@ class StateCodec:
         """
         fit = len(parts) == len(self.layout)
         for part, of in zip(parts, self.layout, strict=False):
-            fit = fit and part.dtype == of.dtype and part.numel() == -(-numel // of.elements) and _is_run(part, device)
+            fit = fit and part.dtype == of.dtype and part.shape == (-(-numel // of.elements),)
+            fit = fit and part.is_contiguous() and part.device == device
         if not fit:
             wanted = tuple((dtype, count) for _, dtype, count in self.parts(numel))
             found = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)

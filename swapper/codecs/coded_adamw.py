@@ -97,7 +97,8 @@ def check_operands(
         raise ConfigError(f"masters are for parameters of fewer bits than fp32, and these are {parameter.dtype}")
     for state in states:
         state.codec.check_parts(parameter.numel(), state.parts)
-        state.codec.check_parameter(parameter.dtype)
+        if state.codec.needs_parameter:
+            state.codec.check_parameter(parameter.dtype)
 
 
 @dataclass(frozen=True, slots=True)

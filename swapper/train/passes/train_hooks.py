@@ -33,8 +33,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -65,7 +65,7 @@ from swapper.runtime.interrupts import close_all
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import StepClock
 from swapper.tensors.guarded_tensor import tensors_among
-from swapper.tensors.torch_private import after_backward, backward_task
+from swapper.tensors.torch_private import after_backward, backward_task, innermost_transform, without_transforms
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.processor import Processor
 from swapper.train.groups.session_guard import SessionGuard
@@ -529,20 +529,25 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     # --- turns ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def my_turn(self, unit: Unit | None = None) -> Iterator[bool]:
-        """Take the turn for `unit` or a backward. Return a context in which no other thread of that backward runs a hook.
+    def my_turn(self, unit: Unit | None = None) -> HookTurn:
+        """Return the context of a hook: of `unit`, or of a backward."""
+        return HookTurn(self, unit)
 
-        It gives whether that is in a backward. Raises StateError as `_take_turn`.
+    def enter_turn(self, unit: Unit | None) -> bool:
+        """Take the turn for a hook, and keep other threads of its backward out. Return whether it is of a backward.
+
+        Raises StateError as `_take_turn`.
         """
-        with outside_transforms():
-            in_backward = is_in_backward()
-            if self._is_removed or not self._turns.goes_on():
-                frame = frame_of_backward() if in_backward else frame_of_call()
-                if frame is not None or not in_backward:  # else in a thread of autograd's
-                    self._take_turn(frame, unit)
-            with self._alone:
-                yield in_backward
+        in_backward = is_in_backward()
+        if self._is_removed or not self._turns.goes_on():
+            frame = frame_of_backward() if in_backward else frame_of_call()
+            if frame is not None or not in_backward:  # else in a thread of autograd's
+                self._take_turn(frame, unit)
+        self._alone.acquire()
+        return in_backward
+
+    def leave_turn(self) -> None:
+        self._alone.release()
 
     def _take_turn(self, frame: FrameType | None, unit: Unit | None) -> None:
         """Wait until no other thread uses the model. See [Note: turns].
@@ -565,6 +570,36 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         """Give the turn, if the outermost forward or backward is over."""
         if not self._running and not self._tasks and self._batches is None and self._turns.is_mine:
             self._turns.give()
+
+
+class HookTurn:
+    """The context of a hook: no other thread of its backward runs one, and no transform of torch.func sees what it does.
+
+    Each hook enters one, so it is no generator, which would take twice as many calls. Entering returns whether it is in a
+    backward, and raises StateError as `TrainingHooks._take_turn`.
+    """
+
+    __slots__ = ("_hooks", "_outside", "_unit")
+
+    def __init__(self, hooks: TrainingHooks, unit: Unit | None) -> None:
+        self._hooks, self._unit = hooks, unit
+        self._outside: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> bool:
+        if innermost_transform() is None:
+            return self._hooks.enter_turn(self._unit)
+        self._outside = without_transforms()
+        self._outside.__enter__()
+        try:
+            return self._hooks.enter_turn(self._unit)
+        except BaseException:
+            self._outside.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.leave_turn()
+        if self._outside is not None:
+            self._outside.__exit__(*error)
 
 
 def _when_backward_reaches(
