@@ -37,7 +37,9 @@ from swapper.io.replacing import make_parents
 from swapper.paging.layout import OR_PLACE_MORE
 from swapper.runtime.sizes import parse_bytes
 
+MIN_STEPS, MAX_STEPS, TRAINING_S = 6, 20, 30.0  # if the user gives no number
 LEARNING_RATE = 3e-4  # usual for AdamW, not tuned
+AFTER_TRAINING = "writing a snapshot"
 COMPARED_STEPS = 2  # the first compares the parameters, the second the optimizer state too
 TIMED_PLAIN_STEPS = 3  # the fastest of them counts
 FILES_OF_STATE = 3  # two alternating swap files, and the snapshot
@@ -51,7 +53,10 @@ def demo(
     budget: Annotated[
         str | None, typer.Option(help='Host memory for swapper: "350MB". [default: a quarter of the state]')
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Training steps. [default: 20, fewer where they take more than half a minute]"),
+    ] = None,
     parameters: Annotated[str, typer.Option(help='Size of the model: "100M".')] = "100M",
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 2,
     context: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 128,
@@ -84,7 +89,7 @@ def demo(
             if snapshot is not None:
                 raise ConfigError("--snapshot does not go with --ranks: that demo compares with plain FSDP2 instead")
             sharded = demo_ranks.RanksTask(
-                ranks=ranks, config=config, masters=masters, steps=steps, batch=batch, given_budget_bytes=budget_bytes,
+                ranks=ranks, config=config, masters=masters, steps=steps or MAX_STEPS, batch=batch, given_budget_bytes=budget_bytes,
                 learning_rate=LEARNING_RATE, drive_s=drive_seconds,
             )  # fmt: skip
             with _place(console, sharded, directory, f"over {ranks} ranks") as (scratch, watch):
@@ -128,11 +133,16 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True)
 class DemoTask:
-    """The training task. `masters`: a bf16 model with fp32 master weights; else fp32 throughout."""
+    """The training task.
+
+    Attributes:
+        masters: a bf16 model with fp32 master weights; else fp32 throughout.
+        steps: to train; None: as many as take TRAINING_S.
+    """
 
     config: GptConfig
     masters: bool
-    steps: int
+    steps: int | None
     batch: int
     given_budget_bytes: int | None
     drive_s: float  # for each measurement of the drive
@@ -193,7 +203,7 @@ def _place(
     )
     with (
         tempfile.TemporaryDirectory(prefix="swapper-demo-", dir=place) as scratch,
-        _progress(console, task.steps) as watch,
+        _progress(console, task.steps or MAX_STEPS) as watch,
     ):
         yield Path(scratch), watch
 
@@ -214,7 +224,8 @@ def _progress(console: Console, steps: int) -> Iterator[Watch]:
 
         def watch(stage: str, losses: list[float]) -> None:
             loss = f"loss {losses[-1]:.3f}" if losses else ""
-            progress.update(bar, description=stage, completed=len(losses), loss=loss)
+            total = len(losses) if stage == AFTER_TRAINING else None  # it may have ended early
+            progress.update(bar, description=stage, completed=len(losses), total=total, loss=loss)
 
         yield watch
 
@@ -263,7 +274,7 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
             optimizer.zero_grad()
             return loss.item()
 
-        for number in range(task.steps):
+        for number in range(task.steps or MAX_STEPS):
             counters = manager.counters  # the engine's bytes are counted when this is read
             read, written, began_s = counters.bytes_read, counters.bytes_written, time.perf_counter()
             record.losses.append(step(number))
@@ -272,16 +283,18 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
             record.read_bytes.append(counters.bytes_read - read)
             record.written_bytes.append(counters.bytes_written - written)
             watch("training", record.losses)
+            if task.steps is None and number + 1 >= MIN_STEPS and sum(record.times_s) > TRAINING_S:
+                break
         record.state_bytes = counters.state_bytes
         with torch.no_grad():
             held_out = corpus.batch(0, task.batch, task.config.context, validation=True)
             record.validation_loss = model(*held_out).item()
-        watch("writing a snapshot", record.losses)
+        watch(AFTER_TRAINING, record.losses)
         began_s = time.perf_counter()
         manager.snapshot(snapshot).result()
         record.snapshot_s = time.perf_counter() - began_s
         record.snapshot_bytes = snapshot.stat().st_size
-        record.next_losses = [step(task.steps + number) for number in range(COMPARED_STEPS)]
+        record.next_losses = [step(len(record.losses) + number) for number in range(COMPARED_STEPS)]
 
 
 def _compare(task: DemoTask, snapshot: Path, record: DemoRecord) -> None:
@@ -293,7 +306,7 @@ def _compare(task: DemoTask, snapshot: Path, record: DemoRecord) -> None:
         "masters": task.masters,
         "learning_rate": LEARNING_RATE,
         "threads": torch.get_num_threads(),
-        "first_batch": task.steps,
+        "first_batch": len(record.losses),
         "batch": task.batch,
         "steps": COMPARED_STEPS + TIMED_PLAIN_STEPS,
     }
