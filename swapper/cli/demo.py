@@ -37,7 +37,7 @@ from swapper.io.replacing import make_parents
 from swapper.paging.layout import OR_PLACE_MORE
 from swapper.runtime.sizes import parse_bytes
 
-MIN_STEPS, MAX_STEPS, TRAINING_S = 6, 20, 30.0  # if the user gives no number
+MIN_STEPS, MAX_STEPS, TRAINING_S = 6, 20, 20.0  # if the user gives no number
 LEARNING_RATE = 3e-4  # usual for AdamW, not tuned
 AFTER_TRAINING = "writing a snapshot"
 COMPARED_STEPS = 2  # the first compares the parameters, the second the optimizer state too
@@ -55,7 +55,7 @@ def demo(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Training steps. [default: 20, fewer where they take more than half a minute]"),
+        typer.Option(min=1, help="Training steps. [default: 20, fewer where they take more than 20 s]"),
     ] = None,
     parameters: Annotated[str, typer.Option(help='Size of the model: "100M".')] = "100M",
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 2,
