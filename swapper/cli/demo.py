@@ -37,7 +37,7 @@ from swapper.io.replacing import make_parents
 from swapper.paging.layout import OR_PLACE_MORE
 from swapper.runtime.sizes import parse_bytes
 
-MIN_STEPS, MAX_STEPS, TRAINING_S = 6, 20, 20.0  # if the user gives no number
+MIN_STEPS, MAX_STEPS, TRAINING_S = 6, 20, 20.0  # where the user gives no number
 LEARNING_RATE = 3e-4  # usual for AdamW, not tuned
 AFTER_TRAINING = "writing a snapshot"
 COMPARED_STEPS = 2  # the first compares the parameters, the second the optimizer state too
@@ -54,8 +54,7 @@ def demo(
         str | None, typer.Option(help='Host memory for swapper: "350MB". [default: a quarter of the state]')
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Training steps. [default: 20, fewer where they take more than 20 s]"),
+        int | None, typer.Option(min=1, help="Training steps. [default: 20, fewer where they take more than 20 s]")
     ] = None,
     parameters: Annotated[str, typer.Option(help='Size of the model: "100M".')] = "100M",
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 2,
@@ -89,8 +88,8 @@ def demo(
             if snapshot is not None:
                 raise ConfigError("--snapshot does not go with --ranks: that demo compares with plain FSDP2 instead")
             sharded = demo_ranks.RanksTask(
-                ranks=ranks, config=config, masters=masters, steps=steps or MAX_STEPS, batch=batch, given_budget_bytes=budget_bytes,
-                learning_rate=LEARNING_RATE, drive_s=drive_seconds,
+                ranks=ranks, config=config, masters=masters, steps=steps or MAX_STEPS, batch=batch,
+                given_budget_bytes=budget_bytes, learning_rate=LEARNING_RATE, drive_s=drive_seconds,
             )  # fmt: skip
             with _place(console, sharded, directory, f"over {ranks} ranks") as (scratch, watch):
                 record: DemoRecord | demo_ranks.RanksRecord = demo_ranks.measure(sharded, scratch, watch)

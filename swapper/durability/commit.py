@@ -228,10 +228,9 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
     path = directory / name
     remedy = "start from a snapshot with resume='discard'"
     try:
-        if not _is_whole(data := beneath.read_small(path, MAX_BYTES)):
-            data = beneath.read_small(
-                path, MAX_BYTES
-            )  # a run that is in progress may have written over what was being read
+        data = beneath.read_small(path, MAX_BYTES)
+        if not _is_whole(data):  # a run that is in progress may have written over it meanwhile
+            data = beneath.read_small(path, MAX_BYTES)
         if not _is_whole(data):
             raise CheckpointError(f"{path} is damaged: its bytes do not have the CRC-32 of their write: {remedy}")
         content = load_bytes(data, path, nested=_USERS, names=plain_global_names())

@@ -136,7 +136,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         super().__init__(units, groups, session_guard.turns)
         self._session_guard = session_guard
         self._processor = processor
-        self._alone = processor.alone
+        self.alone = processor.alone
         self._updates = updates
         self._paged = frozenset(group.index for group in groups if group.paged)
         self._uses = updates.uses if updates.follows_backward else None  # nobody else asks for them
@@ -314,7 +314,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        with self.my_turn(unit) as in_backward:
+        with self.my_turn(unit) as in_backward, self.alone:
             is_stale = not in_backward and self._is_stale(unit)
             if in_backward:
                 self._enter_backward()
@@ -353,7 +353,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._turns.is_mine and not _in_thread_of_autograd():
             return None  # the pre-hook itself failed
-        with self._alone:
+        with self.alone:
             try:
                 call = self._end(unit)
                 return None if call is None else self._leave(call, output, self._side_modules.get(unit.name, ()))
@@ -534,20 +534,13 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         return HookTurn(self, unit)
 
     def enter_turn(self, unit: Unit | None) -> bool:
-        """Take the turn for a hook, and keep other threads of its backward out. Return whether it is of a backward.
-
-        Raises StateError as `_take_turn`.
-        """
+        """Take the turn for a hook. Return whether it is of a backward. Raises StateError as `_take_turn`."""
         in_backward = is_in_backward()
         if self._is_removed or not self._turns.goes_on():
             frame = frame_of_backward() if in_backward else frame_of_call()
             if frame is not None or not in_backward:  # else in a thread of autograd's
                 self._take_turn(frame, unit)
-        self._alone.acquire()
         return in_backward
-
-    def leave_turn(self) -> None:
-        self._alone.release()
 
     def _take_turn(self, frame: FrameType | None, unit: Unit | None) -> None:
         """Wait until no other thread uses the model. See [Note: turns].
@@ -573,10 +566,11 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
 
 class HookTurn:
-    """The context of a hook: no other thread of its backward runs one, and no transform of torch.func sees what it does.
+    """The context of a hook: its thread has the turn, and no transform of torch.func sees what it does.
 
     Each hook enters one, so it is no generator, which would take twice as many calls. Entering returns whether it is in a
-    backward, and raises StateError as `TrainingHooks._take_turn`.
+    backward, and raises StateError as `TrainingHooks._take_turn`. Other threads of that backward are kept out by
+    `TrainingHooks.alone`, a lock of C that a hook enters next to it: Ctrl-C cannot come before its release.
     """
 
     __slots__ = ("_hooks", "_outside", "_unit")
@@ -597,7 +591,6 @@ class HookTurn:
             raise
 
     def __exit__(self, *error: Any) -> None:
-        self._hooks.leave_turn()
         if self._outside is not None:
             self._outside.__exit__(*error)
 
@@ -614,7 +607,7 @@ def _when_backward_reaches(
                 "this graph was made before the manager was closed, or before the optimizer got more to train "
                 "(add_param_group), which moved what it refers to: run the forward again"
             )
-        with alive.my_turn():
+        with alive.my_turn(), alive.alone:
             if call is None:
                 alive.backward_begins()
             else:
