@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Sequence
-from typing import ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,11 +25,11 @@ class Processor:
     """
 
     is_device: ClassVar[bool] = False
-    alone: threading.RLock
+    alone: AbstractContextManager[Any]
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self.alone = threading.RLock()
+        self.alone = nullcontext()  # micro-batches hand over the turn within a hook
 
     def home(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[GroupHome, list[torch.Tensor]]:
         """Return the home of a group whose parameters are at `places`, and a view of it for each."""

@@ -570,7 +570,7 @@ class HookTurn:
 
     Each hook enters one, so it is no generator, which would take twice as many calls. Entering returns whether it is in a
     backward, and raises StateError as `TrainingHooks._take_turn`. Other threads of that backward are kept out by
-    `TrainingHooks.alone`, a lock of C that a hook enters next to it: Ctrl-C cannot come before its release.
+    `TrainingHooks.alone`, which a hook enters next to it: a lock of C is released before Ctrl-C can come.
     """
 
     __slots__ = ("_hooks", "_outside", "_unit")
