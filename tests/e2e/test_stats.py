@@ -121,7 +121,9 @@ def test_an_evaluation_between_steps_is_forward(twins: MakeTwins) -> None:
     assert manager.stats().step == 3  # the last step is still the last step
     pair.both(layers_step)
     with_evaluation = manager.stats().phases["forward"].read_bytes["param"]
-    assert with_evaluation > alone * (1 / 2 if devices.NAME else 2 / 3)  # on a device some images stay for the next evaluation
+    assert with_evaluation > alone * (
+        1 / 2 if devices.NAME else 2 / 3
+    )  # on a device some images stay for the next evaluation
     pair.finish()
 
 
