@@ -208,10 +208,8 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
         name: of the record's file.
     """
     try:
-        if name == COMMIT_NAME:
-            beneath.exchange_file(directory / name, directory / SPARE_NAME, data, durable)
-        else:
-            beneath.replace_file(directory / name, data, durable)
+        spare = directory / SPARE_NAME if name == COMMIT_NAME else None
+        beneath.replace_file(directory / name, data, durable, spare=spare)
     except OSError as error:
         detail = f"the last step is not committed yet: {remedy(error.errno)}, and continue: it is tried again"
         if name != COMMIT_NAME:

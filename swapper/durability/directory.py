@@ -42,7 +42,7 @@ RESUME_CHOICES = ("error", "auto", "reshard", "discard")
 COMMIT_NAME = "commit.pt"
 FALLBACK_NAME = "commit-before.pt"
 SPARE_NAME = "commit-spare.pt"
-"""Had the record before the last one, and gets the next: see `beneath.exchange_file`. Nobody reads it."""
+"""Had the record before the last one, and gets the next: `spare` of `beneath.replace_file`. Nobody reads it."""
 RETENTION_NAME = "snapshots.json"
 
 

@@ -25,7 +25,7 @@ MAX_HOLES = 64
 """Bytes that a file may have for each that is on the drive; some programs leave out zeros as they copy."""
 HOLLOW = "nearly all are holes: it is no such file, or a copy without its zeros (cp --sparse=never keeps them)"
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD, _RENAME_EXCHANGE, _WRITE_AND_WAIT = -100, 2, 7
 """From <linux/fcntl.h> and <linux/fs.h>."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -117,7 +117,7 @@ def create_file(path: Path, mode: int = 0o600) -> int:
         return open_file(path, flags, mode)
 
 
-def replace_file(path: Path, data: bytes, durable: bool = False, mode: int = 0o600) -> None:
+def replace_file(path: Path, data: bytes, durable: bool = False, mode: int = 0o600, spare: Path | None = None) -> None:
     """Replace a file's content, whole or not at all.
 
     Args:
@@ -125,81 +125,70 @@ def replace_file(path: Path, data: bytes, durable: bool = False, mode: int = 0o6
         data: the content.
         durable: sync file and directory, so that the content survives a power loss.
         mode: of the file.
+        spare: of a file in the same directory that is written over and takes the name, and the one that had it becomes the spare:
+            so none is removed. Where a filesystem discards what is freed at once (mounted with `discard`), removing a file waits
+            for the drive, a second while much is written. A directory of that name stays, and is not used.
 
     Raises:
         IoError: it cannot be replaced, and the old content is there; or it is not durable.
     """
-    temporary = path.with_name(f"{path.name}.partial")
+    temporary, is_published = path.with_name(f"{path.name}.partial"), False
+    reopened = None if spare is None else _open_spare(spare, mode)
+    if spare is not None and reopened is not None:
+        temporary = spare
     try:
-        with os.fdopen(create_file(temporary, mode), "wb") as file:
+        with os.fdopen(create_file(temporary, mode) if reopened is None else reopened, "wb") as file:
             file.write(data)
+            file.truncate()
+            file.flush()
             if durable:
-                file.flush()
                 os.fsync(file.fileno())
-        rename(temporary, path)
+            elif reopened is not None:
+                _write_out(file.fileno())
+        if reopened is None or not _exchange(temporary, path):
+            rename(temporary, path)
+        is_published = True
         if durable:
             sync(path.parent)
     except OSError as error:
         raise IoError("replace", str(path), 0, len(data), error.errno or 0, remedy(error.errno)) from error
     finally:
-        with contextlib.suppress(OSError):
-            unlink(temporary)
+        if not is_published:
+            with contextlib.suppress(OSError):
+                unlink(temporary)
 
 
-def exchange_file(path: Path, spare: Path, data: bytes, durable: bool = False) -> None:
-    """Replace a file's content as `replace_file`, and keep the file that had it as `spare`, which gets the next content.
-
-    So no file is removed. Where the filesystem discards what is freed at once (mounted with `discard`), removing a file waits for
-    the drive: a second while much is written.
-
-    Args:
-        path, spare: of files in one directory; they may be missing. A spare that is a directory stays, and is not used.
-        data, durable: as of `replace_file`.
-
-    Raises:
-        IoError: as `replace_file`.
-    """
-    try:
-        descriptor = _reopen_file(spare)
-    except OSError:
-        return replace_file(path, data, durable)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.truncate()
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        if not _exchange(spare, path):
-            rename(spare, path)
-        if durable:
-            sync(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unlink(spare)
-        raise IoError("replace", str(path), 0, len(data), error.errno or 0, remedy(error.errno)) from error
-
-
-def _reopen_file(path: Path) -> int:
-    """Open a file of this user that has no other name, to write over it; or else create one."""
+def _open_spare(path: Path, mode: int) -> int | None:
+    """Open a file of this user that has no other name, to write over it, or else create one. None: neither is possible."""
     with contextlib.suppress(OSError):
         descriptor = open_file(path, os.O_WRONLY | os.O_NONBLOCK)
         found = os.fstat(descriptor)
         if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid():
             return descriptor
         os.close(descriptor)
-    return create_file(path)
+    with contextlib.suppress(OSError):
+        return create_file(path, mode)
+    return None
+
+
+def _write_out(descriptor: int) -> None:
+    """Have the drive get a file's content before its name, as filesystems do for a new file and not for one that is written over.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if _libc.sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _WRITE_AND_WAIT):
+        number = ctypes.get_errno()
+        if number != errno.ENOSYS:  # of sandboxes
+            raise OSError(number, os.strerror(number))
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files. False: `other` is no file, or the system cannot."""
+    """Exchange the names of two files. False: it was not possible, as where `other` is no file; renaming tells why."""
     if not exists(other) or not stat.S_ISREG(status(other).st_mode) or not hasattr(_libc, "renameat2"):
         return False
-    (name, directory), (other_name, other_directory) = _at(one), _at(other)
-    return not _libc.renameat2(
-        _AT_FDCWD if directory is None else directory, os.fsencode(name),
-        _AT_FDCWD if other_directory is None else other_directory, os.fsencode(other_name), _RENAME_EXCHANGE,
-    )  # fmt: skip
+    names = [(_AT_FDCWD if held is None else held, os.fsencode(name)) for name, held in map(_at, (one, other))]
+    return not _libc.renameat2(*names[0], *names[1], _RENAME_EXCHANGE)
 
 
 def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> _C.File:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import swapper
 from e2e import killed_ranks, ranks_run
 from e2e.processes import run_python, started_python
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, SPARE_NAME
 from swapper.durability.ranks import CommitId, Held, choose
 from swapper.io.drives import Tuning, keep_tuning
 
@@ -42,6 +44,17 @@ def test_a_rank_that_is_ahead_goes_back_to_the_step_that_all_have(tmp_path: Path
         "rank 1: began at 0, killed before commit 3",
     ]
     assert launch(tmp_path, "steps=1") == ["rank 0: began at 2, ended at 3", "rank 1: began at 2, ended at 3"]
+
+
+def test_commits_of_ranks_remove_no_file(tmp_path: Path) -> None:
+    """As those of one rank: what is kept for ranks that are behind is a second name of the spare."""
+    names = [tmp_path / "rank-1-of-2" / name for name in (COMMIT_NAME, SPARE_NAME, FALLBACK_NAME)]
+    with contextlib.ExitStack() as stack:  # of open files, whose numbers no others get
+        found = []
+        for steps in (2, 1, 2):
+            launch(tmp_path, f"steps={steps}")
+            found.append({os.fstat(stack.enter_context(path.open("rb")).fileno()).st_ino for path in names})
+    assert found == [found[0]] * 3 and len(found[0]) == 2
 
 
 def test_killed_before_all_have_their_first_commit_all_start_over(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import swapper
 from swapper.io import beneath
-from swapper.io.beneath import exchange_file
+from swapper.io.beneath import replace_file
 
 LONG, SHORT = b"long content " * 1000, b"short"
 
@@ -24,7 +28,7 @@ def test_two_files_take_turns(tmp_path: Path, held: bool) -> None:
     path, spare, found = tmp_path / "a", tmp_path / "b", []
     try:
         for number, data in enumerate([LONG, SHORT, LONG, b"", SHORT]):
-            exchange_file(path, spare, data, durable=number % 2 == 0)
+            replace_file(path, data, durable=number % 2 == 0, spare=spare)
             assert path.read_bytes() == data
             found.append(path.stat().st_ino)
             assert sorted(each.name for each in tmp_path.iterdir()) == (["a", "b"] if number else ["a"])
@@ -35,10 +39,10 @@ def test_two_files_take_turns(tmp_path: Path, held: bool) -> None:
 
 def test_a_file_with_another_name_is_not_written_over(tmp_path: Path) -> None:
     path, spare = tmp_path / "a", tmp_path / "b"
-    exchange_file(path, spare, LONG)
+    replace_file(path, LONG, spare=spare)
     os.link(path, tmp_path / "kept")
     for data in (SHORT, b"other", SHORT):
-        exchange_file(path, spare, data)
+        replace_file(path, data, spare=spare)
         assert path.read_bytes() == data
     assert (tmp_path / "kept").read_bytes() == LONG
 
@@ -50,7 +54,7 @@ def test_what_is_no_file_is_replaced(tmp_path: Path, name: str, plant: Callable[
     victim.write_bytes(LONG)
     plant(tmp_path / name, victim)
     for data in (SHORT, LONG, SHORT):
-        exchange_file(tmp_path / "a", tmp_path / "b", data)
+        replace_file(tmp_path / "a", data, spare=tmp_path / "b")
         assert (tmp_path / "a").read_bytes() == data and not (tmp_path / "a").is_symlink()
     assert victim.read_bytes() == LONG
 
@@ -58,17 +62,32 @@ def test_what_is_no_file_is_replaced(tmp_path: Path, name: str, plant: Callable[
 def test_a_directory_is_no_spare_and_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for data in (SHORT, LONG):
-        exchange_file(tmp_path / "a", tmp_path / "b", data)
+        replace_file(tmp_path / "a", data, spare=tmp_path / "b")
         assert (tmp_path / "a").read_bytes() == data
     with pytest.raises(swapper.IoError):
-        exchange_file(tmp_path / "b", tmp_path / "c", SHORT)
+        replace_file(tmp_path / "b", SHORT, spare=tmp_path / "c")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-@pytest.mark.parametrize("libc", [SimpleNamespace(), SimpleNamespace(renameat2=lambda *_: -1)])
-def test_without_an_exchange_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libc: object) -> None:
-    monkeypatch.setattr(beneath, "_libc", libc)
+@pytest.mark.parametrize("more", [{}, {"renameat2": lambda *_: -1}])
+def test_without_an_exchange_it_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(beneath, "_libc", SimpleNamespace(sync_file_range=lambda *_: 0, **more))
     for data in (SHORT, LONG):
-        exchange_file(tmp_path / "a", tmp_path / "b", data)
+        replace_file(tmp_path / "a", data, spare=tmp_path / "b")
         assert (tmp_path / "a").read_bytes() == data
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSYS])
+def test_a_content_that_is_not_written_gets_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Unless the system cannot tell."""
+    replace_file(tmp_path / "a", LONG, spare=tmp_path / "b")
+    monkeypatch.setattr(beneath, "_libc", SimpleNamespace(sync_file_range=lambda *_: ctypes.set_errno(number) or -1))
+    with pytest.raises(swapper.IoError) if number == errno.EIO else nullcontext():
+        replace_file(tmp_path / "a", SHORT, spare=tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (LONG if number == errno.EIO else SHORT)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
