@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import devices
 import pytest
 import torch
 from torch import nn
@@ -120,10 +119,10 @@ def test_twenty_steps_are_bit_equal(twins: MakeTwins, name: str, make: Callable[
     pair.train(random_gradients, steps=10)
     pair.assert_same_state()
     pair.train(random_gradients, steps=9)
+    pool = pair.manager.current.run.plan.budget
     pair.finish(paged=False)
-    # Slices on their way to a device take a pool that holds little state too.
-    is_held = devices.NAME and (kind == "bf16" or name == "Muon")
-    assert pair.manager.counters.bytes_read > 0 or is_held
+    counters = pair.manager.counters  # slices on their way to a device take a pool that may hold all state
+    assert counters.bytes_read > 0 or pool.frame_count * pool.page_bytes >= counters.state_bytes
 
 
 def all_gradients(model: Any, optimizer: Any) -> None:
