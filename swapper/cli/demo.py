@@ -54,7 +54,8 @@ def demo(
         str | None, typer.Option(help='Host memory for swapper: "350MB". [default: a quarter of the state]')
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps. [default: 20, fewer where they take more than 20 s]")
+        int | None,
+        typer.Option(min=1, help="Training steps. [default: 20; without --ranks fewer, if they take more than 20 s]"),
     ] = None,
     parameters: Annotated[str, typer.Option(help='Size of the model: "100M".')] = "100M",
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 2,

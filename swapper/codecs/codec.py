@@ -48,9 +48,7 @@ def native_adamw_(
 ) -> int:
     beta1, beta2 = step.betas
     numbers = (factor, step.decay, beta1, 1 - beta1, beta2, 1 - beta2, step.root_scale, step.eps, step.step_size)
-    values, slopes = [(tensor.data_ptr(), DTYPE_NAMES[tensor.dtype]) for tensor in (parameter, gradient)]
-    coded = [(codec, [part.data_ptr() for part in parts]) for codec, parts in states]
-    return _C.codec_adamw(parameter.numel(), values, slopes, coded, numbers, threads, isa)
+    return _C.codec_adamw(*_operands(parameter, gradient, states), numbers, threads, isa)
 
 
 def native_torch_adam_(
@@ -63,9 +61,23 @@ def native_torch_adam_(
     threads: int = 1,
     isa: str = "",
 ) -> int:
-    values, slopes = [(tensor.data_ptr(), DTYPE_NAMES[tensor.dtype]) for tensor in (parameter, gradient)]
-    coded = [(codec, [part.data_ptr() for part in parts]) for codec, parts in states]
-    return _C.codec_torch_adam(parameter.numel(), values, slopes, coded, numbers, uses_fma, roots, threads, isa)
+    return _C.codec_torch_adam(*_operands(parameter, gradient, states), numbers, uses_fma, roots, threads, isa)
+
+
+Typed = tuple[int, str]
+"""The address and the dtype of a tensor."""
+
+
+def _operands(
+    parameter: torch.Tensor, gradient: torch.Tensor, states: States
+) -> tuple[int, Typed, Typed, list[tuple[str, list[int]]]]:
+    """Return how many elements there are, and where they are. One call for all: each update of a slice makes it."""
+    return (
+        parameter.numel(),
+        (parameter.data_ptr(), DTYPE_NAMES[parameter.dtype]),
+        (gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]),
+        [(codec, [part.data_ptr() for part in parts]) for codec, parts in states],
+    )
 
 
 def _addresses(tensors: Tensors) -> list[int]:

@@ -251,7 +251,7 @@ class Fuzzer:
     def _be_child(self, work: Callable[[], str | None], answer: Path) -> None:
         try:
             sys.dont_write_bytecode = True  # of a module that a reader imports first
-            faulthandler.disable()  # a handler that Lightning put out of place is installed again, which enable() alone does not do
+            faulthandler.disable()  # Lightning resets signal handlers, and enable() alone would not install it again
             faulthandler.enable(self._stacks.open("w"))
             addresses = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (addresses + MAX_ADDRESSES_BYTES, resource.RLIM_INFINITY))

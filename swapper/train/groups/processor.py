@@ -29,7 +29,7 @@ class Processor:
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self.alone = nullcontext()  # micro-batches hand over the turn within a hook
+        self.alone = nullcontext()  # no lock: micro-batches hand over the turn within a hook
 
     def home(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[GroupHome, list[torch.Tensor]]:
         """Return the home of a group whose parameters are at `places`, and a view of it for each."""

@@ -314,7 +314,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        with self.my_turn(unit) as in_backward, self.alone:
+        with HookTurn(self, unit) as in_backward, self.alone:
             is_stale = not in_backward and self._is_stale(unit)
             if in_backward:
                 self._enter_backward()
@@ -529,10 +529,6 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 
     # --- turns ----------------------------------------------------------------------------------------------------
 
-    def my_turn(self, unit: Unit | None = None) -> HookTurn:
-        """Return the context of a hook: of `unit`, or of a backward."""
-        return HookTurn(self, unit)
-
     def enter_turn(self, unit: Unit | None) -> bool:
         """Take the turn for a hook. Return whether it is of a backward. Raises StateError as `_take_turn`."""
         in_backward = is_in_backward()
@@ -568,14 +564,22 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 class HookTurn:
     """The context of a hook: its thread has the turn, and no transform of torch.func sees what it does.
 
-    Each hook enters one, so it is no generator, which would take twice as many calls. Entering returns whether it is in a
-    backward, and raises StateError as `TrainingHooks._take_turn`. Other threads of that backward are kept out by
-    `TrainingHooks.alone`, which a hook enters next to it: a lock of C is released before Ctrl-C can come.
+    Each hook enters one, so it is no generator, which would take twice as many calls. Next to it a hook enters
+    `TrainingHooks.alone`, which keeps out other threads of its backward on a device.
+
+    Args:
+        unit: whose hook it is; None: one of a backward.
+
+    Returns:
+        On entering, whether the hook is of a backward.
+
+    Raises:
+        StateError: on entering, as `TrainingHooks._take_turn`.
     """
 
     __slots__ = ("_hooks", "_outside", "_unit")
 
-    def __init__(self, hooks: TrainingHooks, unit: Unit | None) -> None:
+    def __init__(self, hooks: TrainingHooks, unit: Unit | None = None) -> None:
         self._hooks, self._unit = hooks, unit
         self._outside: AbstractContextManager[object] | None = None
 
@@ -607,7 +611,7 @@ def _when_backward_reaches(
                 "this graph was made before the manager was closed, or before the optimizer got more to train "
                 "(add_param_group), which moved what it refers to: run the forward again"
             )
-        with alive.my_turn(), alive.alone:
+        with HookTurn(alive), alive.alone:
             if call is None:
                 alive.backward_begins()
             else:
