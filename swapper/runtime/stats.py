@@ -185,6 +185,8 @@ class StepStats:
         """One line, for a progress bar."""
         total = self.total
         limit = "" if self.limit_ratio is None else f" ({self.limit_ratio:.2f} of the limit)"
+        if not self.step:
+            return f"no step yet, {format_bytes(self.read_bytes)} read, {format_bytes(self.written_bytes)} written"
         return (
             f"{self.wall_s:.2f} s{limit}, {total.wait_s:.2f} s waiting, "
             f"{format_bytes(self.read_bytes)} read, {format_bytes(self.written_bytes)} written"
@@ -221,13 +223,14 @@ class StepStats:
         for name, phase in self.phases.items():
             rows.append((name, *_cells(phase)))
             rows += [("  predicted", *_cells(predicted[name]))] if name in predicted else []
-        rows.append(("step" if self.step == 0 else f"step {self.step}", *_cells(self.total)))
+        rows.append(("until now" if self.step == 0 else f"step {self.step}", *_cells(self.total)))
         return rows + ([] if self.predicted is None else [("  predicted", *_cells(self.predicted.total))])
 
     def notes(self) -> list[str]:
         """What belongs below the table: bytes by kind, prefetch, the drive."""
         total = self.total
-        lines = [f"read: {by_family(total.read_bytes)}", f"written: {by_family(total.written_bytes)}"]
+        lines = [] if self.step else ["no step was taken since this run was opened: this is what happened until now"]
+        lines += [f"read: {by_family(total.read_bytes)}", f"written: {by_family(total.written_bytes)}"]
         lines.append(f"update: {total.update_s:.3f} s of the computing is the optimizer's arithmetic")
         if self.pages_used:
             lines.append(

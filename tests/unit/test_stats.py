@@ -74,7 +74,12 @@ def test_before_the_first_step_is_over_there_is_what_happened_until_now():
     passing.now_s = 5.0
     assert clock.stats().phases["forward"].wall_s == 3.0
     passing.now_s = 6.0
-    assert (clock.stats().phases["forward"].wall_s, clock.stats().step) == (4.0, 0)
+    stats = clock.stats()
+    assert (stats.phases["forward"].wall_s, stats.step) == (4.0, 0)
+    assert "no step was taken" in str(stats) and stats.brief.startswith("no step yet")
+    clock.counters.step = 1
+    clock.end_step()
+    assert "no step" not in str(clock.stats()) + clock.stats().brief
 
 
 def test_a_failed_step_is_part_of_the_next_one():
