@@ -372,14 +372,14 @@ def check_trained(record: CommitRecord, parameters: Collection[str], trained: Co
 
     Args:
         parameters: names of all.
-        trained: names of those that are in the optimizer and require gradients.
+        trained: names of those that are in the optimizer, and require gradients or have state in the record.
     """
     lacking = [name for name in record.state_entries["of"] if name not in trained]
     if lacking and all(name in parameters for name in lacking):
         shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
         raise CheckpointError(
-            f"at step {record.step} the directory's run trains parameters that are frozen here, or in no group of the optimizer: "
-            f"{shown}. If they were added later (add_param_group, requires_grad_), add them before manager.offload when you "
+            f"at step {record.step} the directory's run trains parameters that are in no group of the optimizer here: "
+            f"{shown}. If they were added later (add_param_group), add them before manager.offload when you "
             "resume: `manager.trained` has the names of the parameters that the run trains"
         )
 

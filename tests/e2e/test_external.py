@@ -214,6 +214,19 @@ def test_first_values_for_what_the_file_has_are_refused(tmp_path: Path) -> None:
         manager.offload(model, optimizer, params="nvme", init=fill, external=ExternalWeights(path=path))
 
 
+def test_state_of_what_is_read_in_place_is_not_kept_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = half_frozen()
+    path = saved(model, tmp_path / "base.safetensors")
+    optimizer = torch.optim.Adagrad(model.parameters())  # which makes the state of all in its constructor
+    with swapper.SwapManager(tmp_path, "16MiB") as manager:
+        _, offloaded = manager.offload(model, optimizer, params="nvme", external=ExternalWeights(path=path))
+        named = [name for name, _ in model.named_parameters()]
+        assert {named[n] for n in offloaded.state_dict()["state"]} == {*named} - {*frozen(model)}
+    assert "state of frozen parameters (blocks.0.down.weight) is not kept" in caplog.text
+
+
 def test_a_model_that_is_used_and_not_trained(tmp_path: Path) -> None:
     plain = Net().requires_grad_(False)
     path = saved(plain, tmp_path / "base.safetensors")

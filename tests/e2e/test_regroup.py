@@ -170,6 +170,57 @@ def test_what_is_frozen_again_keeps_its_state(twins: MakeTwins) -> None:
     pair.finish(paged=False)
 
 
+@pytest.mark.parametrize(
+    ("update", "gradients"), [("step", "host"), ("step", "nvme"), ("deferred", "host"), ("backward", "nvme")]
+)
+@pytest.mark.parametrize("name", ["AdamW", *OPTIMIZERS])
+def test_what_is_frozen_at_offload_keeps_the_state_that_it_has(
+    twins: MakeTwins, name: str, update: str, gradients: str
+) -> None:
+    make = {"AdamW": adamw, **OPTIMIZERS}[name]
+    select = lambda model: list(model.parameters())  # noqa: E731
+    pair = twins(Net(), make, room_bytes=8 << 20, update=update, gradients=gradients, select=select, wait=True)
+    for _ in range(2):
+        pair.both(train_step)
+    freeze(pair, True)
+    pair.offload()
+    pair.assert_same_state()
+    pair.train(train_step, steps=2)
+    pair.assert_same_state()
+    freeze(pair, False)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def test_what_never_had_state_and_is_frozen_gets_no_space(twins: MakeTwins) -> None:
+    pair = twins(freeze_body(Net()), select=lambda model: list(model.parameters()))
+    assert {name.split(".")[0] for name in pair.manager.trained} == {"head", "norm"}
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def test_a_resumed_run_keeps_the_state_of_what_is_frozen_since(twins: MakeTwins) -> None:
+    pair = twins(Net(), commit_every=1, room_bytes=8 << 20)
+    pair.train(train_step, steps=2)
+    for is_frozen in (True, False):
+        freeze(pair, is_frozen)
+        pair.resume(freeze_blocks(Net(), is_frozen))
+        pair.assert_same_state()
+        pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def freeze_blocks(model: Net, is_frozen: bool) -> Net:
+    for part in (model.blocks[1], model.blocks[3].down, model.norm):
+        part.requires_grad_(not is_frozen)
+    return model
+
+
+def freeze(pair: Twins, is_frozen: bool) -> None:
+    for model in (pair.plain, pair.swapped):
+        freeze_blocks(model, is_frozen)
+
+
 def test_a_group_may_be_added_before_it_requires_gradients(twins: MakeTwins) -> None:
     pair = twins(freeze_body(Net()), room_bytes=8 << 20)
     pair.both(lambda model, optimizer: optimizer.add_param_group({"params": list(model.blocks[1].parameters())}))

@@ -93,6 +93,7 @@ def scaled(side: Side) -> Any:
         scaler.unscale_(side.optimizer)
         nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
     scaler.step(side.optimizer)
+    side.kept["skipped"] = scaler.get_scale() > 2.0**120
     scaler.update(scaler.get_scale() / 2**100 if scaler.get_scale() > 2.0**120 else None)
     return [loss.detach(), scaler.get_scale()]
 
@@ -268,7 +269,9 @@ def optimizer_state(side: Side) -> Any:
 
 
 def resume(side: Side) -> Any:
-    """Close, and go on as another process."""
+    """Close, and go on as another process; not after a step that a scaler skipped: a commit has the buffers of a complete one."""
+    if side.kept.pop("skipped", False):
+        return
     side.model.zero_grad()
     side.kept.pop("scheduler", None)
     side.rebuild()

@@ -127,6 +127,8 @@ def by_grad(side: Side) -> Any:
     trained = side.trained
     loss = side.loss()
     for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
+        if gradient is not None and gradient.dtype == torch.bfloat16:
+            gradient = gradient.contiguous()  # as its slot: torch's optimizers round by the order of memory
         parameter.grad = gradient
     return loss.detach()
 

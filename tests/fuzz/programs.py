@@ -84,7 +84,7 @@ def grouped(model: Model, rule: str, kind: str) -> list[dict[str, Any]]:
     if kind == "last ones later":
         for parameter in model.head.parameters():
             parameter.requires_grad_(False)
-    if kind != "with frozen" or rule == "adagrad":  # which has state of frozen ones too, from its constructor
+    if kind != "with frozen":
         given = [p for p in given if p.requires_grad]
     if rule == "muon":
         given = [p for p in given if p.dim() == 2]
@@ -240,11 +240,9 @@ class Training:
         commits = swapper.CommitPolicy(every=pair.commit_every)
         pair.manager = swapper.SwapManager(pair.directory, host_memory=budget, resume="auto", commits=commits)
         for name, parameter in pair.swapped.named_parameters():
-            parameter.requires_grad_(flags[name] or name in pair.manager.trained)
+            parameter.requires_grad_(flags[name])
         assert pair.manager.step == step, f"step {pair.manager.step} of {step} was committed"
         _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(pair.options))
-        for name, parameter in pair.swapped.named_parameters():
-            parameter.requires_grad_(flags[name])
         self.swapped.model, self.swapped.optimizer, self.swapped.manager = pair.swapped, pair.optimizer, pair.manager
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -23,6 +24,8 @@ from swapper.train.layout.state_codecs import MASTER, StateCodecs, coded_kind, c
 from swapper.train.optimizer.entries import StateForm
 from swapper.train.optimizer.optimizer_probe import OptimizerProbe
 from swapper.train.optimizer.optimizer_set import OptimizerSet, check_dtypes, check_masters, check_supported
+
+log = logging.getLogger("swapper")
 
 KINDS = ("param", MASTER, "grad")
 """Kinds of a tensor in addition to the keys of the optimizer's state."""
@@ -131,6 +134,7 @@ def take_inventory(
     device: torch.device | None = None,
     frozen: FrozenFiles | None = None,
     state_codecs: StateCodecs | None = None,
+    trained_before: Collection[str] = (),
 ) -> Inventory:
     """List everything to be placed.
 
@@ -143,6 +147,7 @@ def take_inventory(
         device: of the model, if not the CPU; it may be there already.
         frozen: files of the frozen parameters, which stay there.
         state_codecs: the codecs of the optimizer's state. Default: it is stored as it is.
+        trained_before: names of the parameters that the resumed run trains: one that is frozen now keeps its state.
 
     Raises:
         ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and all is trained.
@@ -162,7 +167,8 @@ def take_inventory(
     groups, units = partition(model)
     if before is not None:
         _check_same_parameters(groups, before.groups)
-    with_gradient = _with_gradient(groups, settings, before)
+    with_state = {*trained_before, *_with_state(groups, optimizers, frozen is not None)}
+    with_gradient = _with_gradient(groups, settings, before, with_state)
     ranges = optimizers.ranges
     optimizer_of = _optimizer_of(groups, settings, ranges, before)
     external = {} if frozen is None else _find_external(frozen, given, groups, with_gradient, before is not None)
@@ -248,8 +254,34 @@ def _find_external(
     return given.find_external(frozen, wanted)
 
 
-def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: Inventory | None) -> frozenset[str]:
-    """Return the names of the parameters that have, had or will have gradients. See `take_inventory`."""
+def _with_state(groups: Sequence[Group], optimizers: OptimizerSet, is_external: bool) -> set[str]:
+    """Return the names of the frozen parameters whose state the optimizer keeps: they were trained, or it begins with state.
+
+    Args:
+        is_external: frozen parameters are read from the user's files, and have no state here.
+    """
+    found = {
+        name
+        for group in groups
+        for name, parameter in group.parameters
+        if not parameter.requires_grad and not parameter.is_meta and optimizers.state_of(parameter)
+    }
+    if found and is_external:
+        log.warning(
+            "external=: the optimizer's state of frozen parameters (%s) is not kept, for they are read from the files: leave them "
+            "out of the optimizer, or out of external=", sorted(found)[0],
+        )  # fmt: skip
+    return set() if is_external else found
+
+
+def _with_gradient(
+    groups: Sequence[Group], settings: dict[int, int], before: Inventory | None, with_state: Collection[str]
+) -> frozenset[str]:
+    """Return the names of the parameters that have, had or will have gradients. See `take_inventory`.
+
+    Args:
+        with_state: names of those that have state, frozen or not.
+    """
     had = {slot.spec.owner for plan in before.grad_plans for slot in plan.slots} if before is not None else set()
     joined = settings.keys() - before.settings.keys() if before is not None else set()
     return frozenset(
@@ -259,6 +291,7 @@ def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: In
         if parameter.requires_grad
         or name in had
         or id(parameter) in joined
+        or (name in with_state and id(parameter) in settings)
         or (before is not None and parameter.grad is not None)
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -180,12 +180,16 @@ class Request:
                     f"({type(given).__name__}): give what was planned, or plan again"
                 )
 
-    def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
+    def inventory(
+        self, may_be_meta: bool = False, before: Inventory | None = None, trained_before: Collection[str] = ()
+    ) -> Inventory:
         """List the contents of the model and the optimizers. See `take_inventory`."""
         where = self.model.device if self.device is None else self.device.device.device
         masters = self.options.master_weights
         codecs = self.options.state_codecs
-        found = take_inventory(self.model, self.optimizers, masters, may_be_meta, before, where, self.frozen, codecs)
+        found = take_inventory(
+            self.model, self.optimizers, masters, may_be_meta, before, where, self.frozen, codecs, trained_before
+        )
         if before is None:
             codecs.warn_of_stalls(group for member in self.optimizers.members for group in member.param_groups)
         if self.kernel is not None:

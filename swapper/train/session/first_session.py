@@ -54,7 +54,9 @@ class FirstSession:
             StateError: the model or the optimizer has changed since `made`.
         """
         record, frozen = self._record, request.frozen
-        inventory = request.inventory(may_be_meta or record is not None or self._earlier is not None)
+        resumed = record if self._earlier is None else self._earlier.first
+        trained_before = () if resumed is None else resumed.state_entries["of"]
+        inventory = request.inventory(may_be_meta or resumed is not None, trained_before=trained_before)
         if made is not None:
             _check_same_inventory(made.inventory, inventory)
             return made
