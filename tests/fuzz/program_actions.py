@@ -93,8 +93,8 @@ def scaled(side: Side) -> Any:
         scaler.unscale_(side.optimizer)
         nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
     scaler.step(side.optimizer)
-    side.kept["skipped"] = scaler.get_scale() > 2.0**120
-    scaler.update(scaler.get_scale() / 2**100 if scaler.get_scale() > 2.0**120 else None)
+    side.is_open = scaler.get_scale() > 2.0**120  # then the step is skipped
+    scaler.update(scaler.get_scale() / 2**100 if side.is_open else None)
     return [loss.detach(), scaler.get_scale()]
 
 
@@ -269,8 +269,8 @@ def optimizer_state(side: Side) -> Any:
 
 
 def resume(side: Side) -> Any:
-    """Close, and go on as another process; not after a step that a scaler skipped: a commit has the buffers of a complete one."""
-    if side.kept.pop("skipped", False):
+    """Close, and go on as another process; not where forwards since the last step may have changed buffers: a commit has its."""
+    if side.is_open and any(True for _ in side.model.buffers()):
         return
     side.model.zero_grad()
     side.kept.pop("scheduler", None)

@@ -28,6 +28,7 @@ class Side:
         directory: for files of its own.
         chance: of the action that runs; the same for both.
         is_last: no other backward follows before the step.
+        is_open: passes have run since the last step that was taken.
     """
 
     model: Any
@@ -37,6 +38,7 @@ class Side:
     directory: Any
     chance: Random = field(default_factory=Random)
     is_last: bool = True
+    is_open: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -127,9 +129,8 @@ def by_grad(side: Side) -> Any:
     trained = side.trained
     loss = side.loss()
     for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
-        if gradient is not None and gradient.dtype == torch.bfloat16:
-            gradient = gradient.contiguous()  # as its slot: torch's optimizers round by the order of memory
-        parameter.grad = gradient
+        # In the order of its slot: torch's optimizers round by the order of memory.
+        parameter.grad = None if gradient is None else gradient.contiguous()
     return loss.detach()
 
 

@@ -202,6 +202,8 @@ class Training:
             def act(model: Any, _: Any, name: str = name, seed: int = seed, is_last: bool = is_last) -> Any:
                 side = self.plain if model is self.plain.model else self.swapped
                 side.chance, side.is_last = random.Random(seed), is_last
+                if name in PASSES or name in STEPS:
+                    side.is_open = name in PASSES or name == "skip"
                 try:
                     return ACTIONS[name](side)
                 except Exception as error:
