@@ -113,11 +113,6 @@ class ForgetsStrayWrites(Pager):
         pass
 
 
-class EvictsLeased(Frames):
-    def _is_evictable(self, page: Page) -> bool:
-        return page.residency is Residency.CLEAN
-
-
 class QueuesLeased(Pager):
     """Leaves what it leases in the queue of pages that may be evicted."""
 
@@ -127,6 +122,17 @@ class QueuesLeased(Pager):
         for index, rank in ranks.items():
             self._pages[index].eviction_rank = rank
         return found
+
+
+class TakesLeasedForEvictable(Frames):
+    def _is_evictable(self, page: Page) -> bool:
+        return page.residency is Residency.CLEAN
+
+
+class EvictsLeased(QueuesLeased):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._frames.__class__ = TakesLeasedForEvictable
 
 
 class EvictsDirty(Pager):
@@ -244,7 +250,7 @@ BROKEN = [
     (ChangesDuringWrites, "is leased for writing and on its way out"),
     (DoesNotWaitForContent, "is leased for the use of its addresses and not mapped"),
     (using(KeepsMappings), "should be mapped to None"),
-    (using(EvictsLeased), "is leased and not in memory"),
+    (EvictsLeased, "is leased and not in memory"),
     (QueuesLeased, "is enqueued for eviction, and may not be evicted"),
     (EvictsDirty, "is not in memory, and the drive does not have what was written to it"),
     (OwesForEver, "shows other bytes than were written to it"),
