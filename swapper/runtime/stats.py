@@ -183,14 +183,11 @@ class StepStats:
     @property
     def brief(self) -> str:
         """One line, for a progress bar."""
-        total = self.total
-        limit = "" if self.limit_ratio is None else f" ({self.limit_ratio:.2f} of the limit)"
+        moved = f"{format_bytes(self.read_bytes)} read, {format_bytes(self.written_bytes)} written"
         if not self.step:
-            return f"no step yet, {format_bytes(self.read_bytes)} read, {format_bytes(self.written_bytes)} written"
-        return (
-            f"{self.wall_s:.2f} s{limit}, {total.wait_s:.2f} s waiting, "
-            f"{format_bytes(self.read_bytes)} read, {format_bytes(self.written_bytes)} written"
-        )
+            return f"no step yet, {moved}"
+        limit = "" if self.limit_ratio is None else f" ({self.limit_ratio:.2f} of the limit)"
+        return f"{self.wall_s:.2f} s{limit}, {self.total.wait_s:.2f} s waiting, {moved}"
 
     def as_dict(self) -> dict[str, int | float | None]:
         """Return all numbers by flat names that end in their unit (_s, _bytes, _ratio; else counts); None: not known.

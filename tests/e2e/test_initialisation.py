@@ -137,6 +137,19 @@ def test_a_meta_model_without_values_is_refused(tmp_path: Path) -> None:
         manager.offload(model, adamw(model))
 
 
+@pytest.mark.parametrize("trained", ["all", "head"])
+def test_state_without_values_is_refused(tmp_path: Path, trained: str) -> None:
+    with torch.device("meta"):
+        model = Model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained == "all" or name.startswith("embed"))
+    optimizer = torch.optim.Adagrad(model.parameters())  # whose constructor makes state
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        with pytest.raises(swapper.UnsupportedError, match=r"'sum' of \S+ on the meta device.*model that has values"):
+            manager.offload(model, optimizer, params="nvme", init=fill)
+    assert not list(tmp_path.rglob("*.swap"))
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -178,8 +178,8 @@ def test_what_is_frozen_at_offload_keeps_the_state_that_it_has(
     twins: MakeTwins, name: str, update: str, gradients: str
 ) -> None:
     make = {"AdamW": adamw, **OPTIMIZERS}[name]
-    select = lambda model: list(model.parameters())  # noqa: E731
-    pair = twins(Net(), make, room_bytes=8 << 20, update=update, gradients=gradients, select=select, wait=True)
+    options = {"update": update, "gradients": gradients, "room_bytes": 8 << 20}
+    pair = twins(Net(), make, select=lambda model: list(model.parameters()), wait=True, **options)
     for _ in range(2):
         pair.both(train_step)
     freeze(pair, True)
@@ -207,6 +207,27 @@ def test_a_resumed_run_keeps_the_state_of_what_is_frozen_since(twins: MakeTwins)
         pair.resume(freeze_blocks(Net(), is_frozen))
         pair.assert_same_state()
         pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def test_what_a_resumed_run_does_not_train_gets_no_space_by_the_state_of_the_script(twins: MakeTwins) -> None:
+    """A script that trains before it offloads has state when it resumes too: the run's counts."""
+    pair = twins(freeze_blocks(Net(), True), commit_every=1, select=lambda model: list(model.parameters()))
+    pair.train(train_step, steps=2)
+    before, trained = freeze_blocks(Net(), True), pair.manager.trained
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given = list(parameters)
+        optimizer = adamw(given)
+        for parameter in given:
+            optimizer.state[parameter] = {"step": torch.tensor(1.0)} | {
+                key: torch.ones_like(parameter) for key in ("exp_avg", "exp_avg_sq")
+            }
+        return optimizer
+
+    pair.resume(before, make)
+    assert pair.manager.trained == trained
+    pair.train(train_step, steps=2)
     pair.finish(paged=False)
 
 

@@ -269,7 +269,8 @@ def optimizer_state(side: Side) -> Any:
 
 
 def resume(side: Side) -> Any:
-    """Close, and go on as another process; not where forwards since the last step may have changed buffers: a commit has its."""
+    """Close, and go on as another process. A commit has the buffers of its step: where later forwards may have changed them, do
+    not."""
     if side.is_open and any(True for _ in side.model.buffers()):
         return
     side.model.zero_grad()

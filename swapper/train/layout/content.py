@@ -79,7 +79,13 @@ class GivenSource(SectionSource):
         is_value = spec.kind in ("param", MASTER)
         value = self._values.get(spec.owner) if is_value else self._states[spec.owner].get(spec.kind)
         if value is not None:
-            view.copy_(as_tensor(value).reshape(-1)[begin:end])
+            value = as_tensor(value)
+            if value.is_meta:
+                raise UnsupportedError(
+                    f"the optimizer has {spec.kind!r} of {spec.owner} on the meta device, without values, as one does whose "
+                    "constructor makes state (Adagrad): make it of a model that has values"
+                )
+            view.copy_(value.reshape(-1)[begin:end])
 
     def value(self, name: str) -> torch.Tensor | None:
         return self._values.get(name)

@@ -134,7 +134,7 @@ def take_inventory(
     device: torch.device | None = None,
     frozen: FrozenFiles | None = None,
     state_codecs: StateCodecs | None = None,
-    trained_before: Collection[str] = (),
+    trained_before: Collection[str] | None = None,
 ) -> Inventory:
     """List everything to be placed.
 
@@ -147,7 +147,8 @@ def take_inventory(
         device: of the model, if not the CPU; it may be there already.
         frozen: files of the frozen parameters, which stay there.
         state_codecs: the codecs of the optimizer's state. Default: it is stored as it is.
-        trained_before: names of the parameters that the resumed run trains: one that is frozen now keeps its state.
+        trained_before: names of the parameters that a resumed run trains: one that is frozen now keeps its state. None: the run is
+            new, and a frozen parameter keeps the state that its optimizer has.
 
     Raises:
         ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and all is trained.
@@ -167,7 +168,7 @@ def take_inventory(
     groups, units = partition(model)
     if before is not None:
         _check_same_parameters(groups, before.groups)
-    with_state = {*trained_before, *_with_state(groups, optimizers, frozen is not None)}
+    with_state = _with_state(groups, optimizers, frozen is not None) if trained_before is None else trained_before
     with_gradient = _with_gradient(groups, settings, before, with_state)
     ranges = optimizers.ranges
     optimizer_of = _optimizer_of(groups, settings, ranges, before)
@@ -264,13 +265,14 @@ def _with_state(groups: Sequence[Group], optimizers: OptimizerSet, is_external: 
         name
         for group in groups
         for name, parameter in group.parameters
-        if not parameter.requires_grad and not parameter.is_meta and optimizers.state_of(parameter)
+        if not parameter.requires_grad and optimizers.state_of(parameter)
     }
     if found and is_external:
         log.warning(
             "external=: the optimizer's state of frozen parameters (%s) is not kept, for they are read from the files: leave them "
-            "out of the optimizer, or out of external=", sorted(found)[0],
-        )  # fmt: skip
+            "out of the optimizer, or out of external=",
+            min(found),
+        )
     return set() if is_external else found
 
 

@@ -181,7 +181,7 @@ class Request:
                 )
 
     def inventory(
-        self, may_be_meta: bool = False, before: Inventory | None = None, trained_before: Collection[str] = ()
+        self, may_be_meta: bool = False, before: Inventory | None = None, trained_before: Collection[str] | None = None
     ) -> Inventory:
         """List the contents of the model and the optimizers. See `take_inventory`."""
         where = self.model.device if self.device is None else self.device.device.device

@@ -55,7 +55,7 @@ class FirstSession:
         """
         record, frozen = self._record, request.frozen
         resumed = record if self._earlier is None else self._earlier.first
-        trained_before = () if resumed is None else resumed.state_entries["of"]
+        trained_before = None if resumed is None else resumed.state_entries["of"]
         inventory = request.inventory(may_be_meta or resumed is not None, trained_before=trained_before)
         if made is not None:
             _check_same_inventory(made.inventory, inventory)
