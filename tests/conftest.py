@@ -42,7 +42,7 @@ hypothesis.settings.load_profile("swapper")
 LEFT_OUT: list[str] = []
 """Of a sample: how many cases, and how many tests."""
 ROOM_BYTES = 6 << 30
-"""Bytes of the files of a whole run at any moment, and half of it more (4.0 GiB, three processes, 2026-11-22)."""
+"""Bytes of the files of a whole run at any moment, and half of it more (4.0 GiB with three processes, 2026-11-22)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -264,6 +264,7 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
             params="nvme",
             optimizer_state="nvme",
             gradients="host",
+            update="backward",
             master_weights=torch.float32 if task.masters else None,
         )
 
