@@ -13,7 +13,8 @@ import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,7 +68,7 @@ class KVCache(DynamicCache):
         ConfigError: an option makes no sense, or the directory is in memory.
         DeviceError: there is no such device.
         UnsupportedError: the model has layers whose cache is not just keys and values, or computes attention by code of its own
-            and should do it by blocks.
+            and should do it by blocks. A forward with `use_cache=False` raises ConfigError.
     """
 
     def __init__(
@@ -110,8 +111,11 @@ class KVCache(DynamicCache):
         self._pages.layers = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._config = config
-        set_again = None if attention is None else set_on(model)
-        self._end = weakref.finalize(self, _end, self._pages, set_again)
+        undo = [] if attention is None else [set_on(model)]
+        if isinstance(model, nn.Module):
+            check = partial(_check_use, weakref.ref(self))
+            undo.append(model.register_forward_pre_hook(check, with_kwargs=True).remove)
+        self._end = weakref.finalize(self, _end, self._pages, undo)
 
     def save(
         self,
@@ -212,11 +216,23 @@ class KVCache(DynamicCache):
         raise UnsupportedError("a KVCache is not pickled: its pages are in memory and files of this process")
 
 
-def _end(pages: LayerPages, set_again: Callable[[], None] | None) -> None:
+def _end(pages: LayerPages, undo: Sequence[Callable[[], None]]) -> None:
     """Close the pages, and have the model compute attention as before."""
     pages.close()
-    if set_again is not None:
-        set_again()
+    for one in undo:
+        one()
+
+
+def _check_use(cache: weakref.ref[KVCache], model: nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a forward gets the cache and may not use it: generate gives it the whole text at each token then."""
+    if kwargs.get("use_cache") is not False:
+        return
+    given = {id(part) for one in kwargs.values() for part in (one, getattr(one, "self_attention_cache", None))}
+    if (ours := cache()) is not None and id(ours) in given:
+        raise ConfigError(
+            "use_cache=False with a KVCache: each token would add the whole text to the cache again. Leave the cache out, or "
+            "give use_cache=True (also where model.generation_config says False)"
+        )
 
 
 def _paged(layer: Any, pages: LayerPages, index: int) -> Any:

@@ -548,6 +548,28 @@ def test_what_it_cannot_do_is_refused(small, tmp_path):
         KVCache(model, host_memory=SMALL, directory=Path("/dev/shm"))
 
 
+@pytest.mark.parametrize("said", ["generate", "generation_config", "forward", "encoder and decoder"])
+def test_a_cache_that_may_not_be_used_is_refused(said, small):
+    model, inputs = make("full"), prompt()
+    expected = generate(model, inputs, None)
+    with KVCache(model, **small) as cache:
+        if said == "generation_config":
+            model.generation_config.use_cache = False
+        with pytest.raises(swapper.ConfigError, match="use_cache=False with a KVCache"):
+            if said == "forward":
+                model(inputs["input_ids"], cache=cache, use_cache=False)
+            elif said == "encoder and decoder":
+                both = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+                model(inputs["input_ids"], cache=both, use_cache=False)
+            else:
+                generate(model, inputs, cache, **({"use_cache": False} if said == "generate" else {}))
+        assert cache.get_seq_length() == 0
+        check_same(generate(model, inputs, cache, use_cache=True), expected)
+    assert not model._forward_pre_hooks
+    with KVCache(model, **small):
+        assert torch.equal(generate(model, inputs, None, use_cache=False).sequences, expected.sequences)
+
+
 def test_two_threads_in_one_cache_are_refused(small):
     model = make("full")
     reached, go_on = threading.Event(), threading.Event()
