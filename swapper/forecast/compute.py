@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from swapper.device.device import open_device
 from swapper.errors import StateError
 from swapper.forecast.measured_pass import measure_pass
-from swapper.forecast.trials import measure_paging, measure_updates
+from swapper.forecast.measured_update import measure_updates
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group
 from swapper.modules.guarded import is_guarded
@@ -33,6 +34,17 @@ GATHERED_BYTES = 16 << 20
 """Of a trial's collective, in all ranks together."""
 PRODUCT_ROWS = 4096
 """Rows of the products of matrices whose rate is measured, at most."""
+PAGING = PagingCosts(
+    access_s=450e-6,
+    page_s=80e-6,
+    mapped_byte_s=65e-12,
+    transfer_s=25e-6,
+    checked_byte_s=47e-12,
+    use_s=130e-6,
+    takes_turns=True,
+)
+"""Of a loaded model whose layers touched each page and computed nothing, with caches filled by other data: two cores of an AMD
+EPYC with AVX-512, 2026-11-30. Together they are some hundredths of a step."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +135,16 @@ def measure_step(
         found = found.longer(gathers, {group: 2 * of for group, of in gathers.items()})  # a sum over ranks is as long
     if request.updates_there:
         return found
-    paging = measure_paging(request.manager.check_reads)
+    paging = paging_costs(request.manager.check_reads)
     used_s = dict.fromkeys(found.forward_s, paging.use_s)
     paging = replace(paging, access_s=paging.access_s - paging.use_s)  # an update has no hooks
     return with_updates(replace(found.longer(used_s, used_s), copied_byte_s=_copying_seconds(), paging=paging), plan)
+
+
+def paging_costs(has_checksums: bool) -> PagingCosts:
+    """Return what pages take of this machine's processors, with or without the engine's checksums of what moves."""
+    are_all_needed = torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    return replace(PAGING, checked_byte_s=PAGING.checked_byte_s * has_checksums, takes_turns=are_all_needed)
 
 
 def with_updates(compute: ComputeTimes, plan: PlannedStep) -> ComputeTimes:

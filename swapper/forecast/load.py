@@ -5,16 +5,17 @@ A pass is the dry run of paging/dry_run.py: the real pager on a simulated drive,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 
+from swapper import _C
 from swapper.errors import ConfigError
-from swapper.forecast.compute import count_products, warn_of_products
+from swapper.forecast.compute import count_products, paging_costs, warn_of_products
 from swapper.forecast.measured_pass import measure_pass
-from swapper.forecast.trials import cold_seconds, measure_paging
 from swapper.infer.experts import are_experts
 from swapper.infer.matching import Weight
 from swapper.infer.planning.planned_load import ExpertUse, LoadPrediction, PlannedLoad
@@ -26,7 +27,11 @@ from swapper.paging.dry_run import DryRun, Task
 from swapper.paging.schedule import Access
 from swapper.paging.virtual_drive import DriveRates, PagingCosts
 from swapper.runtime.stats import StepStats
+from swapper.train.planning.update_place import min_seconds
 
+TRIALS = 5
+MUCH_BYTES = 64 << 20
+"""More than a cache: weights that have just been read are in none."""
 TRIAL_ELEMENTS = 1 << 22
 """Of a quantized weight that is computed in a trial; of a larger one some rows are."""
 
@@ -64,7 +69,7 @@ def predict_load(
     (first_s, activation_bytes), (token_s, _) = (
         _computing(plan, args, making, experts) for args in (prompt, (_tokens(batch, 1),))
     )
-    paging = measure_paging(has_checksums=False)
+    paging = paging_costs(has_checksums=False)
     first = _simulate(plan, drive, paging, first_s, None, _on_demand(plan, experts, batch * tokens))
     token = _simulate(plan, drive, paging, token_s, plan.fitting.placement.streamed, _on_demand(plan, experts, batch))
     return LoadPrediction(first, token, activation_bytes)
@@ -210,4 +215,13 @@ def _made_seconds(weight: Weight) -> float:
     made = MadeMemory(weight.made_bytes)
     with torch.no_grad():
         numel = max(rows.from_parts(parts, made.empty).numel(), 1)
-        return cold_seconds(lambda: rows.from_parts(parts, made.empty)) / numel * weight.parameter.numel()
+        return _cold_seconds(lambda: rows.from_parts(parts, made.empty)) / numel * weight.parameter.numel()
+
+
+def _cold_seconds(act: Callable[[], object]) -> float:
+    """Return the median of the seconds of several calls, before each of which nothing of it is in a cache."""
+    other, found = torch.zeros(MUCH_BYTES, dtype=torch.uint8, device="cpu"), []
+    for _ in range(TRIALS):
+        _C.crc32_address(other.data_ptr(), other.nbytes)
+        found.append(min_seconds(act, 1))
+    return median(found)

@@ -21,9 +21,9 @@ from swapper.device.device import Device
 from swapper.errors import BudgetError
 from swapper.forecast.accelerator import DeviceRates
 from swapper.forecast.compute import ComputeTimes, count_products
+from swapper.forecast.measured_update import measure_updates
 from swapper.forecast.model_source import shard_of
 from swapper.forecast.step import simulate
-from swapper.forecast.trials import measure_updates
 from swapper.io.drives import Drives
 from swapper.options import Accelerator
 from swapper.paging.virtual_drive import DriveRates

@@ -78,7 +78,7 @@ class DriveRates:
 
 @dataclass(frozen=True, slots=True)
 class PagingCosts:
-    """Seconds that paging takes of the processors. Of a machine: forecast/trials.py measures them.
+    """Seconds that paging takes of the processors. Measured ones are in forecast/compute.py.
 
     Attributes:
         access_s: of an access, whatever its pages.

@@ -57,7 +57,7 @@ def test_weights_in_few_bits_are_read_in_few_bytes_and_computed(path, tmp_path):
 
 def test_weights_that_stay_take_time_at_each_use(path, tmp_path, monkeypatch):
     export(path, tmp_path / "int8.safetensors", "safetensors", quantize="int8")
-    monkeypatch.setattr(load, "measure_paging", lambda has_checksums: PagingCosts(use_s=10.0))
+    monkeypatch.setattr(load, "paging_costs", lambda has_checksums: PagingCosts(use_s=10.0))
     plan = swapper.plan_load(on_meta(), tmp_path / "int8.safetensors", host_memory="64MiB")
     predicted = plan.predict(4, drive_read=RATE)
     streams = [group for group in plan.fitting.plan.groups if group.runs]
