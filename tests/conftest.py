@@ -73,22 +73,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep a sample, if that is asked for: of the tests those that `runs_now` names, and of a test's n cases n to the power of
-    0.33; of one marked `whole` all, always."""
+    0.33; and always those that are marked `whole`."""
     if not runs_a_sample():
         return
     seed, costs = os.environ["SWAPPER_TEST_SEED"], costs_s()
     tests: dict[str, dict[str, Case]] = {}
-    whole = set()
+    kept = {item.nodeid for item in items if item.get_closest_marker("whole") is not None}
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        tests.setdefault(test, {})[item.nodeid] = case_of(item)
-        if item.get_closest_marker("whole") is not None:
-            whole.add(test)
-    kept: set[str] = set()
+        tests.setdefault(item.nodeid.partition("[")[0], {})[item.nodeid] = case_of(item)
     for test, cases in tests.items():
-        if test in whole:
-            kept |= cases.keys()
-        elif runs_now(test, costs.get(test, 0), seed):
+        if not kept.issuperset(cases) and runs_now(test, costs.get(test, 0), seed):
             kept |= choose(cases, round(len(cases) ** 0.33), seed)
     ran = {name.partition("[")[0] for name in kept}
     LEFT_OUT[:] = [f"{len(items) - len(kept)} of {len(items)} cases", f"{len(tests) - len(ran)} of {len(tests)} tests"]

@@ -274,7 +274,17 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("pager_class, what", BROKEN, ids=[pager_class.__name__ for pager_class, _ in BROKEN])
+SELDOM_NOTICED = {"OwesForEver"}
+"""By one run of some hundred: half a minute."""
+
+
+@pytest.mark.parametrize(
+    "pager_class, what",
+    [
+        pytest.param(*of, id=of[0].__name__, marks=[] if of[0].__name__ in SELDOM_NOTICED else pytest.mark.whole)
+        for of in BROKEN
+    ],
+)
 def test_a_pager_that_breaks_a_rule_is_noticed_for_that_rule(pager_class, what):
     kinds = [(program, stray_rate) for stray_rate in (None, 0.4) for program in (train, wander)]
     runs = (partial(program, seed, 0.05, stray_rate=rate) for seed in range(300) for program, rate in kinds)
