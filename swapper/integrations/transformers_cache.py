@@ -14,7 +14,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,8 +113,7 @@ class KVCache(DynamicCache):
         self._config = config
         undo = [] if attention is None else [set_on(model)]
         if isinstance(model, nn.Module):
-            check = partial(_check_use, weakref.ref(self))
-            undo.append(model.register_forward_pre_hook(check, with_kwargs=True).remove)
+            undo.append(model.register_forward_pre_hook(_UseCheck(self), with_kwargs=True).remove)
         self._end = weakref.finalize(self, _end, self._pages, undo)
 
     def save(
@@ -223,16 +222,26 @@ def _end(pages: LayerPages, undo: Sequence[Callable[[], None]]) -> None:
         one()
 
 
-def _check_use(cache: weakref.ref[KVCache], model: nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a forward gets the cache and may not use it: generate gives it the whole text at each token then."""
-    if kwargs.get("use_cache") is not False:
-        return
-    given = {id(part) for one in kwargs.values() for part in (one, getattr(one, "self_attention_cache", None))}
-    if (ours := cache()) is not None and id(ours) in given:
-        raise ConfigError(
-            "use_cache=False with a KVCache: each token would add the whole text to the cache again. Leave the cache out, or "
-            "give use_cache=True (also where model.generation_config says False)"
-        )
+class _UseCheck:
+    """A hook of a model: a forward that gets this cache may use it. If not, generate gives it the whole text at each token."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = weakref.ref(cache)
+
+    def __call__(self, model: nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
+        """Raise ConfigError if it may not."""
+        cache = self._cache()
+        if cache is None or kwargs.get("use_cache") is not False:
+            return
+        if any(cache is of for one in kwargs.values() for of in (one, getattr(one, "self_attention_cache", None))):
+            raise ConfigError(
+                "use_cache=False with a KVCache: each token would add the whole text to the cache again. Leave the cache out, "
+                "or give use_cache=True (also where model.generation_config says False)"
+            )
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        """Copies and pickles of the model have a hook that does nothing and needs no swapper."""
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _paged(layer: Any, pages: LayerPages, index: int) -> Any:

@@ -567,7 +567,8 @@ def test_a_cache_that_may_not_be_used_is_refused(said, small):
         check_same(generate(model, inputs, cache, use_cache=True), expected)
     assert not model._forward_pre_hooks
     with KVCache(model, **small):
-        assert torch.equal(generate(model, inputs, None, use_cache=False).sequences, expected.sequences)
+        for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(generate(one, inputs, None, use_cache=False).sequences, expected.sequences)
 
 
 def test_two_threads_in_one_cache_are_refused(small):
