@@ -249,7 +249,9 @@ def test_a_killed_training_continues_at_its_step(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
     with (second := offloaded_trainer(run, model, AtStep(5, interrupt))).manager, pytest.raises(KeyboardInterrupt):
         second.train()
-    assert logged(second) == logged(plain)[2:5]
+    begun = 5 - len(logged(second))
+    assert begun in (1, 2)  # where the kill was sooner than the second step's commit, that step is trained again
+    assert logged(second) == logged(plain)[begun:5]
     last = offloaded_trainer(run, model)
     with last.manager:
         assert last.manager.step == 5
