@@ -41,7 +41,6 @@ PAGING = PagingCosts(
     transfer_s=25e-6,
     checked_byte_s=47e-12,
     use_s=130e-6,
-    takes_turns=True,
 )
 """Of a loaded model whose layers touched each page and computed nothing, with caches filled by other data: two cores of an AMD
 EPYC with AVX-512, 2026-11-30. Together they are some hundredths of a step."""

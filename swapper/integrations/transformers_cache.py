@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from swapper.device.device import Device
@@ -68,7 +69,7 @@ class KVCache(DynamicCache):
         ConfigError: an option makes no sense, or the directory is in memory.
         DeviceError: there is no such device.
         UnsupportedError: the model has layers whose cache is not just keys and values, or computes attention by code of its own
-            and should do it by blocks. A forward with `use_cache=False` raises ConfigError.
+            and should do it by blocks. Of a model, a forward with `use_cache=False` raises ConfigError.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class KVCache(DynamicCache):
         self._config = config
         undo = [] if attention is None else [set_on(model)]
         if isinstance(model, nn.Module):
-            undo.append(model.register_forward_pre_hook(_UseCheck(self), with_kwargs=True).remove)
+            called = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+            undo.append(called.register_forward_pre_hook(_UseCheck(self), with_kwargs=True).remove)
         self._end = weakref.finalize(self, _end, self._pages, undo)
 
     def save(
@@ -217,13 +219,16 @@ class KVCache(DynamicCache):
 
 def _end(pages: LayerPages, undo: Sequence[Callable[[], None]]) -> None:
     """Close the pages, and have the model compute attention as before."""
-    pages.close()
-    for one in undo:
-        one()
+    try:
+        pages.close()
+    finally:
+        for one in undo:
+            one()
 
 
 class _UseCheck:
-    """A hook of a model: a forward that gets this cache may use it. If not, generate gives it the whole text at each token."""
+    """A hook of a model, the one that `generate` calls within wrappers (PEFT, torch.compile): a forward that gets this cache may
+    use it. If not, generate gives it the whole text at each token."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = weakref.ref(cache)

@@ -9,6 +9,7 @@ import pickle
 import threading
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch.utils.serialization import config
@@ -548,9 +549,16 @@ def test_what_it_cannot_do_is_refused(small, tmp_path):
         KVCache(model, host_memory=SMALL, directory=Path("/dev/shm"))
 
 
-@pytest.mark.parametrize("said", ["generate", "generation_config", "forward", "encoder and decoder"])
+@pytest.mark.parametrize(
+    "said", ["generate", "PEFT", "compiled", "generation_config", "forward", "encoder and decoder"]
+)
 def test_a_cache_that_may_not_be_used_is_refused(said, small):
-    model, inputs = make("full"), prompt()
+    inner, inputs = make("full"), prompt()
+    model = inner
+    if said == "PEFT":
+        model = peft.get_peft_model(inner, peft.LoraConfig(target_modules=["q_proj"])).eval()
+    if said == "compiled":
+        model = torch.compile(inner, backend="eager")
     expected = generate(model, inputs, None)
     with KVCache(model, **small) as cache:
         if said == "generation_config":
@@ -562,12 +570,12 @@ def test_a_cache_that_may_not_be_used_is_refused(said, small):
                 both = EncoderDecoderCache(cache, DynamicCache(config=model.config))
                 model(inputs["input_ids"], cache=both, use_cache=False)
             else:
-                generate(model, inputs, cache, **({"use_cache": False} if said == "generate" else {}))
+                generate(model, inputs, cache, **({} if said == "generation_config" else {"use_cache": False}))
         assert cache.get_seq_length() == 0
         check_same(generate(model, inputs, cache, use_cache=True), expected)
-    assert not model._forward_pre_hooks
-    with KVCache(model, **small):
-        for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    assert not any(part._forward_pre_hooks for part in model.modules())
+    with KVCache(inner, **small):
+        for one in (inner, copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))):
             assert torch.equal(generate(one, inputs, None, use_cache=False).sequences, expected.sequences)
 
 
