@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from devices import device_of_tests, need_update_there
@@ -196,13 +197,12 @@ CLIPPED = ("clipped", "clipped again", "clipped by the manager", "scaler", "grad
 
 def is_possible(row: Mapping[str, Any]) -> bool:
     """Return whether swapper says that it can do it, and plain torch can."""
-    on_device = row["device"] != "none"
     has_masters, loop = row["dtype"] == "bf16 with masters", row["loop"]
     return broken_rule(features_of(row)) is None and not (
         (has_masters and (loop in ("closure", "scheduler", "scaler") or row["select"] != "all"))  # no PlainMasters
         or (loop == "scaler" and "fused" in row["optimizer"] and row["dtype"] in ("bf16", "two"))  # unscaled in bf16
         or (loop in ("retained graph", "gradient penalty") and "reentrant" in row["model"])  # torch refuses
-        or (loop == "gradient penalty" and on_device)
+        or (loop == "gradient penalty" and trains_on_device(row))
         or (row["model"] == "odd shapes" and (row["optimizer"] == "adafactor" or loop == "clipped again"))  # 0 elements
         or (row["optimizer"] == "adafactor" and row["dtype"] == "two")  # torch: eps of the first one only
         or (loop == "scheduler" and row["optimizer"] == "adamw tensor lr")
@@ -211,9 +211,14 @@ def is_possible(row: Mapping[str, Any]) -> bool:
     )
 
 
+def trains_on_device(row: Mapping[str, Any]) -> bool:
+    """Return whether the swapped twin does, by its row or by SWAPPER_TEST_DEVICE."""
+    return row["device"] != "none" or bool(devices.NAME)
+
+
 def features_of(row: Mapping[str, Any]) -> set[Feature]:
     asked = {
-        Feature.DEVICE: row["device"] != "none",
+        Feature.DEVICE: trains_on_device(row),
         Feature.UPDATE_ON_DEVICE: row["update_on"] == "device",
         Feature.STATE_ON_DEVICE: row["state"] == "device",
         Feature.GRADIENTS_ON_DEVICE: row["gradients"] == "device",
@@ -226,7 +231,7 @@ def features_of(row: Mapping[str, Any]) -> set[Feature]:
 
 def are_tensors(row: Mapping[str, Any]) -> bool:
     """Return whether gradients can be looked at."""
-    return row["gradients"] == "device" or (row["gradients"] == "host" and row["device"] == "none")
+    return row["gradients"] == "device" or (row["gradients"] == "host" and not trains_on_device(row))
 
 
 COMBINATIONS = pairwise(CHOICES, is_possible, os.environ["SWAPPER_TEST_SEED"])
