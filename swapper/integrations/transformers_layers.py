@@ -17,8 +17,9 @@ from swapper.device.model_device import DeviceBudget
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.infer.kv.kv_attention import Blocks, InPages, pieces
 from swapper.infer.kv.kv_file import SavedContext
-from swapper.infer.kv.kv_pages import MAX_PAGE_BYTES, KeyValuePages
+from swapper.infer.kv.kv_pages import KeyValuePages
 from swapper.infer.kv.kv_rows import Rows, RowShape, SavedRows
+from swapper.infer.kv.kv_size import MAX_PAGE_BYTES
 from swapper.integrations.transformers_attention import check_set
 from swapper.runtime.counters import Counters
 

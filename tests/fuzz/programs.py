@@ -9,24 +9,10 @@ hang is a failure: it is made smaller, and printed as JSON that `--program` repe
 
 from __future__ import annotations
 
-import argparse
-import copy
-import faulthandler
-import gc
-import json
-import logging
-import os
 import random
-import select
-import shutil
-import signal
 import sys
-import tempfile
-import time
 import traceback
-import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,10 +23,10 @@ from e2e.keywords import for_offload
 from e2e.optimizers import OPTIMIZERS
 from e2e.twins import Twins, smallest_device_budget
 from infer.host_device import ORDERS, HostDevice
-from torch import nn
 from torch.optim import SGD, Adamax, Muon, RAdam, RMSprop
 
 import swapper
+from fuzz.cases import REFUSED, Kind, Program, run
 from fuzz.program_actions import (
     ACTIONS,
     BEFORE_STEP,
@@ -51,11 +37,6 @@ from fuzz.program_actions import (
 from fuzz.program_layers import LAYERS, WRAPPERS, Model
 from fuzz.program_passes import PASSES, Side
 from swapper.errors import InvariantError, SwapperError
-
-Program = dict[str, Any]
-MAX_CASE_S = 60.0
-REDUCING_S = 90.0
-REFUSED = "refused: "
 
 RULES = OPTIMIZERS | {
     "rmsprop": partial(RMSprop, lr=1e-3, momentum=0.5),
@@ -269,49 +250,6 @@ def run_case(program: Program, directory: Path) -> str | None:
     return None
 
 
-def watched(program: Program) -> str | None:
-    """Run a case in a child. Returns as `run_case`."""
-    scratch = Path(tempfile.mkdtemp(prefix="swapper-programs-"))
-    answer, stacks = scratch / "answer", scratch / "stacks"
-    child = os.fork()
-    if child == 0:
-        try:
-            out = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 2)
-            faulthandler.disable()  # see fuzz.py
-            faulthandler.enable()
-            problem = run_case(program, scratch)
-            if problem is not None:
-                answer.write_text(problem)
-        finally:
-            os._exit(0)
-    try:
-        has_ended = _wait_for(child)
-        if not has_ended:
-            os.kill(child, signal.SIGABRT)  # faulthandler writes where it is
-        _, status = os.waitpid(child, 0)
-        if not has_ended:
-            return f"it did not end in {MAX_CASE_S:.0f} s: {stacks.read_text()}"
-        if os.WIFSIGNALED(status):
-            return f"ended by {signal.Signals(os.WTERMSIG(status)).name}: {stacks.read_text()}"
-        return answer.read_text() if answer.exists() else None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _wait_for(child: int) -> bool:
-    """Wait for MAX_CASE_S at most until a process has ended, and return whether it has."""
-    descriptor = os.pidfd_open(child)
-    try:
-        return bool(select.select([descriptor], [], [], MAX_CASE_S)[0])
-    finally:
-        os.close(descriptor)
-
-
-def kind_of(problem: str) -> str:
-    return problem.strip().splitlines()[-1].partition("]")[2][:25] or problem.strip().splitlines()[-1][:25]
-
-
 def smaller(program: Program) -> Iterator[Program]:
     """Yield programs with a part less."""
     for name in ("loop", "layers"):
@@ -330,70 +268,8 @@ def smaller(program: Program) -> Iterator[Program]:
         yield {**program, "options": left}
 
 
-def reduced(program: Program, problem: str) -> tuple[Program, str]:
-    """Return the smallest program that fails in the same way, of those tried, and its failure."""
-    until = time.monotonic() + REDUCING_S
-    found = True
-    while found and time.monotonic() < until:
-        found = False
-        for candidate in smaller(copy.deepcopy(program)):
-            what = watched(candidate)
-            if what is not None and not what.startswith(REFUSED) and kind_of(what) == kind_of(problem):
-                program, problem, found = candidate, what, True
-                break
-            if time.monotonic() > until:
-                break
-    return program, problem
-
-
-def prepare() -> None:
-    """Prepare this process for all that are forked from it: what takes seconds to import is there."""
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    assert swapper.SwapManager and torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    gc.freeze()
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tools/fuzz programs", description=(__doc__ or "").partition("Usage")[0])
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long; default 1")
-    parser.add_argument("--cases", type=int, default=1 << 62, help="at most this many")
-    parser.add_argument("--seed", default="1")
-    parser.add_argument("--program", type=json.loads, help="only this one, as a failure prints it")
-    parser.add_argument("--all", action="store_true", help="go on after a failure")
-    parser.add_argument("--refusals", action="store_true", help="print what was refused")
-    options = parser.parse_args(arguments)
-    prepare()
-    if options.program is not None:
-        problem = watched(options.program)
-        print(problem or "clean")
-        return int(problem is not None and not problem.startswith(REFUSED))
-    until = time.monotonic() + 60 * options.minutes
-    counts: Counter[str] = Counter()
-    refusals: Counter[str] = Counter()
-    number = 0
-    while number < options.cases and time.monotonic() < until:
-        program = draw(f"{options.seed} {number}")
-        problem = watched(program)
-        kind = "clean" if problem is None else "refused" if problem.startswith(REFUSED) else "failed"
-        counts[kind] += 1
-        if kind == "refused" and problem is not None:
-            refusals[problem] += 1
-            if options.refusals:
-                print(number, problem.removeprefix(REFUSED)[:300], flush=True)
-        if kind == "failed" and problem is not None:
-            print(f"FAILED: seed {options.seed}, case {number}: {problem}", flush=True)
-            program, problem = reduced(program, problem)
-            print(f"smallest: {problem}\n--program '{json.dumps(program)}'", flush=True)
-            if not options.all:
-                break
-        number += 1
-    seconds = time.monotonic() - until + 60 * options.minutes
-    print(f"seed {options.seed}: {number} programs in {seconds:.0f} s, {dict(counts)}")
-    gc.unfreeze()  # else Triton tells of all that it leaves behind
-    return int(counts["failed"] > 0)
+PROGRAMS = Kind("programs", __doc__ or "", draw, run_case, smaller)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(PROGRAMS, sys.argv[1:]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fuzz import programs
+from fuzz import cases, programs
 from fuzz.program_actions import ACTIONS
 from fuzz.program_passes import Side
 
@@ -27,13 +27,13 @@ PROGRAM = {
 
 def test_some_programs_train_as_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cases", "4", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
-    assert programs.main(arguments) == 0, capsys.readouterr().out
+    assert cases.run(programs.PROGRAMS, arguments) == 0, capsys.readouterr().out
 
 
 @pytest.fixture(autouse=True)
 def prepared() -> Iterator[None]:
     with warnings.catch_warnings():
-        programs.prepare()
+        cases.prepare()
         yield
     logging.disable(logging.NOTSET)
 
@@ -63,12 +63,12 @@ def test_the_fuzzer_notices_and_makes_it_smaller(kind: str, monkeypatch: pytest.
         ACTIONS, name, lambda side: None if kind == "other parameters" and act(side) is None else act(side)
     )
     if kind == "a hang":
-        monkeypatch.setattr(programs, "MAX_CASE_S", 3)
+        monkeypatch.setattr(cases, "MAX_CASE_S", 3)
     program = {**PROGRAM, "loop": [*PROGRAM["loop"], [name, 5]]}
-    problem = programs.watched(program)
+    problem = cases.watched(programs.PROGRAMS, program)
     assert problem is not None and said in problem, problem
     if kind == "other results":
-        smaller, _ = programs.reduced(program, problem)
+        smaller, _ = cases.reduced(programs.PROGRAMS, program, problem)
         assert (smaller["layers"], smaller["loop"], smaller["rule"]) == ([], [[name, 5]], "adamw")
 
 
@@ -76,5 +76,5 @@ def test_what_swapper_or_torch_refuses_is_no_failure(monkeypatch: pytest.MonkeyP
     with_graph = {**PROGRAM, "layers": ["reentrant+linear"], "loop": [["by grad", 0]]}
     refused = {**PROGRAM, "layers": ["max norm"], "loop": [["together", 0]]}
     for program, said in ((with_graph, "impossible"), (refused, "UnsupportedError"), (PROGRAM, None)):
-        problem = programs.watched(program)
-        assert problem is said or (problem is not None and problem.startswith(f"{programs.REFUSED}{said}")), problem
+        problem = cases.watched(programs.PROGRAMS, program)
+        assert problem is said or (problem is not None and problem.startswith(f"{cases.REFUSED}{said}")), problem

@@ -503,6 +503,25 @@ def test_a_budget_below_one_layer_says_what_is_enough(small):
         check_same(generate(model, inputs, cache, new_tokens=3), expected)
 
 
+@pytest.mark.parametrize("attention", [None, "blocks"])
+@pytest.mark.parametrize("layers", [1, 8, 40])
+def test_the_budget_that_is_named_is_enough_for_all_layers(layers, attention, small):
+    """Larger pools have larger pages, of which the last one of each layer stays."""
+    sizes = {"hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": layers, "head_dim": 512}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**DECODER, **sizes})).eval()
+    ids = prompt(2, 400)["input_ids"]
+    small |= {"attention": attention, "host_memory": "1MiB"}
+    with (
+        KVCache(model, **small) as cache,
+        torch.no_grad(),
+        pytest.raises(swapper.BudgetError, match=r"1\.0 MiB") as caught,
+    ):
+        model(ids, cache=cache)
+    with KVCache(model, **{**small, "host_memory": caught.value.smallest_bytes}) as cache, torch.no_grad():
+        model(ids, cache=cache)
+        assert cache.get_seq_length() == ids.shape[1]
+
+
 def test_a_budget_that_ends_in_a_generation_keeps_what_is_there(small):
     model, inputs = make("full"), prompt(length=200)
     with KVCache(model, **small) as cache:

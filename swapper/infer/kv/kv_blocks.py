@@ -14,12 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from swapper.errors import BudgetError
 from swapper.infer.kv.kv_attention import MAX_BLOCK_TOKENS
 from swapper.infer.kv.kv_home import HostRows, read_ahead_pages
 from swapper.infer.kv.kv_rows import Rows
-from swapper.io.tensor_bytes import round_up
-from swapper.paging.layout import ARENA_ALIGNMENT_BYTES
 from swapper.paging.schedule import Access
 from swapper.runtime.sizes import format_bytes
 
@@ -79,20 +76,16 @@ class BlockRows(HostRows):
             BudgetError: there are not even frames for one token, in addition to the last page of each layer.
         """
         page_bytes, row = self._size.page_bytes, rows.shape.nbytes
-        is_aligned = page_bytes % row == 0
-        one = round_up(row, page_bytes) // page_bytes + (not is_aligned)
-        free = self._size.frame_count - len(self._layers) - 1
-        if one > free:
-            smallest = round_up((len(self._layers) + 1 + one) * page_bytes, ARENA_ALIGNMENT_BYTES)
-            raise BudgetError(
-                f"host_memory={format_bytes(self._size.pool_bytes)} of a KVCache is too small for a block of one token, of "
-                f"{format_bytes(row)}, and the last pages of {len(self._layers)} layers: at least {format_bytes(smallest)} "
-                f"({smallest} bytes) are needed",
-                smallest_bytes=smallest,
-            )
+        self._size.check(lambda size: _pages_of_one(row, size) + 1, f"a block of one token, of {format_bytes(row)}")
+        is_aligned, free = page_bytes % row == 0, self._size.frame_count - self._size.layer_count - 1
         ahead = read_ahead_pages(self._size.frame_count)
         pages = min(MAX_BLOCK_BYTES // page_bytes, ahead // BLOCKS_AHEAD, free // (1 + BLOCKS_AHEAD))
         return min(max((pages - (not is_aligned)) * page_bytes // row, 1), MAX_BLOCK_TOKENS)
+
+
+def _pages_of_one(row_bytes: int, page_bytes: int) -> int:
+    """Return on how many pages a row is, at most."""
+    return -(-row_bytes // page_bytes) + (page_bytes % row_bytes != 0)
 
 
 def spans(begin: int, end: int, tokens: int) -> Iterator[tuple[int, int]]:

@@ -27,8 +27,8 @@ from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError, DeviceError
 from swapper.infer.kv.kv_home import HostRows
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, has_content
+from swapper.infer.kv.kv_size import CacheSize
 from swapper.io.tensor_bytes import round_up
-from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, PoolSize
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
 from swapper.paging.section import Page
@@ -64,7 +64,7 @@ class DeviceRows(HostRows):
         counters: Counters,
         pager: Pager,
         store: KeyValueFile,
-        size: PoolSize,
+        size: CacheSize,
         layers: Mapping[int, Rows],
     ) -> None:
         super().__init__(pager, store, size, layers)
@@ -358,14 +358,8 @@ class DeviceRows(HostRows):
 
     def _check_frames(self) -> None:
         """Raise BudgetError unless there are frames for the last page of each layer, and for copies."""
-        frames, layers = self._size.frame_count, len(self._layers)
-        if frames < layers + MIN_FRAMES:
-            smallest = round_up((layers + MIN_FRAMES) * self._size.page_bytes, ARENA_ALIGNMENT_BYTES)
-            raise BudgetError(
-                f"host_memory={format_bytes(self._size.pool_bytes)} of a KVCache is too small for the last pages of {layers} "
-                f"layers: at least {format_bytes(smallest)} ({smallest} bytes) are needed",
-                smallest_bytes=smallest,
-            )
+        self._size.check(lambda page_bytes: MIN_FRAMES, "copies")
+        frames, layers = self._size.frame_count, self._size.layer_count
         self._uploads.max_in_flight = (frames - layers - 1) // 2
         self._max_pages_down = (frames - layers - 1) // 3
 

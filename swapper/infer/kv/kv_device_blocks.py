@@ -20,7 +20,7 @@ from swapper.errors import BudgetError
 from swapper.infer.kv.kv_attention import MAX_BLOCK_TOKENS
 from swapper.infer.kv.kv_blocks import MAX_BLOCK_BYTES, BlockRows, spans
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows
-from swapper.paging.layout import PoolSize
+from swapper.infer.kv.kv_size import CacheSize
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
 from swapper.runtime.counters import Counters
@@ -56,7 +56,7 @@ class DeviceBlockRows(BlockRows):
         counters: Counters,
         pager: Pager,
         store: KeyValueFile,
-        size: PoolSize,
+        size: CacheSize,
         layers: Mapping[int, Rows],
     ) -> None:
         super().__init__(pager, store, size, layers)
@@ -70,7 +70,7 @@ class DeviceBlockRows(BlockRows):
 
     def expect(self, added: int) -> None:
         """Expect that images are filled in the order of layers and blocks, from the first page on that is not copied yet."""
-        self._uploads.max_in_flight = max((self._size.frame_count - len(self._layers) - 1) // 2, 1)
+        self._uploads.max_in_flight = max((self._size.frame_count - self._size.layer_count - 1) // 2, 1)
         images = []
         for index in sorted(self._layers):
             rows = self._layers[index]

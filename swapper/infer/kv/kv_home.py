@@ -15,10 +15,9 @@ import torch
 
 from swapper import _C
 from swapper.device.tier import DeviceCopy
-from swapper.errors import BudgetError, ChecksumError, IoError
+from swapper.errors import ChecksumError, IoError
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, SavedRows
-from swapper.io.tensor_bytes import round_up
-from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, PoolSize
+from swapper.infer.kv.kv_size import CacheSize
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
 from swapper.runtime.sizes import format_bytes
@@ -42,7 +41,7 @@ class HostRows:
         leased: the rows that have their turn.
     """
 
-    def __init__(self, pager: Pager, store: KeyValueFile, size: PoolSize, layers: Mapping[int, Rows]) -> None:
+    def __init__(self, pager: Pager, store: KeyValueFile, size: CacheSize, layers: Mapping[int, Rows]) -> None:
         self.leased: Rows | None = None
         self._pager = pager
         self._store = store
@@ -82,8 +81,8 @@ class HostRows:
             BudgetError: a budget is too small for the layer.
             ChecksumError: a saved context was damaged.
         """
+        self._check_room(rows, added)
         access = rows.next_access(added)
-        self._check_room(access)
         self._acquire(access)
         self.leased, self._access = rows, access
         self._check_saved(rows)
@@ -181,20 +180,15 @@ class HostRows:
             raise _checksum_error(rows.index, saved)
         rows.unchecked = None
 
-    def _check_room(self, access: Access) -> None:
-        """Raise BudgetError unless the pool has frames for these pages, in addition to the last ones of all layers."""
-        stay = {page for rows in self._layers.values() if rows.last is not None for page in rows.last.pages}
-        needed = len(stay.union(access.pages)) + 1
-        if needed > self._size.frame_count:
-            smallest = round_up(needed * self._size.page_bytes, ARENA_ALIGNMENT_BYTES)
-            raise BudgetError(
-                f"host_memory={format_bytes(self._size.pool_bytes)} of a KVCache is too small: the keys and values of one layer "
-                f"take {format_bytes(len(access.pages) * self._size.page_bytes)} and must be there together, with the last page "
-                f"of each other layer: at least {format_bytes(smallest)} ({smallest} bytes) are needed now, and twice as much to "
-                'read the next layer meanwhile; KVCache(..., attention="blocks") needs a block of a layer, and is approximate to '
-                "the last bits",
-                smallest_bytes=smallest,
-            )
+    def _check_room(self, rows: Rows, added: int) -> None:
+        """Raise BudgetError unless the pool has frames for the pages of a layer with `added` more tokens."""
+        first, last = rows.begin * rows.shape.nbytes, (rows.end + added) * rows.shape.nbytes
+        self._size.check(
+            lambda page_bytes: -(-last // page_bytes) - first // page_bytes,
+            f"the keys and values of one layer, {format_bytes(last - first)}, which must be there together",
+            ' now, and twice as much to read the next layer meanwhile; KVCache(..., attention="blocks") needs a block of a layer, '
+            "and is approximate to the last bits",
+        )
 
 
 def _checksum_error(layer: int, saved: SavedRows) -> ChecksumError:

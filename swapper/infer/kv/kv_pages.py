@@ -22,17 +22,15 @@ from swapper.infer.kv.kv_device import DeviceRows
 from swapper.infer.kv.kv_device_blocks import DeviceBlockRows
 from swapper.infer.kv.kv_home import HostRows, read_ahead_pages
 from swapper.infer.kv.kv_rows import KeyValueFile, Rows, RowShape, SavedRows
+from swapper.infer.kv.kv_size import CacheSize
 from swapper.io.tensor_bytes import SECTOR_BYTES, round_up
 from swapper.modules.resources import Resources
-from swapper.paging.layout import ARENA_ALIGNMENT_BYTES, ExternalBytes, PoolSize, SectionPlan
+from swapper.paging.layout import ExternalBytes, SectionPlan
 from swapper.paging.schedule import Schedule
 from swapper.paging.section import EXTERNAL, Section
 from swapper.runtime.counters import Counters
 from swapper.tensors.torch_private import count_uses
 
-MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64 << 10, 4 << 20
-LAST_PAGES_SHARE = 1 / 32
-"""Of the frames: the last pages of all layers, which stay, take about this part of them, and half of that is empty."""
 HEAD_BYTES = 32 << 20
 """Bytes of the frames that are populated before the first use; the rest is while it goes on: a choice."""
 
@@ -68,8 +66,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         device = None if budget is None else budget.device
         super().__init__(counters, near=device)
         self._ends_early = device is None and not by_blocks
-        page_bytes = _page_bytes(host_bytes, layer_count)
-        self._size = PoolSize(page_bytes, host_bytes // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES // page_bytes)
+        self._size = CacheSize.of(host_bytes, layer_count)
         self._layers: dict[int, Rows] = {}
         self._file_bytes = 0
         self._page_count = 0
@@ -79,7 +76,7 @@ class KeyValuePages(Resources[KeyValueFile]):
         self._shown: tuple[weakref.ref[torch.Tensor], ...] = ()  # keys and values whose end ends the turn
         self._late: BaseException | None = None  # raised there
         self._broken_by = ""  # what struck while rows were rewritten in place
-        counters.pool_bytes, counters.frame_bytes = self._size.pool_bytes, page_bytes
+        counters.pool_bytes, counters.frame_bytes = self._size.pool_bytes, self._size.page_bytes
         try:
             self.open(
                 [],
@@ -363,9 +360,3 @@ class KeyValuePages(Resources[KeyValueFile]):
         self._layers.clear()
         self._unused.clear()
         super().close()
-
-
-def _page_bytes(host_bytes: int, layer_count: int) -> int:
-    """Return the size of a page: small enough for the last one of each layer to stay, large enough for the drive."""
-    share = int(host_bytes * LAST_PAGES_SHARE) // max(layer_count, 1)
-    return max(min(share, MAX_PAGE_BYTES) // MIN_PAGE_BYTES * MIN_PAGE_BYTES, MIN_PAGE_BYTES)

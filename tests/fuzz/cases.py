@@ -1,0 +1,159 @@
+"""Runs cases drawn from a seed, each in a process of its own, and makes those that fail smaller.
+
+A crash, a hang, and whatever a case says of itself is a failure: it is made smaller, and printed as JSON that `--program` repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import faulthandler
+import gc
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Program = dict[str, Any]
+MAX_CASE_S = 60.0
+REDUCING_S = 90.0
+REFUSED = "refused: "
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is drawn.
+
+    Attributes:
+        name: of its command.
+        description: of its command.
+        draw: returns the program of a seed.
+        run_case: returns what went wrong with a program in a directory, None if nothing did; REFUSED and why, if it was not taken.
+        smaller: yields programs with a part less.
+    """
+
+    name: str
+    description: str
+    draw: Callable[[str], Program]
+    run_case: Callable[[Program, Path], str | None]
+    smaller: Callable[[Program], Iterator[Program]]
+
+
+def watched(kind: Kind, program: Program) -> str | None:
+    """Run a case in a child. Returns as its `run_case`."""
+    scratch = Path(tempfile.mkdtemp(prefix="swapper-fuzz-"))
+    answer, stacks = scratch / "answer", scratch / "stacks"
+    child = os.fork()
+    if child == 0:
+        try:
+            out = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(out, 2)
+            faulthandler.disable()  # see fuzz.py
+            faulthandler.enable()
+            problem = kind.run_case(program, scratch)
+            if problem is not None:
+                answer.write_text(problem)
+        finally:
+            os._exit(0)
+    try:
+        has_ended = _wait_for(child)
+        if not has_ended:
+            os.kill(child, signal.SIGABRT)  # faulthandler writes where it is
+        _, status = os.waitpid(child, 0)
+        if not has_ended:
+            return f"it did not end in {MAX_CASE_S:.0f} s: {stacks.read_text()}"
+        if os.WIFSIGNALED(status):
+            return f"ended by {signal.Signals(os.WTERMSIG(status)).name}: {stacks.read_text()}"
+        return answer.read_text() if answer.exists() else None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _wait_for(child: int) -> bool:
+    """Wait for MAX_CASE_S at most until a process has ended, and return whether it has."""
+    descriptor = os.pidfd_open(child)
+    try:
+        return bool(select.select([descriptor], [], [], MAX_CASE_S)[0])
+    finally:
+        os.close(descriptor)
+
+
+def kind_of(problem: str) -> str:
+    return problem.strip().splitlines()[-1].partition("]")[2][:25] or problem.strip().splitlines()[-1][:25]
+
+
+def reduced(kind: Kind, program: Program, problem: str) -> tuple[Program, str]:
+    """Return the smallest program that fails in the same way, of those tried, and its failure."""
+    until = time.monotonic() + REDUCING_S
+    found = True
+    while found and time.monotonic() < until:
+        found = False
+        for candidate in kind.smaller(copy.deepcopy(program)):
+            what = watched(kind, candidate)
+            if what is not None and not what.startswith(REFUSED) and kind_of(what) == kind_of(problem):
+                program, problem, found = candidate, what, True
+                break
+            if time.monotonic() > until:
+                break
+    return program, problem
+
+
+def prepare() -> None:
+    """Prepare this process for all that are forked from it: what takes seconds to import is there."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    gc.freeze()
+
+
+def run(kind: Kind, arguments: Sequence[str]) -> int:
+    """Run what the arguments of a command line say. Returns its exit status."""
+    parser = argparse.ArgumentParser(prog=f"tools/fuzz {kind.name}", description=kind.description.partition("Usage")[0])
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long; default 1")
+    parser.add_argument("--cases", type=int, default=1 << 62, help="at most this many")
+    parser.add_argument("--seed", default="1")
+    parser.add_argument("--program", type=json.loads, help="only this one, as a failure prints it")
+    parser.add_argument("--all", action="store_true", help="go on after a failure")
+    parser.add_argument("--refusals", action="store_true", help="print what was refused")
+    options = parser.parse_args(arguments)
+    prepare()
+    if options.program is not None:
+        problem = watched(kind, options.program)
+        print(problem or "clean")
+        return int(problem is not None and not problem.startswith(REFUSED))
+    until = time.monotonic() + 60 * options.minutes
+    counts: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
+    number = 0
+    while number < options.cases and time.monotonic() < until:
+        program = kind.draw(f"{options.seed} {number}")
+        problem = watched(kind, program)
+        result = "clean" if problem is None else "refused" if problem.startswith(REFUSED) else "failed"
+        counts[result] += 1
+        if result == "refused" and problem is not None:
+            refusals[problem] += 1
+            if options.refusals:
+                print(number, problem.removeprefix(REFUSED)[:300], flush=True)
+        if result == "failed" and problem is not None:
+            print(f"FAILED: seed {options.seed}, case {number}: {problem}", flush=True)
+            program, problem = reduced(kind, program, problem)
+            print(f"smallest: {problem}\n--program '{json.dumps(program)}'", flush=True)
+            if not options.all:
+                break
+        number += 1
+    seconds = time.monotonic() - until + 60 * options.minutes
+    print(f"seed {options.seed}: {number} programs in {seconds:.0f} s, {dict(counts)}")
+    gc.unfreeze()  # else Triton tells of all that it leaves behind
+    return int(counts["failed"] > 0)
