@@ -170,10 +170,11 @@ def without_weights() -> Iterator[None]:
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         original(module, name, parameter)
-        if parameter is not None and parameter.device.type != "meta":
-            with torch.no_grad():
-                empty = torch.empty_like(parameter, device="meta")
-            module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        if parameter is None or parameter.device.type == "meta" or nn.parameter.is_lazy(parameter):
+            return  # a lazy module makes its parameters at its first call, in memory
+        with torch.no_grad():
+            empty = torch.empty_like(parameter, device="meta")
+        module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
     initialisers = {name: getattr(nn.init, name) for name in _INITIALISERS}
     try:

@@ -30,7 +30,7 @@ from transformers import (
     MistralConfig,
 )
 
-from fuzz.cases import REFUSED, Kind, Program, run
+from fuzz.cases import REFUSED, Kind, Program, equal, run
 from swapper import KVCache
 from swapper.errors import BudgetError, InvariantError, SwapperError
 
@@ -178,14 +178,14 @@ class Reading:
 
     def check_held(self, pair: Pair) -> None:
         for mine, its in pair.held:
-            assert torch.equal(mine, its), "a view that was held has other values"
+            assert equal(mine, its), "a view that was held has other values"
         pair.held.clear()
 
 
 def same(got: Any, expected: Any) -> None:
     """Raises AssertionError if these are not the same, bit for bit."""
     if isinstance(expected, torch.Tensor):
-        assert torch.equal(got, expected), f"shapes {tuple(got.shape)} and {tuple(expected.shape)}: other values"
+        assert equal(got, expected), f"shapes {tuple(got.shape)} and {tuple(expected.shape)}: other values"
     elif isinstance(expected, list | tuple):
         assert len(got) == len(expected)
         for one, other in zip(got, expected, strict=True):
@@ -289,7 +289,7 @@ def read(reading: Reading, pair: Pair, chance: random.Random) -> None:
             if theirs is None or not theirs.numel():
                 continue
             ours = getattr(mine, name)
-            assert torch.equal(ours, theirs), f"{name} have other values"
+            assert equal(ours, theirs), f"{name} have other values"
             if kept and mine is pair.paged.layers[-1]:
                 pair.held.append((ours[..., 1:, :], theirs[..., 1:, :].clone()))
 

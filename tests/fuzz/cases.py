@@ -51,6 +51,12 @@ class Kind:
     smaller: Callable[[Program], Iterator[Program]]
 
 
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape and bits; NaNs are alike."""
+    both = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(*both)
+
+
 def watched(kind: Kind, program: Program) -> str | None:
     """Run a case in a child. Returns as its `run_case`."""
     scratch = Path(tempfile.mkdtemp(prefix="swapper-fuzz-"))

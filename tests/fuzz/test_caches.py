@@ -45,10 +45,7 @@ def test_the_fuzzer_notices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         act(reading, pair)
         read(reading, pair, chance)
 
+    assert cases.watched(CACHES, PROGRAM) is None
     monkeypatch.setitem(CALLS, "read", act_and_read)
     problem = cases.watched(CACHES, PROGRAM)
     assert problem is not None and said in problem, problem
-
-
-def test_a_program_without_a_fault_is_clean() -> None:
-    assert cases.watched(CACHES, PROGRAM) is None

@@ -1,0 +1,57 @@
+"""The fuzzer of loaded models in a short form. The long form: tools/fuzz loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fuzz import cases
+from fuzz.loads import CALLS, LOADS, PLAIN, Loads
+
+PROGRAM = {"seed": 1, **PLAIN, "layers": ["linear", "lazy", "gru"], "calls": [["forward", 1], ["read all", 2]]}
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> Iterator[None]:
+    with warnings.catch_warnings():
+        cases.prepare()
+        yield
+    logging.disable(logging.NOTSET)
+
+
+def test_some_programs_give_what_a_model_in_memory_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cases", "12", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
+    assert cases.run(LOADS, arguments) == 0, capsys.readouterr().out
+
+
+def change_a_weight(loads: Loads) -> None:
+    """Of the model in memory, which what was loaded must not be like any more."""
+    with torch.no_grad():
+        loads.plain.layers[0].weight.mul_(2)
+
+
+BAD: dict[str, tuple[str, Callable[[Loads], object]]] = {
+    "other weights": ("state_dict has other values", change_a_weight),
+    "an error of Python's": ("KeyError", lambda loads: {}["key"]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_the_fuzzer_notices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, act = BAD[kind]
+    read_all = CALLS["read all"]
+
+    def act_and_read(loads: Loads, chance: random.Random) -> None:
+        act(loads)
+        read_all(loads, chance)
+
+    assert cases.watched(LOADS, PROGRAM) is None
+    monkeypatch.setitem(CALLS, "read all", act_and_read)
+    problem = cases.watched(LOADS, PROGRAM)
+    assert problem is not None and said in problem, problem
