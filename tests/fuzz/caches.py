@@ -76,11 +76,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunked": {"prefill_chunk_size": 16},
 }
 WINDOWED = ("sliding", "both")
-WIDENING = ("beams", "several")
+SEVERAL_OF_EACH = ("beams", "several")
 """Ways that make several entries of each, of a cache that has none."""
 PLAIN = {"config": "full", "layers": 1, "dtype": "float32", "device": None, "tokens": None, "room": 16 << 20}
 """What a smaller program has, where it fails so too."""
-MOST_TOKENS = 300
+MAX_TOKENS = 300
 
 
 class Impossible(Exception):
@@ -138,7 +138,7 @@ class Reading:
         for number, (name, seed) in enumerate(self.program["calls"]):
             chance = random.Random(seed)
             pair = chance.choice(self.pairs)
-            if pair.length > MOST_TOKENS:
+            if pair.length > MAX_TOKENS:
                 continue
             try:
                 if name not in KEEP:
@@ -222,7 +222,7 @@ def forward(reading: Reading, pair: Pair, chance: random.Random) -> None:
 
 def generate(reading: Reading, pair: Pair, chance: random.Random) -> None:
     """Go on by some tokens, after some that are given."""
-    possible = [way for way in WAYS if way not in (WIDENING if pair.batch else ())]
+    possible = [way for way in WAYS if way not in (SEVERAL_OF_EACH if pair.batch else ())]
     way = chance.choice([way for way in possible if way != "assisted" or pair.batch < 2])
     batch = pair.batch or (1 if way == "assisted" else chance.choice([1, 2]))
     ids = tokens(batch, pair.length + chance.choice([1, 3, 40]), chance)
