@@ -30,7 +30,7 @@ def test_some_programs_give_what_a_cache_in_memory_gives(capsys: pytest.CaptureF
 
 
 BAD: dict[str, tuple[str, Callable[[Reading, Pair], object]]] = {
-    "other keys": ("keys have other values", lambda reading, pair: pair.paged.layers[0].keys.mul_(2)),
+    "other keys": ("other values", lambda reading, pair: pair.paged.layers[0].keys.mul_(2)),
     "fewer tokens": ("AssertionError", lambda reading, pair: pair.paged.crop(-1)),
     "a file": ("left behind", lambda reading, pair: (reading.scratch / "file").touch()),
 }
