@@ -129,6 +129,8 @@ class KVCache(DynamicCache):
     ) -> None:
         """Save keys and values as a torch checkpoint, which `KVCache.open` reads in place, and `torch.load` too.
 
+        Of a layer with a sliding window those of the window are saved, without what assisted decoding keeps to take back.
+
         Args:
             path: a file name. Missing directories above it are made.
             tokens: of the context, integers of shape (batch, at least as many as went through the model): `open` compares them.
@@ -143,12 +145,12 @@ class KVCache(DynamicCache):
             CheckpointError: the path is not allowed.
             IoError: the drive failed, or is full. Nothing is left under the name.
         """
-        rows = {layer.index: layer.rows for layer in self._pages.layers if layer.rows is not None and layer.count}
+        rows = {of.index: (of.rows, of.seen_count) for of in self._pages.layers if of.rows is not None and of.count}
         if not rows:
             raise StateError("nothing is in this KVCache yet: save it after a forward or a generate")
         position = self.get_seq_length()
         if tokens is not None:
-            batch = next(iter(rows.values())).shape.batch
+            batch = next(iter(rows.values()))[0].shape.batch
             if tokens.dim() != 2 or tokens.shape[0] != batch or tokens.shape[1] < position:
                 raise ConfigError(
                     f"tokens= has shape {tuple(tokens.shape)}, and the KVCache {position} tokens of a batch of {batch}: give all "

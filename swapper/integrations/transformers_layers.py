@@ -101,7 +101,7 @@ class PagedLayer(DynamicLayer):
         Raises:
             CheckpointError: these are not the rows that this layer would have.
         """
-        if saved.count != min(position, self.kept or position):
+        if saved.count != (position if self.seen is None else min(position, self.seen)):
             raise CheckpointError(
                 f"{saved.place.path}: layer {self.index} has {saved.count} of {position} tokens: it is of another model"
             )
@@ -181,6 +181,11 @@ class PagedLayer(DynamicLayer):
     def count(self) -> int:
         """Tokens that are kept."""
         return 0 if self._rows is None else self._rows.count
+
+    @property
+    def seen_count(self) -> int:
+        """Tokens that are kept, and that a next one would see."""
+        return self.count if self.seen is None else min(self.count, self.seen)
 
     def get_seq_length(self) -> int:
         return self.count

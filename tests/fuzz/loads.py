@@ -26,7 +26,7 @@ from torch.distributed import checkpoint as dcp
 import swapper
 from fuzz.cases import REFUSED, Kind, Program, equal, run
 from fuzz.program_layers import LAYERS, VOCABULARY, WRAPPERS, Model
-from swapper.errors import BudgetError, InvariantError, SwapperError
+from swapper.errors import BudgetError, UnsupportedError
 
 PLAIN = {"file": "torch", "tied": False, "dtype": None, "device": None, "room": 1 << 24, "meta": True, "bf16": False}
 """What a smaller program has, where it fails so too."""
@@ -121,12 +121,12 @@ class Loads:
     def end(self) -> None:
         swapper.loaded(self.model).unload()
 
-    def expected(self, tokens: torch.Tensor, seed: int) -> torch.Tensor:
-        """Return the result of the model in memory. Raises Impossible if it has none."""
+    def expected(self, value: torch.Tensor, seed: int, part: nn.Module | None = None) -> torch.Tensor:
+        """Return the result of the model in memory, or of a part of it. Raises Impossible if it has none."""
         with torch.no_grad():
             torch.manual_seed(seed)
             try:
-                return self.plain(tokens)
+                return (self.plain if part is None else part)(value)
             except Exception as error:
                 raise Impossible(f"{type(error).__name__}: {error}") from error
 
@@ -147,15 +147,14 @@ def forward(loads: Loads, chance: random.Random) -> None:
 
 def part(loads: Loads, chance: random.Random) -> None:
     """Call a layer by itself."""
-    number, value, seed = chance.randrange(len(loads.plain.layers)), None, chance.randrange(1000)
+    number, seed = chance.randrange(len(loads.plain.layers)), chance.randrange(1000)
     dtype = loads.plain.embedding.weight.dtype
     value = torch.randn(2, 3, loads.plain.scale.numel(), generator=torch.Generator().manual_seed(seed)).to(dtype)
-    results = []
-    for model in (loads.plain, loads.model):
-        with torch.no_grad():
-            torch.manual_seed(seed)
-            results.append(model.layers[number](value.clone()))
-    assert equal(*results), "other results of a layer"
+    expected = loads.expected(value.clone(), seed, loads.plain.layers[number])
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        actual = loads.model.layers[number](value.clone())
+    assert equal(actual, expected), "other results of a layer"
 
 
 def read(loads: Loads, chance: random.Random) -> None:
@@ -196,9 +195,13 @@ def fail(loads: Loads, chance: random.Random) -> None:
 
     module = chance.choice(list(loads.model.modules()))
     handle = (module.register_forward_pre_hook if chance.random() < 0.5 else module.register_forward_hook)(strike)
+    ids, seed = tokens(chance), chance.randrange(1000)
+    loads.expected(ids, seed)
     try:
         with torch.no_grad():
-            loads.model(tokens(chance))
+            torch.manual_seed(seed)
+            loads.model(ids)
+        assert module is not loads.model, "the error of a hook was lost"
     except Broken:
         pass
     finally:
@@ -297,9 +300,7 @@ def run_case(program: Program, directory: Path) -> str | None:
         Loads(program, directory).run()
     except Impossible as error:
         return f"{REFUSED}impossible: {error}"
-    except InvariantError:
-        return traceback.format_exc(limit=-6)
-    except SwapperError as error:
+    except (BudgetError, UnsupportedError) as error:
         return f"{REFUSED}{type(error).__name__}: {error}"
     except BaseException:
         return traceback.format_exc(limit=-6)

@@ -26,7 +26,9 @@ def prepared() -> Iterator[None]:
 
 def test_some_programs_give_what_a_cache_in_memory_gives(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cases", "6", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
-    assert cases.run(CACHES, arguments) == 0, capsys.readouterr().out
+    result, said = cases.run(CACHES, arguments), capsys.readouterr().out
+    assert result == 0, said
+    assert "'clean'" in said, said
 
 
 BAD: dict[str, tuple[str, Callable[[Reading, Pair], object]]] = {
@@ -49,3 +51,5 @@ def test_the_fuzzer_notices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CALLS, "read", act_and_read)
     problem = cases.watched(CACHES, PROGRAM)
     assert problem is not None and said in problem, problem
+    program, _ = cases.reduced(CACHES, PROGRAM, problem)
+    assert len(program["calls"]) < len(PROGRAM["calls"])

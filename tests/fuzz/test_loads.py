@@ -27,7 +27,9 @@ def prepared() -> Iterator[None]:
 
 def test_some_programs_give_what_a_model_in_memory_gives(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cases", "12", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
-    assert cases.run(LOADS, arguments) == 0, capsys.readouterr().out
+    result, said = cases.run(LOADS, arguments), capsys.readouterr().out
+    assert result == 0, said
+    assert "'clean'" in said, said
 
 
 def change_a_weight(loads: Loads) -> None:
@@ -55,3 +57,5 @@ def test_the_fuzzer_notices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CALLS, "read all", act_and_read)
     problem = cases.watched(LOADS, PROGRAM)
     assert problem is not None and said in problem, problem
+    program, _ = cases.reduced(LOADS, PROGRAM, problem)
+    assert len(program["calls"]) < len(PROGRAM["calls"])

@@ -380,6 +380,20 @@ def test_a_saved_context_goes_on(name, dtype, saved, small):
     assert path.read_bytes() == bytes_before
 
 
+@pytest.mark.parametrize("name", ["sliding", "both"])
+def test_a_context_of_an_assisted_generation_is_saved(name, small, tmp_path):
+    """Assisted decoding has windows keep what is before them, to take tokens back: a file has the window alone."""
+    model, inputs, path = make(name), prompt(1), tmp_path / "context.pt"
+    plain = DynamicCache(config=model.config)
+    with KVCache(model, **small) as cache:
+        for one in (plain, cache):
+            text = generate(model, inputs, one, **WAYS["assisted"]).sequences
+        cache.save(path, tokens=text)
+    expected = generate(model, {"input_ids": text}, plain)
+    with KVCache.open(path, model, tokens=text, **small) as cache:
+        check_same(generate(model, {"input_ids": text}, cache), expected)
+
+
 def test_a_context_that_goes_on_is_saved_over_itself(saved, small):
     model, path, inputs, expected = saved()
     with KVCache.open(path, model, **small) as cache:

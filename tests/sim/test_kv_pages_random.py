@@ -99,7 +99,7 @@ class Twin:
     def check_saved(self) -> None:
         """Compare the bytes of a saved context."""
         if self.rows.count:
-            memory = torch.cat([piece.clone() for piece in self.pages.pieces(self.rows)])
+            memory = torch.cat([piece.clone() for piece in self.pages.pieces(self.rows, self.rows.count)])
             shape = self.rows.shape
             assert not memory.view(-1, shape.nbytes)[:, shape.nbytes - shape.padding :].any()
             keys, values = self.rows.shape.views(memory, 0, self.rows.count)

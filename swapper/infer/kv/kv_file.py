@@ -55,7 +55,7 @@ class SavedContext:
 def write(
     path: str | os.PathLike[str],
     owner: KeyValuePages,
-    layers: Mapping[int, Rows],
+    layers: Mapping[int, tuple[Rows, int]],
     *,
     model: str,
     position: int,
@@ -69,7 +69,7 @@ def write(
     Args:
         path: of the file.
         owner: of the pages.
-        layers: their rows, by number.
+        layers: their rows, by number, and how many of the last ones are written.
         model, position, tokens: see `SavedContext`.
         overwrite: False refuses an existing file.
         durable: return when the file would survive a power loss.
@@ -83,15 +83,15 @@ def write(
     state: dict[str, object] = {"kv_cache": {"format": FORMAT, "model": model, "position": position}}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     state["layers"] = tensors
-    for key, (index, rows) in enumerate(layers.items()):
-        keys, values = rows.shape.views(_on_meta(rows.shape, rows.count), 0, rows.count)
+    for key, (index, (rows, count)) in enumerate(layers.items()):
+        keys, values = rows.shape.views(_on_meta(rows.shape, count), 0, count)
         tensors[str(index)] = {"keys": keys, "values": values}
         places[id(keys)], places[id(values)] = (
             StorageRef(str(key), int(part.storage_offset())) for part in (keys, values)
         )
     if tokens is not None:  # last, as torch.load may expect keys of storages in their order
         state["tokens"] = tokens.detach().to("cpu", torch.int64).contiguous().clone()
-    sizes = {str(key): rows.count * rows.shape.nbytes for key, rows in enumerate(layers.values())}
+    sizes = {str(key): count * rows.shape.nbytes for key, (rows, count) in enumerate(layers.values())}
     pickled = pickle_state(state, sizes, lambda tensor: places.get(id(tensor)))
     with (
         replacing(path, overwrite=overwrite, durable=durable) as temporary,
@@ -100,16 +100,16 @@ def write(
         archive = Archive(stream, SECTOR_BYTES)
         for name, content in leading_records(pickled.data, SECTOR_BYTES):
             archive.add(name, content)
-        for key, rows in enumerate(layers.values()):
-            archive.add_payload(f"data/{key}", sizes[str(key)], partial(_append, stream, owner, rows))
+        for key, (rows, count) in enumerate(layers.values()):
+            archive.add_payload(f"data/{key}", sizes[str(key)], partial(_append, stream, owner, rows, count))
         for name, storage in pickled.resident.items():
             archive.add(f"data/{name}", bytes(storage))
         archive.finish()
 
 
-def _append(stream: StreamWriter, owner: KeyValuePages, rows: Rows, checksum: Checksum) -> None:
-    """Append the rows of a layer, leased piece by piece."""
-    for memory in owner.pieces(rows):
+def _append(stream: StreamWriter, owner: KeyValuePages, rows: Rows, count: int, checksum: Checksum) -> None:
+    """Append the last `count` rows of a layer, leased piece by piece."""
+    for memory in owner.pieces(rows, count):
         for begin in range(0, memory.numel(), COPIED_BYTES):
             piece = memory[begin : begin + COPIED_BYTES]
             stream.append_memory(piece.data_ptr(), piece.numel(), piece, checksum)

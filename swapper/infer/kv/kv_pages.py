@@ -321,11 +321,11 @@ class KeyValuePages(Resources[KeyValueFile]):
         with self._home.using(target, to, to, count) as memory:
             target.shape.write(memory, to, *parts)
 
-    def pieces(self, rows: Rows) -> Iterator[torch.Tensor]:
-        """Yield the bytes of a layer's rows, uint8, piece by piece; each is whole until the next."""
+    def pieces(self, rows: Rows, count: int) -> Iterator[torch.Tensor]:
+        """Yield the bytes of a layer's last `count` rows, uint8, piece by piece; each is whole until the next."""
         self.end_turn()
         row = rows.shape.nbytes
-        for first, last in self._chunks(rows.begin, rows.end, row):
+        for first, last in self._chunks(rows.end - count, rows.end, row):
             with self._home.using(rows, first, last) as memory:
                 yield memory[first * row : last * row].cpu()
 

@@ -46,7 +46,7 @@ class CacheSize(PoolSize):
             return
         smallest = self
         while (lacking := smallest._lacking(frames)) > 0:  # larger pools have larger pages
-            more_bytes = round_up(max(lacking * smallest.page_bytes, 1), ARENA_ALIGNMENT_BYTES)
+            more_bytes = round_up(lacking * smallest.page_bytes, ARENA_ALIGNMENT_BYTES)
             pool_bytes = round_up(smallest.pool_bytes, ARENA_ALIGNMENT_BYTES)
             smallest = CacheSize.of(pool_bytes + more_bytes, self.layer_count)
         raise BudgetError(
