@@ -36,7 +36,7 @@ from fuzz.program_actions import (
 )
 from fuzz.program_layers import LAYERS, WRAPPERS, Model
 from fuzz.program_passes import PASSES, Side
-from swapper.errors import InvariantError, SwapperError
+from swapper.errors import BudgetError, ConfigError, InvariantError, StateError, UnsupportedError
 
 RULES = OPTIMIZERS | {
     "rmsprop": partial(RMSprop, lr=1e-3, momentum=0.5),
@@ -243,7 +243,7 @@ def run_case(program: Program, directory: Path) -> str | None:
         return f"{REFUSED}impossible: {error}"
     except InvariantError:
         return traceback.format_exc(limit=-6)
-    except SwapperError as error:
+    except (BudgetError, ConfigError, StateError, UnsupportedError) as error:
         return f"{REFUSED}{type(error).__name__}: {error}"
     except BaseException:
         return traceback.format_exc(limit=-6)
