@@ -308,8 +308,9 @@ def reset(reading: Reading, pair: Pair, chance: random.Random) -> None:
 def read(reading: Reading, pair: Pair, chance: random.Random) -> None:
     """Compare all keys and values; views of some are held while tokens are added."""
     compare_keys(reading, pair)
-    keys = pair.plain.layers[-1].keys
-    if chance.random() < 0.5 and reading.device is None and not reading.by_blocks and keys is not None:
+    keys, window = pair.plain.layers[-1].keys, getattr(pair.plain.layers[-1], "sliding_window", None)
+    stays = reading.device is None and not reading.by_blocks and window is None  # else other tokens take the place
+    if chance.random() < 0.5 and stays and keys is not None:
         pair.held.append((pair.paged.layers[-1].keys[..., 1:, :], keys[..., 1:, :].clone()))
 
 
