@@ -1,7 +1,7 @@
 """Defines KVCache: a cache of transformers whose keys and values are in pages, in host memory or on NVMe.
 
     cache = swapper.KVCache(model, host_memory="4GiB", directory="/mnt/nvme")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)
 
 transformers decides what a layer keeps, swapper/infer/kv where that is. Results are those of `DynamicCache`, bit for bit.
 """
@@ -43,7 +43,8 @@ EDGE_ELEMENTS = 16
 class KVCache(DynamicCache):
     """Keys and values of attention, on the model's device and in host memory as far as budgets go, and in a file for the rest.
 
-    Any model of transformers takes it as `past_key_values=`, in `generate` and in a forward under `torch.no_grad()`.
+    Any model of transformers takes it as `cache=` (`past_key_values=` in older releases), in `generate` and in a forward under
+    `torch.no_grad()`.
     The next layer's pages are read while one computes, and those of a prefill are written while the next layer computes.
     Close it, or drop it: its memory and its file end with it.
 

@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import devices
 import pytest
 import torch
-from devices import device_of_tests, need_update_there
+from devices import NAME, device_of_tests, need_update_there
 from infer.host_device import ORDERS, HostDevice
 from sampling import pairwise
 from torch import nn
@@ -213,7 +212,7 @@ def is_possible(row: Mapping[str, Any]) -> bool:
 
 def trains_on_device(row: Mapping[str, Any]) -> bool:
     """Return whether the swapped twin does, by its row or by SWAPPER_TEST_DEVICE."""
-    return row["device"] != "none" or bool(devices.NAME)
+    return row["device"] != "none" or bool(NAME)
 
 
 def features_of(row: Mapping[str, Any]) -> set[Feature]:

@@ -14,7 +14,6 @@ import copy
 import gc
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from transformers import (
     MistralConfig,
 )
 
-from fuzz.cases import REFUSED, Kind, Program, equal, run
+from fuzz.cases import Impossible, Kind, Program, equal, outcome, run
 from swapper import KVCache
 from swapper.errors import BudgetError, UnsupportedError
 
@@ -93,10 +92,6 @@ NEAR = 1e-4
 """Relative and absolute, of fp32 with attention by blocks."""
 
 
-class Impossible(Exception):
-    """transformers cannot do it either."""
-
-
 class Pair:
     """A cache of each kind, with the same tokens."""
 
@@ -138,9 +133,14 @@ class Reading:
         if self.device is not None:
             there = {"device": self.device, "device_memory": self.program["room"]}
         cache = made_by(
-            *arguments, self.model, host_memory=self.program["room"], directory=self.scratch,
-            max_tokens=self.program["tokens"], attention=self.program["attention"], **there,
-        )  # fmt: skip
+            *arguments,
+            self.model,
+            host_memory=self.program["room"],
+            directory=self.scratch,
+            max_tokens=self.program["tokens"],
+            attention=self.program["attention"],
+            **there,
+        )
         self.caches.append(cache)
         return cache
 
@@ -226,7 +226,7 @@ def forward(reading: Reading, pair: Pair, chance: random.Random) -> None:
     def act(cache: Any) -> torch.Tensor:
         with mode():
             model = reading.reference if cache is pair.plain else reading.model
-            return model(ids, past_key_values=cache, **options).logits.clone()
+            return model(ids, cache=cache, **options).logits.clone()
 
     before = copy.deepcopy(pair.plain)
     try:
@@ -249,9 +249,14 @@ def generate(reading: Reading, pair: Pair, chance: random.Random) -> None:
     def act(cache: Any) -> Any:
         torch.manual_seed(seed)
         found = reading.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, past_key_values=cache,
-            return_dict_in_generate=True, output_logits=True, **{"do_sample": False, **WAYS[way]},
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            cache=cache,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **{"do_sample": False, **WAYS[way]},
+        )
         return [found.sequences, list(found.logits)]
 
     reading.both(pair, act)
@@ -380,16 +385,8 @@ def draw(seed: str) -> Program:
 
 
 def run_case(program: Program, directory: Path) -> str | None:
-    """Return what went wrong, None if nothing did; REFUSED and why, if transformers or swapper did not take the program."""
-    try:
-        Reading(program, directory).run()
-    except Impossible as error:
-        return f"{REFUSED}impossible: {error}"
-    except (BudgetError, UnsupportedError) as error:
-        return f"{REFUSED}{type(error).__name__}: {error}"
-    except BaseException:
-        return traceback.format_exc(limit=-6)
-    return None
+    """Return what went wrong, None if nothing did; REFUSED and why, if swapper or what it is compared with cannot do it."""
+    return outcome(lambda: Reading(program, directory).run(), (BudgetError, UnsupportedError))
 
 
 def smaller(program: Program) -> Iterator[Program]:

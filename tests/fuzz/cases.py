@@ -17,6 +17,7 @@ import shutil
 import signal
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
+import swapper
 
 Program = dict[str, Any]
 MAX_CASE_S = 60.0
@@ -96,6 +100,27 @@ def _wait_for(child: int) -> bool:
         os.close(descriptor)
 
 
+class Impossible(Exception):
+    """What swapper is compared with cannot do it either."""
+
+
+def outcome(act: Callable[[], object], refusals: tuple[type[Exception], ...]) -> str | None:
+    """Return what `run_case` of a Kind does, of a case that `act` runs.
+
+    Args:
+        refusals: errors of swapper with which it may refuse a program.
+    """
+    try:
+        act()
+    except Impossible as error:
+        return f"{REFUSED}impossible: {error}"
+    except refusals as error:
+        return f"{REFUSED}{type(error).__name__}: {error}"
+    except BaseException:
+        return traceback.format_exc(limit=-6)
+    return None
+
+
 def kind_of(problem: str) -> str:
     return problem.strip().splitlines()[-1].partition("]")[2][:25] or problem.strip().splitlines()[-1][:25]
 
@@ -121,6 +146,7 @@ def prepare() -> None:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    assert swapper.SwapManager and swapper.load and torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     gc.freeze()
 
 
@@ -141,17 +167,14 @@ def run(kind: Kind, arguments: Sequence[str]) -> int:
         return int(problem is not None and not problem.startswith(REFUSED))
     until = time.monotonic() + 60 * options.minutes
     counts: Counter[str] = Counter()
-    refusals: Counter[str] = Counter()
     number = 0
     while number < options.cases and time.monotonic() < until:
         program = kind.draw(f"{options.seed} {number}")
         problem = watched(kind, program)
         result = "clean" if problem is None else "refused" if problem.startswith(REFUSED) else "failed"
         counts[result] += 1
-        if result == "refused" and problem is not None:
-            refusals[problem] += 1
-            if options.refusals:
-                print(number, problem.removeprefix(REFUSED)[:300], flush=True)
+        if result == "refused" and problem is not None and options.refusals:
+            print(number, problem.removeprefix(REFUSED)[:300], flush=True)
         if result == "failed" and problem is not None:
             print(f"FAILED: seed {options.seed}, case {number}: {problem}", flush=True)
             program, problem = reduced(kind, program, problem)

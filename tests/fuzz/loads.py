@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import swapper
-from fuzz.cases import REFUSED, Kind, Program, equal, run
+from fuzz.cases import Impossible, Kind, Program, equal, outcome, run
 from fuzz.program_layers import LAYERS, VOCABULARY, WRAPPERS, Model
 from swapper.errors import BudgetError, UnsupportedError
 
@@ -35,10 +34,6 @@ MODES = (torch.no_grad, torch.inference_mode)
 
 class Broken(Exception):
     """A forward's own error."""
-
-
-class Impossible(Exception):
-    """torch cannot do it either."""
 
 
 def save_torch(model: nn.Module, directory: Path) -> Path:
@@ -295,16 +290,8 @@ def draw(seed: str) -> Program:
 
 
 def run_case(program: Program, directory: Path) -> str | None:
-    """Return what went wrong, None if nothing did; REFUSED and why, if torch or swapper did not take the program."""
-    try:
-        Loads(program, directory).run()
-    except Impossible as error:
-        return f"{REFUSED}impossible: {error}"
-    except (BudgetError, UnsupportedError) as error:
-        return f"{REFUSED}{type(error).__name__}: {error}"
-    except BaseException:
-        return traceback.format_exc(limit=-6)
-    return None
+    """Return what went wrong, None if nothing did; REFUSED and why, if swapper or what it is compared with cannot do it."""
+    return outcome(lambda: Loads(program, directory).run(), (BudgetError, UnsupportedError))
 
 
 def smaller(program: Program) -> Iterator[Program]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import sys
-import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from infer.host_device import ORDERS, HostDevice
 from torch.optim import SGD, Adamax, Muon, RAdam, RMSprop
 
 import swapper
-from fuzz.cases import REFUSED, Kind, Program, run
+from fuzz.cases import Impossible, Kind, Program, outcome, run
 from fuzz.program_actions import (
     ACTIONS,
     BEFORE_STEP,
@@ -36,7 +35,7 @@ from fuzz.program_actions import (
 )
 from fuzz.program_layers import LAYERS, WRAPPERS, Model
 from fuzz.program_passes import PASSES, Side
-from swapper.errors import BudgetError, ConfigError, InvariantError, StateError, UnsupportedError
+from swapper.errors import BudgetError, ConfigError, StateError, UnsupportedError
 
 RULES = OPTIMIZERS | {
     "rmsprop": partial(RMSprop, lr=1e-3, momentum=0.5),
@@ -229,25 +228,9 @@ class Training:
         self.swapped.model, self.swapped.optimizer, self.swapped.manager = pair.swapped, pair.optimizer, pair.manager
 
 
-class Impossible(Exception):
-    """Plain torch cannot do it either."""
-
-
 def run_case(program: Program, directory: Path) -> str | None:
-    """Return what went wrong, None if nothing did; REFUSED and what swapper said, if it did not take the program."""
-    training = None
-    try:
-        training = Training(program, directory)
-        training.run()
-    except Impossible as error:
-        return f"{REFUSED}impossible: {error}"
-    except InvariantError:
-        return traceback.format_exc(limit=-6)
-    except (BudgetError, ConfigError, StateError, UnsupportedError) as error:
-        return f"{REFUSED}{type(error).__name__}: {error}"
-    except BaseException:
-        return traceback.format_exc(limit=-6)
-    return None
+    """Return what went wrong, None if nothing did; REFUSED and why, if swapper or what it is compared with cannot do it."""
+    return outcome(lambda: Training(program, directory).run(), (BudgetError, ConfigError, StateError, UnsupportedError))
 
 
 def smaller(program: Program) -> Iterator[Program]:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from fuzz import cases
 from fuzz.caches import CACHES, CALLS, PLAIN, Pair, Reading
 
+pytestmark = pytest.mark.usefixtures("prepared")
 PROGRAM = {"seed": 1, **PLAIN, "calls": [["forward", 1], ["read", 2], ["save", 3]]}
-
-
-@pytest.fixture(autouse=True)
-def prepared() -> Iterator[None]:
-    with warnings.catch_warnings():
-        cases.prepare()
-        yield
-    logging.disable(logging.NOTSET)
 
 
 def test_some_programs_give_what_a_cache_in_memory_gives(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,15 +12,8 @@ import torch
 from fuzz import cases
 from fuzz.loads import CALLS, LOADS, PLAIN, Loads
 
+pytestmark = pytest.mark.usefixtures("prepared")
 PROGRAM = {"seed": 1, **PLAIN, "layers": ["linear", "lazy", "gru"], "calls": [["forward", 1], ["read all", 2]]}
-
-
-@pytest.fixture(autouse=True)
-def prepared() -> Iterator[None]:
-    with warnings.catch_warnings():
-        cases.prepare()
-        yield
-    logging.disable(logging.NOTSET)
 
 
 def test_some_programs_give_what_a_model_in_memory_gives(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from fuzz import cases, programs
 from fuzz.program_actions import ACTIONS
 from fuzz.program_passes import Side
 
+pytestmark = pytest.mark.usefixtures("prepared")
 PROGRAM = {
     **programs.draw("1 0"),
     "layers": ["dropout", "hooks+lstm"],
@@ -27,15 +26,9 @@ PROGRAM = {
 
 def test_some_programs_train_as_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cases", "4", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
-    assert cases.run(programs.PROGRAMS, arguments) == 0, capsys.readouterr().out
-
-
-@pytest.fixture(autouse=True)
-def prepared() -> Iterator[None]:
-    with warnings.catch_warnings():
-        cases.prepare()
-        yield
-    logging.disable(logging.NOTSET)
+    result, said = cases.run(programs.PROGRAMS, arguments), capsys.readouterr().out
+    assert result == 0, said
+    assert "'clean'" in said, said
 
 
 def end(side: Side) -> None:

@@ -76,7 +76,12 @@ class BlockRows(HostRows):
             BudgetError: there are not even frames for one token, in addition to the last page of each layer.
         """
         page_bytes, row = self._size.page_bytes, rows.shape.nbytes
-        self._size.check(lambda size: _pages_of_one(row, size) + 1, f"a block of one token, of {format_bytes(row)}")
+
+        def frames(page_bytes: int) -> int:
+            return _pages_of_one(row, page_bytes) + 1
+
+        if not self._size.has(frames):
+            raise self._size.too_small(frames, f"a block of one token, of {format_bytes(row)}")
         is_aligned, free = page_bytes % row == 0, self._size.frame_count - self._size.layer_count - 1
         ahead = read_ahead_pages(self._size.frame_count)
         pages = min(MAX_BLOCK_BYTES // page_bytes, ahead // BLOCKS_AHEAD, free // (1 + BLOCKS_AHEAD))

@@ -358,7 +358,12 @@ class DeviceRows(HostRows):
 
     def _check_frames(self) -> None:
         """Raise BudgetError unless there are frames for the last page of each layer, and for copies."""
-        self._size.check(lambda page_bytes: MIN_FRAMES, "copies")
+
+        def needed(page_bytes: int) -> int:
+            return MIN_FRAMES
+
+        if not self._size.has(needed):
+            raise self._size.too_small(needed, "copies")
         frames, layers = self._size.frame_count, self._size.layer_count
         self._uploads.max_in_flight = (frames - layers - 1) // 2
         self._max_pages_down = (frames - layers - 1) // 3

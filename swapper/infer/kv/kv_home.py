@@ -183,12 +183,17 @@ class HostRows:
     def _check_room(self, rows: Rows, added: int) -> None:
         """Raise BudgetError unless the pool has frames for the pages of a layer with `added` more tokens."""
         first, last = rows.begin * rows.shape.nbytes, (rows.end + added) * rows.shape.nbytes
-        self._size.check(
-            lambda page_bytes: -(-last // page_bytes) - first // page_bytes,
-            f"the keys and values of one layer, {format_bytes(last - first)}, which must be there together",
-            ' now, and twice as much to read the next layer meanwhile; KVCache(..., attention="blocks") needs a block of a layer, '
-            "and is approximate to the last bits",
-        )
+
+        def frames(page_bytes: int) -> int:
+            return -(-last // page_bytes) - first // page_bytes
+
+        if not self._size.has(frames):
+            raise self._size.too_small(
+                frames,
+                f"the keys and values of one layer, {format_bytes(last - first)}, which must be there together",
+                ' now, and twice as much to read the next layer meanwhile; KVCache(..., attention="blocks") needs a block of a '
+                "layer, and is approximate to the last bits",
+            )
 
 
 def _checksum_error(layer: int, saved: SavedRows) -> ChecksumError:

@@ -34,22 +34,25 @@ class CacheSize(PoolSize):
         pool_bytes = host_bytes // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
         return cls(page_bytes, pool_bytes // page_bytes, host_bytes, layer_count)
 
-    def check(self, frames: Callable[[int], int], use: str, otherwise: str = "") -> None:
-        """Raise BudgetError unless the pool has frames for the last page of each layer, and for a use of it.
+    def has(self, frames: Callable[[int], int]) -> bool:
+        """Return whether the pool has frames for the last page of each layer, and those that `frames` returns for pages of a
+        size in bytes."""
+        return self._lacking(frames) <= 0
+
+    def too_small(self, frames: Callable[[int], int], use: str, otherwise: str = "") -> BudgetError:
+        """Return the error that names the smallest budget that has such frames.
 
         Args:
-            frames: returns how many frames of a size, in bytes, the use needs.
+            frames: as of `has`, which says that there are too few.
             use: of them, in words.
             otherwise: what else can be done, after "are needed".
         """
-        if self._lacking(frames) <= 0:
-            return
         smallest = self
         while (lacking := smallest._lacking(frames)) > 0:  # larger pools have larger pages
             more_bytes = round_up(lacking * smallest.page_bytes, ARENA_ALIGNMENT_BYTES)
             pool_bytes = round_up(smallest.pool_bytes, ARENA_ALIGNMENT_BYTES)
             smallest = CacheSize.of(pool_bytes + more_bytes, self.layer_count)
-        raise BudgetError(
+        return BudgetError(
             f"host_memory={format_bytes(self.host_bytes)} of a KVCache is too small for {use}, and the last page of each of "
             f"{self.layer_count} layers: at least {format_bytes(smallest.host_bytes)} ({smallest.host_bytes} bytes) are "
             f"needed{otherwise}",
