@@ -80,7 +80,7 @@ class Loads:
         return Model(self.program["layers"], self.program["tied"]).eval()
 
     def load(self) -> nn.Module:
-        """Return another model, loaded with the smallest budget and what the program has in addition."""
+        """Return another model, loaded with the smallest budgets, each named once, and what the program has in addition."""
         there: dict[str, Any] = {"host_memory": 1, "dtype": self.dtype}
         if self.device is not None:
             there |= {"device": self.device, "device_memory": 1}
@@ -95,7 +95,7 @@ class Loads:
             try:
                 return swapper.load(model, self.path, **there)
             except BudgetError as error:
-                assert error.smallest_bytes is not None and error.smallest_bytes > there[error.option], error
+                assert there[error.option] == 1 and error.smallest_bytes, error
                 there[error.option] = error.smallest_bytes + self.room
 
     def run(self) -> None:

@@ -23,6 +23,12 @@ def test_some_programs_give_what_a_model_in_memory_gives(capsys: pytest.CaptureF
     assert "'clean'" in said, said
 
 
+def test_the_smallest_budget_is_named_once() -> None:
+    """Whose bytes all weights fit, but not the pages that they are in."""
+    program = {**PROGRAM, "layers": ["experts"], "tied": True, "room": 0, "calls": [["forward", 1]]}
+    assert cases.watched(LOADS, program) is None
+
+
 def change_a_weight(loads: Loads) -> None:
     """Of the model in memory, which what was loaded must not be like any more."""
     with torch.no_grad():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from swapper.device.copies import COPIES_IN_FLIGHT
@@ -217,15 +218,13 @@ class Fit:
 
 def fit(plan: StreamingPlan, host_bytes: int) -> Fit:
     """Place a model whose kernels run on the CPU. Raises BudgetError: with the smallest budget that works."""
-    if plan.fixed_bytes + plan.staging_bytes + plan.streamed_bytes > host_bytes:
-        plan = with_single_experts(with_lookups(plan))
 
     def placed(candidate: StreamingPlan) -> Fit:
         fixed_bytes = candidate.fixed_bytes + candidate.staging_bytes + candidate.cache_bytes(host_bytes)
         demand = Demand(candidate.runs_of_used, candidate.working_sets, candidate.unplanned_bytes)
         return Fit(candidate, place(host_bytes, fixed_bytes, demand, _names(candidate)))
 
-    return _cheapest_plan(plan, placed)
+    return _fit(plan, plan.fixed_bytes + plan.staging_bytes + plan.streamed_bytes <= host_bytes, placed)
 
 
 def fit_on_device(plan: StreamingPlan, host_bytes: int, device_bytes: int, other_bytes: int, device: object) -> Fit:
@@ -240,8 +239,6 @@ def fit_on_device(plan: StreamingPlan, host_bytes: int, device_bytes: int, other
     Raises:
         BudgetError: with the smallest budget that works.
     """
-    if plan.fixed_device_bytes + other_bytes + sum(plan.images.values()) > device_bytes:
-        plan = with_single_experts(with_lookups(plan))
 
     def placed(candidate: StreamingPlan) -> Fit:
         names = _names(candidate)
@@ -254,7 +251,19 @@ def fit_on_device(plan: StreamingPlan, host_bytes: int, device_bytes: int, other
         demand = Demand(streamed if any(streamed) else runs, (), held=COPIES_IN_FLIGHT)
         return Fit(candidate, place(enough, host_fixed_bytes, demand, names), on_device)
 
-    return _cheapest_plan(plan, placed)
+    return _fit(plan, plan.fixed_device_bytes + other_bytes + sum(plan.images.values()) <= device_bytes, placed)
+
+
+def _fit(plan: StreamingPlan, may_be_whole: bool, placed: Callable[[StreamingPlan], Fit]) -> Fit:
+    """Return the cheapest fit. Unless the whole model fits, rows of embeddings are looked up, and experts are read one by one.
+
+    Args:
+        may_be_whole: the budget has the bytes of all weights; not necessarily of the pages that they are in.
+    """
+    if may_be_whole:
+        with suppress(BudgetError):
+            return _cheapest_plan(plan, placed)
+    return _cheapest_plan(with_single_experts(with_lookups(plan)), placed)
 
 
 def _cheapest_plan(plan: StreamingPlan, placed: Callable[[StreamingPlan], Fit]) -> Fit:
