@@ -20,62 +20,16 @@ from typing import Any
 
 import torch
 from infer.host_device import ORDERS, HostDevice
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DynamicCache,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-)
+from infer.kv_models import DECODER, KINDS, WAYS, config_of
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from fuzz.cases import Impossible, Kind, Program, equal, outcome, run
 from swapper import KVCache
 from swapper.errors import BudgetError, UnsupportedError
 
-VOCABULARY, WIDTH = 300, 256
-SIZES = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-DECODER = {
-    **SIZES,
-    "hidden_size": WIDTH,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-}
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-}
-CONFIGS: dict[str, Callable[[int], Any]] = {
-    "full": lambda layers: LlamaConfig(**DECODER, num_hidden_layers=layers),
-    "grouped": lambda layers: LlamaConfig(**{**DECODER, "num_key_value_heads": 1}, num_hidden_layers=layers),
-    "eager": lambda layers: LlamaConfig(**DECODER, num_hidden_layers=layers, attn_implementation="eager"),
-    "sliding": lambda layers: MistralConfig(**DECODER, num_hidden_layers=layers, sliding_window=13),
-    "both": lambda layers: Gemma2Config(**DECODER, num_hidden_layers=layers, sliding_window=30, head_dim=64),
-    "gpt2": lambda layers: GPT2Config(**SIZES, n_embd=WIDTH, n_layer=layers, n_head=4, n_positions=512),
-    "latent": lambda layers: DeepseekV3Config(**DECODER, **LATENT, num_hidden_layers=layers),
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "sampled": {"do_sample": True},
-    "several": {"do_sample": True, "num_return_sequences": 2},
-    "assisted": {"prompt_lookup_num_tokens": 3},
-    "chunked": {"prefill_chunk_size": 16},
-}
-SEVERAL_OF_EACH = ("beams", "several")
+VOCABULARY = DECODER["vocab_size"]
+WINDOWS = {"sliding": 13, "both": 30}
+SEVERAL_OF_EACH = ("beams", "sampled")
 """Ways that make several entries of each, of a cache that has none."""
 PLAIN = {
     "attention": None,
@@ -114,7 +68,9 @@ class Reading:
 
     def __init__(self, program: Program, directory: Path) -> None:
         torch.manual_seed(program["seed"])
-        config = CONFIGS[program["config"]](program["layers"])
+        name = program["config"]
+        window = {"sliding_window": WINDOWS[name]} if name in WINDOWS else {}
+        config = config_of(name, num_hidden_layers=program["layers"], **window)
         dtype = getattr(torch, program["dtype"])
         self.model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
         self.reference = copy.deepcopy(self.model)
@@ -374,7 +330,7 @@ def draw(seed: str) -> Program:
     return {
         "seed": chance.randrange(1 << 30),
         "attention": attention,
-        "config": chance.choice([name for name in CONFIGS if name != "latent" or not attention]),  # chooses experts
+        "config": chance.choice([name for name in KINDS if name != "latent" or not attention]),  # chooses experts
         "layers": chance.choice([1, 3, 7]),
         "dtype": "float32" if attention else chance.choice(["float32", "bfloat16"]),
         "device": chance.choice([None, None, *ORDERS]),

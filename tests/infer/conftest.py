@@ -47,3 +47,9 @@ def opened():
     for model in models:
         if "_swapper_loaded" in model.__dict__:
             swapper.loaded(model).unload()
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Options of a KVCache that has less memory than the keys and values of most tests."""
+    return {"host_memory": "2MiB", "directory": tmp_path}

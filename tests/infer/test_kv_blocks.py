@@ -21,8 +21,8 @@ from transformers import (
 )
 
 import swapper
-from infer.test_kv_cache import DECODER, WAYS, generate, prompt
-from infer.test_kv_cache import make as make_of_8_layers
+from infer.kv_models import DECODER, WAYS, generate, prompt
+from infer.kv_models import make as make_of_8_layers
 from swapper import _C, KVCache
 from swapper.infer.kv import kv_attention, kv_blocks
 from swapper.infer.kv.kv_attention import LOWEST, attend, pieces

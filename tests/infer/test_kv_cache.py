@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import os
 import pickle
 import threading
 from pathlib import Path
@@ -12,121 +10,22 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from torch.utils.serialization import config
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    DeepseekV3Config,
     DynamicCache,
     EncoderDecoderCache,
-    Gemma2Config,
-    GPT2Config,
     LlamaConfig,
-    MistralConfig,
     T5Config,
 )
 
 import swapper
+from infer.kv_models import CONFIGS, DECODER, WAYS, check_dropping, check_same, generate, make, next_turn, prompt
 from swapper import KVCache
-from swapper.infer.kv import kv_file, kv_rows
 from swapper.infer.kv.kv_home import HostRows
-from swapper.infer.kv.kv_rows import PADDING_BYTES
 from swapper.integrations.transformers import from_pretrained
 from swapper.integrations.transformers_layers import PagedLayer
 from swapper.paging.residency import COLD
-
-SMALL = "2MiB"
-"""Of the keys and values of each test, which are more."""
-NEW_TOKENS = 20
-DECODER = {
-    "vocab_size": 300,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-CONFIGS = {
-    "full": LlamaConfig(**DECODER),
-    "grouped": LlamaConfig(**{**DECODER, "num_key_value_heads": 2, "num_hidden_layers": 12}),
-    "eager": LlamaConfig(**DECODER, attn_implementation="eager"),
-    "sliding": MistralConfig(**DECODER, sliding_window=70),
-    "both": Gemma2Config(**DECODER, sliding_window=40, head_dim=64),
-    "gpt2": GPT2Config(
-        n_embd=256,
-        n_layer=8,
-        n_head=4,
-        vocab_size=300,
-        n_positions=512,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    ),
-    "latent": DeepseekV3Config(
-        **DECODER,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=32,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        n_shared_experts=1,
-    ),
-}
-WAYS = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "sampled": {"do_sample": True, "num_return_sequences": 2},
-    "assisted": {"prompt_lookup_num_tokens": 3},
-    "chunked": {"prefill_chunk_size": 32},
-}
-
-
-def make(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[name]).to(dtype).eval()
-
-
-def prompt(batch: int = 2, length: int = 100) -> dict[str, torch.Tensor]:
-    """Ids, the first entry padded on the left."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, 300, (batch, length), generator=generator)
-    mask = torch.ones_like(ids)
-    if batch > 1:
-        mask[0, :9] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def generate(model, inputs, cache, new_tokens=NEW_TOKENS, **options):
-    torch.manual_seed(2)
-    return model.generate(
-        **inputs,
-        max_new_tokens=new_tokens,
-        cache=cache,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **{"do_sample": False, **options},
-    )
-
-
-def check_same(got, expected) -> None:
-    assert torch.equal(got.sequences, expected.sequences)
-    assert len(got.logits) == len(expected.logits)
-    assert all(map(torch.equal, got.logits, expected.logits))
-
-
-@pytest.fixture
-def small(tmp_path):
-    return {"host_memory": SMALL, "directory": tmp_path}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -184,14 +83,6 @@ def test_more_tokens_than_were_announced_are_moved(name, small):
     expected = generate(model, inputs, None, new_tokens=150)
     with KVCache(model, max_tokens=40, **small) as cache:
         check_same(generate(model, inputs, cache, new_tokens=150), expected)
-
-
-def next_turn(sequences, *caches):
-    """Take the last seven tokens back, and return the inputs of a turn that goes on from there."""
-    for one in caches:
-        one.crop(-7)
-    ids = torch.cat([sequences[:, :-6], prompt(1, 9)["input_ids"]], 1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def test_a_conversation_goes_on_and_is_taken_back(small):
@@ -317,189 +208,9 @@ def test_by_default_no_more_memory_is_taken_than_the_longest_text_needs(tmp_path
         assert cache.counters.read_bytes["kv"] == cache.counters.written_bytes["kv"] == 0
 
 
-def check_dropping(model, options, is_used=lambda: True):
-    """Drop a cache: this process has as many descriptors as before it was made."""
-
-    def descriptors():
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    generate(model, prompt(), KVCache(model, **options))
-    gc.collect()
-    before = descriptors()
-    cache = KVCache(model, **options)
-    generate(model, prompt(), cache)
-    assert descriptors() > before
-    assert is_used()
-    del cache
-    assert descriptors() == before
-
-
 def test_a_dropped_cache_gives_memory_and_file_back(small):
     check_dropping(make("full"), small)
     assert list(small["directory"].iterdir()) == []
-
-
-# --- saved contexts ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def saved(tmp_path, small):
-    """A model, the path of a context of 99 tokens of the prompt, and what follows it."""
-
-    def save(name="full", dtype=torch.float32):
-        model, path = make(name, dtype), tmp_path / "context.pt"
-        inputs = {"input_ids": prompt()["input_ids"], "attention_mask": torch.ones(2, 100, dtype=torch.int64)}
-        plain = DynamicCache(config=model.config)
-        with KVCache(model, **small) as cache, torch.no_grad():
-            for one in (plain, cache):
-                model(inputs["input_ids"][:, :99], cache=one)
-            cache.save(path, tokens=inputs["input_ids"])
-        expected = generate(model, inputs, plain)
-        return model, path, inputs, expected
-
-    return save
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_saved_context_goes_on(name, dtype, saved, small):
-    model, path, inputs, expected = saved(name, dtype)
-    content = torch.load(path)
-    assert content["kv_cache"]["position"] == 99
-    assert torch.equal(content["tokens"], inputs["input_ids"][:, :99])
-    with config.patch({"load.calculate_storage_offsets": True}):
-        calculated = torch.load(path)
-    assert torch.equal(calculated["layers"]["7"]["values"], content["layers"]["7"]["values"])
-    bytes_before = path.read_bytes()
-    caches = [KVCache.open(path, model, tokens=inputs["input_ids"], **small) for _ in range(2)]
-    for cache in caches:  # the second one after the first has added to its own
-        with cache:
-            first = cache.layers[0].keys.clone()
-            assert torch.equal(first, content["layers"]["0"]["keys"])
-            check_same(generate(model, inputs, cache), expected)
-    assert path.read_bytes() == bytes_before
-
-
-@pytest.mark.parametrize("name", ["sliding", "both"])
-def test_a_context_of_an_assisted_generation_is_saved(name, small, tmp_path):
-    """Assisted decoding has windows keep what is before them, to take tokens back: a file has the window alone."""
-    model, inputs, path = make(name), prompt(1), tmp_path / "context.pt"
-    plain = DynamicCache(config=model.config)
-    with KVCache(model, **small) as cache:
-        for one in (plain, cache):
-            text = generate(model, inputs, one, **WAYS["assisted"]).sequences
-        cache.save(path, tokens=text)
-    expected = generate(model, {"input_ids": text}, plain)
-    with KVCache.open(path, model, tokens=text, **small) as cache:
-        check_same(generate(model, {"input_ids": text}, cache), expected)
-
-
-def test_a_context_that_goes_on_is_saved_over_itself(saved, small):
-    model, path, inputs, expected = saved()
-    with KVCache.open(path, model, **small) as cache:
-        generate(model, inputs, cache)
-        cache.save(path, tokens=expected.sequences)
-        assert cache.get_seq_length() == 119
-        again = generate(model, {"input_ids": expected.sequences}, expected.past_key_values, new_tokens=5)
-        check_same(generate(model, {"input_ids": expected.sequences}, cache, new_tokens=5), again)
-    with KVCache.open(path, model, tokens=expected.sequences, **small) as cache:
-        check_same(generate(model, {"input_ids": expected.sequences}, cache, new_tokens=5), again)
-
-
-def test_a_saved_context_is_refused_for_another_model_or_other_tokens(saved, small):
-    model, path, inputs, _ = saved()
-    other = make("full")
-    with torch.no_grad():
-        other.model.layers[3].mlp.up_proj.weight[-1, -1] += 1
-    for wrong in (other, make("full", torch.bfloat16), make("gpt2")):
-        with pytest.raises(swapper.CheckpointError, match="of another model"):
-            KVCache.open(path, wrong, **small)
-    tokens = inputs["input_ids"].clone()
-    tokens[1, 50] += 1
-    with pytest.raises(swapper.CheckpointError, match="of other tokens"):
-        KVCache.open(path, model, tokens=tokens, **small)
-    with pytest.raises(swapper.CheckpointError, match="of other tokens"):
-        KVCache.open(path, model, tokens=inputs["input_ids"][:, :50], **small)
-
-
-@pytest.mark.parametrize("layer", [0, 7])
-def test_a_changed_byte_is_found(layer, saved, small):
-    model, path, inputs, _ = saved()
-    content = torch.load(path, mmap=True)
-    keys = content["layers"][str(layer)]["keys"]
-    raw = path.read_bytes()
-    at = raw.index(keys[1, 3, 60].numpy().tobytes())
-    del content, keys
-    path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-    cache = KVCache.open(path, model, **small)
-    with cache, pytest.raises(swapper.ChecksumError, match=f"layer {layer}"):
-        generate(model, inputs, cache)
-
-
-def test_files_that_are_no_contexts_are_refused(saved, small, tmp_path):
-    model, path, inputs, _ = saved()
-    raw = path.read_bytes()
-    torch.save({"kv_cache": {"format": 3, "model": "", "position": 3}}, tmp_path / "later.pt")
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    content = torch.load(path)
-    torch.save(content, tmp_path / "saved again.pt")
-    keys = content["layers"]["0"]["keys"]
-    batch, heads, row, width = keys.stride()
-    for name, stride in (("far apart.pt", row + 16), ("overlapping.pt", row - 16)):
-        content["layers"]["0"]["keys"] = keys[:, :, :90].as_strided(
-            (*keys.shape[:2], 90, keys.shape[3]), (batch, heads, stride, width)
-        )
-        torch.save(content, tmp_path / name)
-    (tmp_path / "cut.pt").write_bytes(raw[: len(raw) // 2])
-    (tmp_path / "text.pt").write_text("no zip")
-    for name in ("later.pt", "weights.pt", "cut.pt", "text.pt", "saved again.pt", "far apart.pt", "overlapping.pt"):
-        with pytest.raises(swapper.CheckpointError, match=name):
-            KVCache.open(tmp_path / name, model, **small)
-    with pytest.raises(swapper.IoError):
-        KVCache.open(tmp_path / "missing.pt", model, **small)
-    with KVCache.open(path, model, **small) as cache:
-        os.utime(path)
-        with pytest.raises(swapper.CheckpointError, match="was changed while it is in use"):
-            generate(model, inputs, cache)
-
-
-def test_rows_are_padded_with_zeros_and_files_without_padding_go_on(saved, small, monkeypatch):
-    """Of format 1, whose rows have no padding."""
-    model, path, inputs, expected = saved()
-    keys, row = torch.load(path)["layers"]["0"]["keys"], 2 * 2 * 4 * 64
-    assert keys.stride()[2] == row + PADDING_BYTES // 4
-    rows = torch.empty(0).set_(keys.untyped_storage()).view(99, -1)
-    assert rows[:, :row].count_nonzero() > 99 * row // 2
-    assert rows[:, row:].view(torch.int32).count_nonzero() == 0
-    raw = path.read_bytes()
-    assert saved()[1].read_bytes() == raw
-    monkeypatch.setattr(kv_rows, "PADDING_BYTES", 0)
-    monkeypatch.setattr(kv_file, "FORMAT", 1)
-    saved()
-    monkeypatch.undo()
-    assert torch.load(path)["layers"]["0"]["keys"].stride()[2] == row
-    for repeats in (1, 2):
-        with KVCache.open(path, model, tokens=inputs["input_ids"], **small) as cache:
-            check_same(generate(model, inputs, cache), expected)
-            if repeats == 2:
-                for one in (cache, expected.past_key_values):
-                    one.batch_repeat_interleave(2)
-                ids = {"input_ids": expected.sequences.repeat_interleave(2, 0)}
-                check_same(generate(model, ids, cache), generate(model, ids, expected.past_key_values))
-
-
-def test_an_existing_file_is_kept_if_that_is_asked_for(saved, small):
-    model, path, inputs, _ = saved()
-    raw = path.read_bytes()
-    with KVCache(model, **small) as cache:
-        with pytest.raises(swapper.StateError, match="nothing is in this KVCache"):
-            cache.save(path)
-        generate(model, inputs, cache)
-        with pytest.raises(swapper.CheckpointError, match="exists already"):
-            cache.save(path, overwrite=False)
-        with pytest.raises(swapper.ConfigError, match="tokens= has shape"):
-            cache.save(path, tokens=inputs["input_ids"])
-    assert path.read_bytes() == raw
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -577,9 +288,9 @@ def test_what_it_cannot_do_is_refused(small, tmp_path):
     with pytest.raises(swapper.ConfigError, match="max_tokens"):
         KVCache(model, max_tokens=0, **small)
     with pytest.raises(swapper.ConfigError, match="is not there"):
-        KVCache(model, host_memory=SMALL, directory=tmp_path / "missing")
+        KVCache(model, host_memory="2MiB", directory=tmp_path / "missing")
     with pytest.raises(swapper.ConfigError, match="is in memory"):
-        KVCache(model, host_memory=SMALL, directory=Path("/dev/shm"))
+        KVCache(model, host_memory="2MiB", directory=Path("/dev/shm"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import swapper
 from infer.host_device import ORDERS, HostDevice
-from infer.test_kv_cache import CONFIGS, WAYS, check_dropping, check_same, generate, make, next_turn, prompt
+from infer.kv_models import CONFIGS, WAYS, check_dropping, check_same, generate, make, next_turn, prompt
 from swapper import KVCache
 from swapper.infer.kv import kv_device
 from swapper.infer.kv.kv_rows import PADDING_BYTES

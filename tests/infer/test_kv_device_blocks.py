@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 import swapper
 from infer.host_device import ORDERS, HostDevice
+from infer.kv_models import WAYS, check_same, generate, next_turn, prompt
 from infer.test_kv_blocks import BATCH, CONFIGS, check_close, check_saved, make
-from infer.test_kv_cache import WAYS, check_same, generate, next_turn, prompt
 from swapper import KVCache
 from swapper.infer.kv import kv_attention, kv_blocks, kv_device_blocks
 
