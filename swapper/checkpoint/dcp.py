@@ -40,6 +40,7 @@ from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.dcp_format import METADATA_NAME, METADATA_VERSION, item_of, read_directory
 from swapper.io import beneath
 from swapper.io.replacing import sync
+from swapper.io.tensor_bytes import flat_bytes
 from swapper.tensors.torch_private import storage_info
 
 __all__ = ["StorageReader", "StorageWriter"]
@@ -205,7 +206,7 @@ def _write_tensor(writer: StreamWriter, tensor: torch.Tensor) -> tuple[int, int]
     if tensor.device.type == "cpu" and flat is tensor:
         append = partial(writer.append_memory, flat.data_ptr(), item.nbytes, flat)
     else:
-        append = partial(writer.append_device, flat.view(-1).view(torch.uint8))
+        append = partial(writer.append_device, flat_bytes(flat))
     return append_item(writer, item, append, aligns=item.nbytes >= LARGE_BYTES)
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from swapper.formats.pickle_reader import Skeleton
 from swapper.formats.sources import FileStamp, Source, open_source
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.formats.torch_file import read_torch_file
-from swapper.formats.unpickling import Opaque
 from swapper.io.replacing import make_parents, new_directory, replacing
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
@@ -197,6 +196,7 @@ def _whole(tensor: StoredTensor, name: str) -> ExportTensor:
 
 def _select_from_safetensors(source: Source) -> Selection:
     """Select all of a file or a directory of Hugging Face; what is quantized there is known as such."""
+    _refuse(source, source.other_tensors.keys())
     layouts = layouts_of(source.metadata, source.path)
     tensors = [
         AlreadyQuantized.of(tensor, name, layouts[name]) if name in layouts else _whole(tensor, name)
@@ -218,16 +218,18 @@ def _select_from_torch(source: Source, what: str) -> Selection:
     names = {prefix + name for name, _ in within.leaves()}
     chosen = {name: tensor for name, tensor in source.tensors.items() if name in names}
     tensors = [_whole(tensor, name.removeprefix(prefix)) for name, tensor in chosen.items()]
-    left_out = []
-    for name, value in skeleton.leaves():
-        if isinstance(value, Opaque) and name in names and _holds_tensor(value):
+    _refuse(source, names)
+    return Selection(tensors, [name for name, _ in skeleton.leaves() if name not in chosen], source.stamps)
+
+
+def _refuse(source: Source, names: Collection[str]) -> None:
+    """Raise CheckpointError if some of what is selected are tensors without plain elements."""
+    for name, made in source.other_tensors.items():
+        if name in names:
             raise CheckpointError(
-                f"{source.path}: {name} is a sparse, quantized or nested tensor, or an object with tensors in it, "
-                f"and not a plain tensor ({value.made}): it cannot be exported"
+                f"{source.path}: {name} is a sparse, quantized or nested tensor, a lazy conjugate, or an object with tensors in "
+                f"it, and not a plain tensor ({made}): it cannot be exported"
             )
-        if name not in chosen:
-            left_out.append(name)
-    return Selection(tensors, left_out, source.stamps)
 
 
 def _model_of(skeleton: Skeleton) -> tuple[str, Skeleton]:
@@ -237,10 +239,6 @@ def _model_of(skeleton: Skeleton) -> tuple[str, Skeleton]:
         if isinstance(found.tree, dict) and any(found.tensors()):
             return f"{key}.", found
     return "", skeleton
-
-
-def _holds_tensor(value: Opaque) -> bool:
-    return value.made is not None and ("_rebuild" in value.made.name or "Tensor" in value.made.name)
 
 
 def _select_from_dcp(path: Path, what: str) -> Selection:

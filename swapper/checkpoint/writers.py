@@ -23,7 +23,7 @@ from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import Box, ChunkedTensor, Piece, StoredTensor
 from swapper.formats.torch_writer import StorageRef, leading_records, pickle_state
 from swapper.io.engines import open_for, shared_engine, wait_for_all
-from swapper.io.tensor_bytes import SECTOR_BYTES
+from swapper.io.tensor_bytes import SECTOR_BYTES, flat_bytes
 
 PIECES_AHEAD = 2  # reads in flight while one is converted
 PIECE_ELEMENTS = 4 << 20  # bounds the memory of a conversion: a choice
@@ -82,7 +82,7 @@ class Payloads:
                 stream.append_read(engine, file, part.offset, part.nbytes, checksum)
                 continue
             for piece in _pieces(self.strided(part)):
-                stream.append(_bytes_of(piece.view(-1)), checksum)
+                stream.append(_bytes_of(piece), checksum)
 
     def elements(self, tensor: ExportTensor, count: int) -> Iterator[torch.Tensor]:
         """Yield a tensor's elements in order, `count` at a time, with the next ones in flight. No part has strides."""
@@ -146,8 +146,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _pieces(part)
 
 
-def _bytes_of(flat: torch.Tensor) -> bytes:
-    return flat.view(torch.uint8).numpy().tobytes()
+def _bytes_of(piece: torch.Tensor) -> bytes:
+    return flat_bytes(piece).numpy().tobytes()
 
 
 def _rebatched(pieces: Iterator[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
@@ -191,9 +191,20 @@ def write_safetensors(
 
 
 def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a safetensors file.
+
+    Args: as of `write_safetensors`; the tensors in the file's order.
+
+    Raises:
+        CheckpointError: the format lacks the dtype or the name of a tensor.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     cursor = 0
     for tensor in tensors:
+        if tensor.name in entries:
+            raise CheckpointError(
+                f"a tensor has the name {tensor.name!r}, which safetensors keeps for itself: use --to torch"
+            )
         if tensor.dtype not in _SAFETENSORS_NAMES:
             raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which safetensors lacks: use --to torch")
         entries[tensor.name] = {

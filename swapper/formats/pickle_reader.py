@@ -16,7 +16,7 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -73,10 +73,10 @@ class TensorView:
         return True
 
 
-class LazyTensor(Opaque):
-    """A tensor that was saved as a lazy conjugate or negation: its storage does not have its values."""
-
-    __slots__ = ()
+def is_other_tensor(value: object) -> TypeGuard[Opaque]:
+    """Return whether an object is, or holds, a tensor without plain elements: sparse, quantized, nested, a lazy conjugate."""
+    made = value.made if isinstance(value, Opaque) else None
+    return made is not None and ("_rebuild" in made.name or "Tensor" in made.name)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _tensor_v3(
 ) -> object:
     if hooks is not None and not isinstance(hooks, dict):
         raise CheckpointError("it has a tensor with invalid backward hooks")
-    return LazyTensor(made) if metadata else _view(storage, dtype, offset, size, stride)
+    return Opaque(made) if metadata else _view(storage, dtype, offset, size, stride)
 
 
 def _parameter(made: Global, data: object, *rest: object) -> object:

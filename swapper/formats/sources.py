@@ -151,7 +151,8 @@ class Source:
         stamps: of every file that a tensor lies in, taken when its header was read.
         metadata: the format's own remarks, text to text.
         joined: files in `tensors` that do not exist: their bytes are extents of others.
-        lazy: names of tensors that are lazy conjugates or negations, which are not read; not in `tensors`.
+        other_tensors: what made them, by name, of tensors without plain elements (sparse ones, lazy conjugates), which are not
+            read; not in `tensors`.
         grids: tensors in chunks along several dimensions, which no such file can hold; not in `tensors`.
     """
 
@@ -162,7 +163,7 @@ class Source:
     metadata: Mapping[str, str]
     joined: Mapping[Path, ConcatenatedFile] = field(default_factory=dict)
     grids: Mapping[str, ChunkedTensor] = field(default_factory=dict)
-    lazy: Sequence[str] = ()
+    other_tensors: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def everything(self) -> dict[str, StoredTensor | ChunkedTensor]:
@@ -333,15 +334,17 @@ def _joined(path: Path, shards: list[Source], weight_map: dict[str, str] | None)
     tensors: dict[str, StoredTensor] = {}
     stamps: dict[Path, FileStamp] = {}
     metadata: dict[str, str] = {}
+    others: dict[str, str] = {}
     for shard in shards:
         tensors.update(shard.tensors)
         stamps.update(shard.stamps)
         metadata.update(shard.metadata)
-    by_name = {shard.path.name: shard.tensors for shard in shards}
+        others.update(shard.other_tensors)
+    by_name = {shard.path.name: {*shard.tensors, *shard.other_tensors} for shard in shards}
     for name, shard_name in (weight_map or {}).items():
         if name not in by_name[shard_name]:
             raise CheckpointError(f"{path}: the index says that {name!r} is in {shard_name}, but it is not there")
-    return Source(path, "huggingface", tensors, stamps, metadata)
+    return Source(path, "huggingface", tensors, stamps, metadata, other_tensors=others)
 
 
 # --- names

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from swapper.errors import CheckpointError
-from swapper.formats.pickle_reader import LazyTensor, Skeleton, StorageId, TensorView, read_skeleton
+from swapper.formats.pickle_reader import Skeleton, StorageId, TensorView, is_other_tensor, read_skeleton
 from swapper.formats.sources import FileStamp, Source, opened
 from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_writer import ROOT
@@ -164,8 +164,8 @@ def read(path: Path) -> Source:
         tensors[name] = file.stored(name, view)
     metadata = {"alignment": str(file.alignment)} if file.alignment else {}
     in_file_order = dict(sorted(tensors.items(), key=lambda item: item[1].offset))
-    lazy = tuple(name for name, value in file.skeleton.leaves() if isinstance(value, LazyTensor))
-    return Source(path, "torch", in_file_order, {path: file.stamp}, metadata, lazy=lazy)
+    others = {name: str(value.made) for name, value in file.skeleton.leaves() if is_other_tensor(value)}
+    return Source(path, "torch", in_file_order, {path: file.stamp}, metadata, other_tensors=others)
 
 
 def _root(index: ZipIndex) -> str:

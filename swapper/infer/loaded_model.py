@@ -40,6 +40,7 @@ from swapper.infer.weights import (
     refuse_gradient,
 )
 from swapper.io.engines import Transfer, wait_for_all
+from swapper.io.tensor_bytes import flat_bytes
 from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
@@ -58,9 +59,9 @@ KEY = "_swapper_loaded"
 
 def _has_bits_of(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether a tensor has the elements of `other`, in the same dtype, bit for bit."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device or not one.dim():
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
+    return torch.equal(flat_bytes(one), flat_bytes(other))
 
 
 def loaded(model: nn.Module) -> LoadedModel:

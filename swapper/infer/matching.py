@@ -84,7 +84,7 @@ class BufferPlace:
     recipe: Recipe
 
 
-LAZY_REMEDY = "tensor.resolve_conj().resolve_neg() in their places"
+REMEDY = "what .to_dense(), .dequantize(), or .resolve_conj().resolve_neg() makes of them"
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,13 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
         if (recipe := recipes.get(id(buffer))) is not None
     ]
     unexpected = [name for name in stored if name not in wanted]
+    others = list(source.other_tensors)
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{source.path} does not fit the model: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}. "
             "Map names with rename=, or pass strict=False to skip unexpected names and keep the model's own values "
             "for missing ones"
-            + (f". {_listed('lazy conjugates or negations', source.lazy)}: save {LAZY_REMEDY}" if source.lazy else "")
+            + (f". {_listed('sparse, quantized or lazy tensors', others)}: save {REMEDY}" if others else "")
         )
     check_values(model, {id(weight.parameter) for weight in weights}, buffers)
     return Match(weights, buffers)

@@ -31,6 +31,7 @@ from swapper.integrations.transformers_attention import set_on
 from swapper.integrations.transformers_layers import LayerPages, PagedLayer
 from swapper.integrations.transformers_sliding import PagedSlidingLayer
 from swapper.io.engines import is_in_memory
+from swapper.io.tensor_bytes import copy_out, flat_bytes
 from swapper.options import parse_host_memory
 from swapper.runtime.counters import Counters
 
@@ -297,9 +298,11 @@ def _crc32_of_weights(model: nn.Module) -> str:
     found = 0
     for name, tensor in model.state_dict().items():
         found = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), found)
-        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
-        for end in (flat[:EDGE_ELEMENTS], flat[-EDGE_ELEMENTS:]):
-            found = zlib.crc32(end.to("cpu").contiguous().view(torch.uint8).numpy().tobytes(), found)
+        count = min(EDGE_ELEMENTS, tensor.numel())
+        for start in (0, tensor.numel() - count):
+            end = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
+            copy_out(tensor.detach(), start, start + count, end)
+            found = zlib.crc32(flat_bytes(end.cpu()).numpy().tobytes(), found)
     return f"{found:08x}"
 
 

@@ -71,6 +71,15 @@ def byte_count(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in row-major order, flat: its own memory if they lie there so, else a copy.
+
+    torch calls one element contiguous whatever its stride, and shows bytes only of elements with stride 1.
+    """
+    run = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return run.as_strided((run.numel(),), (1,)).view(torch.uint8)
+
+
 def views_of_range(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """Yield views that together are the elements [start, stop) in row-major order; at most 2 * dimensions + 1.
 

@@ -24,6 +24,7 @@ from checkpoint.equality import bytes_of
 from swapper.checkpoint import load, save
 from swapper.checkpoint.exporting import FORMATS, export, select
 from swapper.checkpoint.inspecting import inspect
+from swapper.checkpoint.writers import PIECE_ELEMENTS
 from swapper.cli import app
 from swapper.formats.dcp_format import read_directory
 from swapper.formats.sources import open_source
@@ -150,16 +151,29 @@ def test_inspect_says_where_everything_is(tmp_path: Path) -> None:
         assert {entry["name"] for entry in found["tensors"]} == state.keys()
 
 
+def test_the_last_piece_of_a_tensor_with_strides_may_be_one_element(tmp_path: Path) -> None:
+    count = PIECE_ELEMENTS + 1
+    state = {"a": torch.arange(2 * count, dtype=torch.uint8)[::2]}
+    torch.save(state, tmp_path / "x.pt")
+    export(tmp_path / "x.pt", tmp_path / "y.pt", "torch")
+    assert_equal(torch.load(tmp_path / "y.pt"), state)
+
+
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     save({"model": {"a": torch.ones(3), "s": torch.eye(3).to_sparse()}}, tmp_path / "sparse.pt")
     save({"model": {"a": torch.ones(3, dtype=torch.complex128)}}, tmp_path / "wide.pt")
+    save({"__metadata__": torch.ones(3)}, tmp_path / "reserved.pt")
     save({"model": {}}, tmp_path / "empty.pt")
+    (tmp_path / "bin").mkdir()
+    save({"a": torch.ones(3), "s": torch.eye(3).to_sparse()}, tmp_path / "bin" / "pytorch_model.bin")
     save({"a": torch.ones(3)}, tmp_path / "x.pt")
     (tmp_path / "there").mkdir()
     (tmp_path / "mine").write_bytes(b"mine")
     before = names_in(tmp_path)
     for source, target, to, message in (
         ("sparse.pt", "y", "torch", "sparse"),
+        ("bin", "y", "torch", "s is a sparse"),
+        ("reserved.pt", "y", "safetensors", "'__metadata__', which safetensors keeps for itself: use --to torch"),
         ("wide.pt", "y", "safetensors", "safetensors lacks"),
         ("wide.pt", "y", "huggingface", "safetensors lacks"),
         ("empty.pt", "y", "torch", "no tensors"),

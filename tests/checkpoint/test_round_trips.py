@@ -4,7 +4,7 @@ source, or refused by name; and what an export leaves out is named."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from fuzz.export_sources import Tensors, content_of, flat
 from fuzz.originals import snapshot
 from typer.testing import CliRunner
 
@@ -22,14 +23,11 @@ from checkpoint.equality import bytes_of
 from checkpoint.test_export import read_back
 from swapper.checkpoint import load, save
 from swapper.checkpoint.exporting import FORMATS, export, select
-from swapper.checkpoint.quantization import layouts_of
 from swapper.cli import app
 from swapper.errors import CheckpointError
 from swapper.formats.sources import open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed.checkpoint's remarks about one process
-
-Tensors = dict[str, torch.Tensor]
 
 
 def weights() -> Tensors:
@@ -138,35 +136,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[name]
 
     return source
-
-
-def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else None
-    if items is None:
-        yield name, tree
-    else:
-        for key, value in items:
-            yield from flat(value, f"{name}.{key}" if name else str(key))
-
-
-def content_of(path: Path) -> dict[str, Any]:
-    """Return what plain libraries read of a source, by path; of what is quantized, the values."""
-    if path.is_file() and path.read_bytes()[:2] == b"PK":
-        return dict(flat(torch.load(path)))
-    if (path / ".metadata").exists():
-        metadata = dcp.FileSystemReader(path).read_metadata()
-        found = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
-            for name, entry in metadata.state_dict_metadata.items()
-        }
-        dcp.load(found, checkpoint_id=path, no_dist=True)
-        return dict(flat(found))
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    tensors: Tensors = {}
-    for file in files:
-        tensors |= safetensors.torch.load_file(file)
-    layouts = layouts_of(open_source(path).metadata, path)
-    return {n: layouts[n].dequantise(t, layouts[n].torch_dtype) if n in layouts else t for n, t in tensors.items()}
 
 
 def model_in(content: dict[str, Any], key: str) -> dict[str, Any]:

@@ -57,8 +57,10 @@ class Kind:
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same shape and bits; NaNs are alike."""
-    both = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(*both)
+    both = [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for tensor in (one, other)]
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(
+        *(t.view(-1).view(torch.uint8) for t in both)
+    )
 
 
 def watched(kind: Kind, program: Program) -> str | None:

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import swapper
+from fuzz.export_sources import content_of
 from fuzz.program_passes import PASSES, Action, Side
+from swapper.checkpoint.exporting import FORMATS
 
 # --- between a backward and the step ----------------------------------------------------------------------------------
 
@@ -136,9 +139,16 @@ def save_and_load(side: Side) -> Any:
         for value in found["model"].values():
             if value.is_floating_point():
                 value.mul_(0.99)
+    if side.chance.random() < 0.3:
+        found["model"] = {name: scattered(value) for name, value in found["model"].items()}
     side.model.load_state_dict(found["model"])
     if side.chance.random() < 0.7:
         side.optimizer.load_state_dict(found["optimizer"])
+
+
+def scattered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same elements, not one after the other in memory."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
 
 
 def average(side: Side) -> Any:
@@ -252,12 +262,22 @@ def schedule(side: Side) -> Any:
 
 
 def snapshot(side: Side) -> Any:
-    """The file of a snapshot has what plain torch's state dicts have."""
+    """The file of a snapshot, and an export of it, have what plain torch's state dicts have."""
+    number, to = side.chance.random(), side.chance.choice(FORMATS)
     if side.manager is None:
-        return {name: value.clone() for name, value in side.model.state_dict().items()}
-    path = side.directory / f"snapshot-{side.chance.random()}.pt"
-    side.manager.snapshot(path).wait()
-    return dict(torch.load(path)["model"])
+        model, optimizers = side.model.state_dict(), side.optimizer.state_dict()
+        exported = model
+    else:
+        path, target = (side.directory / f"{kind}-{number}" for kind in ("snapshot", "exported"))
+        side.manager.snapshot(path).wait()
+        swapper.checkpoint.export(path, target, to)
+        found, exported = swapper.checkpoint.load(path), content_of(target)
+        model, optimizers = found["model"], found["optimizer"]
+    states = []
+    for each in optimizers if isinstance(optimizers, list) else [optimizers]:
+        has = {n: state for n, state in each["state"].items() if any(value.any() for value in state.values())}
+        states.append([each["param_groups"], sorted(has.items())])
+    return copy.deepcopy([dict(model), sorted(exported.items()), states])
 
 
 def optimizer_state(side: Side) -> Any:
@@ -326,6 +346,7 @@ FORBIDDEN: dict[str, set[str]] = {
         ),
         *("freeze", "step twice", "initialise", "swap average", "adversarial", "sharpness"),
     },
+    "several": {"closure", "scaled", "schedule", "optimizer state", "add group"},
     "backward": {*BEFORE_STEP, "by grad", "scaled", "step twice", "skip", "adversarial", "sharpness"} - {"look"},
     "gradients without data": {
         "look",
@@ -340,7 +361,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "device": {"gradient penalty", "together"},
     "reentrant": {"inner step", "by grad", "only some", "gradient penalty", "together", "retained"},  # torch refuses
     "no commits": {"resume"},
-    "bf16": {"save and load"},  # NAdam's product, which torch rounds to bf16
+    "cast": {"save and load"},  # 0-dim state, which torch casts to the parameter's dtype
     "empty": {"clip norm", "clip value"},  # which torch refuses of no elements
     "lstm": {"autocast"},
     "max norm": {"together"},

@@ -20,6 +20,7 @@ import torch
 from e2e.early import sealed
 from e2e.keywords import for_offload
 from e2e.optimizers import OPTIMIZERS
+from e2e.several import Several, SeveralTwins, by_turns, muon_and_adamw
 from e2e.twins import Twins, smallest_device_budget
 from infer.host_device import ORDERS, HostDevice
 from torch.optim import SGD, Adamax, Muon, RAdam, RMSprop
@@ -45,7 +46,7 @@ RULES = OPTIMIZERS | {
     "radam": partial(RAdam, lr=1e-3),
     "muon": partial(Muon, lr=1e-3),
 }
-PLAIN = {"tied": False, "rule": "adamw", "groups": "all", "master": False}
+PLAIN = {"tied": False, "rule": "adamw", "more_rules": [], "groups": "all", "master": False}
 PLAIN_OPTIONS: dict[str, Any] = {
     "update": "step",
     "params": "nvme",
@@ -97,14 +98,20 @@ def draw(seed: str) -> Program:
             options["gradients"] = chance.choice(["host", "auto", "device"])
     rule = chance.choice(list(RULES))
     rule = "adamw" if rule == "adafactor" and any("empty" in layer for layer in layers) else rule
+    # Others for a part of the parameters, dealt in turn; of Muon's, AdamW for all but the matrices.
+    others = [name for name in RULES if name not in ("muon", "adafactor")]
+    more = chance.sample(others, chance.choice([1, 2])) if chance.random() < 0.2 else []
     master = chance.random() < 0.2 and rule != "muon" and not any("max norm" in layer for layer in layers)
     in_nvme = options["params"] == options["optimizer_state"] == "nvme" and "device" not in options
     has = {
         "masters": master,
+        "several": bool(more),
         "backward": options["update"] == "backward",
         "gradients without data": options["gradients"] == "nvme" or "device" in options,
         "device": "device" in options,
-        **{kind: any(kind in layer for layer in layers) for kind in ("reentrant", "bf16", "empty", "lstm", "max norm")},
+        **{kind: any(kind in layer for layer in layers) for kind in ("reentrant", "empty", "lstm", "max norm")},
+        "cast": bool({"nadam", "asgd"} & {rule, *more})
+        and any("bf16" in each or "in double" in each for each in layers),
         "no commits": options["commit_every"] != 1 and not (in_nvme and options["commit_every"] == "free"),
     }
     forbidden = set().union(*(FORBIDDEN[name] for name, is_so in has.items() if is_so))
@@ -127,7 +134,8 @@ def draw(seed: str) -> Program:
         "layers": layers,
         "tied": chance.random() < 0.3,
         "rule": rule,
-        "groups": "all" if master else chance.choice(GROUPS),
+        "more_rules": more,
+        "groups": "all" if master or more else chance.choice(GROUPS),
         "master": master,
         "options": options,
         "loop": loop,
@@ -147,7 +155,8 @@ class Training:
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # as they are from `offload` on
         master = program["master"]
-        pair = Twins(run, model, self._optimizer, master=master, select=self._select, wait=True, **options)
+        twins = SeveralTwins if program["more_rules"] else Twins
+        pair = twins(run, model, self._optimizer, master=master, select=self._select, wait=True, **options)
         self.pair = pair
         pair.swapped = self._model()
         pair.original = self._optimizer(self._select(pair.swapped))
@@ -166,10 +175,20 @@ class Training:
         return model.bfloat16() if self.program["master"] else model
 
     def _optimizer(self, groups: Any) -> Any:
-        return RULES[self.program["rule"]](groups)
+        rules = [self.program["rule"], *self.program["more_rules"]]
+        if len(rules) == 1:
+            return RULES[rules[0]](groups)
+        if len(groups) < len(rules):
+            raise Impossible("fewer parameters than optimizers")
+        if len(groups) < len(rules):
+            raise Impossible("fewer parameters than optimizers")
+        if rules[0] == "muon":
+            return muon_and_adamw(groups)
+        return by_turns(lambda parameters, number: RULES[rules[number]](parameters), len(rules))(groups)
 
     def _select(self, model: Any) -> Any:
-        groups = grouped(model, self.program["rule"], self.program["groups"])
+        rule = "adamw" if self.program["more_rules"] else self.program["rule"]  # else Muon gets no others
+        groups = grouped(model, rule, self.program["groups"])
         return [p for group in groups for p in group["params"]] if self.program["groups"] == "all" else groups
 
     def run(self) -> None:
@@ -224,7 +243,8 @@ class Training:
         for name, parameter in pair.swapped.named_parameters():
             parameter.requires_grad_(flags[name])
         assert pair.manager.step == step, f"step {pair.manager.step} of {step} was committed"
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(pair.options))
+        _, optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(pair.options))
+        pair.optimizer = Several(optimizer) if self.program["more_rules"] else optimizer
         self.swapped.model, self.swapped.optimizer, self.swapped.manager = pair.swapped, pair.optimizer, pair.manager
 
 

@@ -15,10 +15,10 @@ from fuzz.program_passes import Side
 pytestmark = pytest.mark.usefixtures("prepared")
 PROGRAM = {
     **programs.draw("1 0"),
+    **programs.PLAIN,
     "layers": ["dropout", "hooks+lstm"],
     "rule": "sgd",
     "groups": "reversed",
-    "master": False,
     "options": dict(programs.PLAIN_OPTIONS, update="deferred"),
     "loop": [["ordinary", 1], ["step", 2], ["read", 3], ["zero", 4]],
 }

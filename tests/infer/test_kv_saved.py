@@ -80,6 +80,15 @@ def test_a_context_that_goes_on_is_saved_over_itself(saved, small):
         check_same(generate(model, {"input_ids": expected.sequences}, cache, new_tokens=5), again)
 
 
+def test_a_saved_context_goes_on_with_weights_that_lie_otherwise_in_memory(saved, small):
+    model, path, _, _ = saved()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = torch.stack([parameter, parameter], -1)[..., 0]
+    with KVCache.open(path, model, **small) as cache:
+        assert cache.get_seq_length() == 99
+
+
 def test_a_saved_context_is_refused_for_another_model_or_other_tokens(saved, small):
     model, path, inputs, _ = saved()
     other = make("full")

@@ -18,5 +18,5 @@ def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The bytes that a file should hold: the elements in row-major order."""
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1)
     return bytes(whole.view(torch.uint8).numpy()) if whole.numel() else b""

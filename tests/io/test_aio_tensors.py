@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from swapper import AioHandle
-from swapper.io.tensor_bytes import views_of_range
+from swapper.io.tensor_bytes import flat_bytes, views_of_range
 
 # --- any tensor ---------------------------------------------------------------------------------------------------------
 
@@ -50,6 +50,8 @@ def test_every_dtype(handle: AioHandle, path: Path, dtype: torch.dtype, is_strid
         lambda: torch.randn(2, 3, 4, 5, 6).permute(4, 2, 0, 3, 1),
         lambda: torch.randn(8, 16, 9, 9).to(memory_format=torch.channels_last),
         lambda: torch.randn(100)[1:-1],
+        lambda: torch.randn(2)[::2],
+        lambda: torch.randn(5, 3)[:, 1:2].t(),
         lambda: torch.randn(1).expand(1000),
         lambda: torch.randn(50, 1).expand(50, 70),
         lambda: torch.randn(64, dtype=torch.complex64).conj(),
@@ -58,14 +60,14 @@ def test_every_dtype(handle: AioHandle, path: Path, dtype: torch.dtype, is_strid
         lambda: torch.nn.Parameter(torch.randn(5000)),
         lambda: torch.randn(5000, requires_grad=True) * 2,
     ],
-    ids=["scalar", "empty", "empty2d", "5d", "permuted", "channels_last", "shifted", "expanded", "rows_expanded",
+    ids=["scalar", "empty", "empty2d", "5d", "permuted", "channels_last", "shifted", "one_of_two", "column", "expanded", "rows_expanded",
          "conj", "neg", "strided_big", "parameter", "in_a_graph"],
 )  # fmt: skip
 def test_every_kind_of_tensor(handle: AioHandle, path: Path, make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     path.write_bytes(b"old" * 10)
     handle.sync_pwrite(tensor, path)
-    assert path.read_bytes() == raw(tensor)
+    assert path.read_bytes() == raw(tensor) == flat_bytes(tensor).numpy().tobytes()
     back = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
     handle.sync_pread(back, path)
     assert raw(back) == raw(tensor)

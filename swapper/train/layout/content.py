@@ -25,6 +25,7 @@ from swapper.errors import CheckpointError, InvariantError, UnsupportedError
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import Engine, all_over, open_engine
+from swapper.io.tensor_bytes import flat_bytes
 from swapper.paging.layout import SectionPlan, Slot, TensorSpec
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
@@ -249,8 +250,7 @@ def compare(section: Section, pager: Pager, content: SectionSource) -> None:
         value = values[slot.spec.owner]
         if value is None:
             continue
-        ours = value.detach().reshape(-1)[begin:end].cpu().view(torch.uint8)
-        if not torch.equal(ours, view.view(torch.uint8)):
+        if not torch.equal(flat_bytes(value.detach().reshape(-1)[begin:end].cpu()), flat_bytes(view)):
             path = None if section.plan.external is None else section.plan.external.path
             raise CheckpointError(
                 f"frozen parameter {slot.spec.owner} has other values in the model than in {path}, contrary to external= "

@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.errors import UnsupportedError
+from swapper.io.tensor_bytes import flat_bytes
 from swapper.train.optimizer.entries import Iterations, flat, nested
 from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
 from swapper.train.optimizer.own_code import is_known, may_draw
@@ -351,17 +352,13 @@ def is_same(one: Any, other: Any) -> bool:
             and isinstance(other, torch.Tensor)
             and one.dtype == other.dtype
             and one.shape == other.shape
-            and _bytes_of(one).equal(_bytes_of(other))
+            and flat_bytes(one).equal(flat_bytes(other))
         )
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(is_same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other or one != one)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:

@@ -28,6 +28,7 @@ from swapper.durability.ranks import Ranks
 from swapper.errors import StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
 from swapper.io.engines import Engine
+from swapper.io.tensor_bytes import flat_bytes
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, handler_of
@@ -281,7 +282,7 @@ def _sync(parameter: nn.Parameter, process_group: Any, src: int) -> None:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(value.reshape(-1).view(torch.uint8) for value in (one, other)))
+    return torch.equal(flat_bytes(one), flat_bytes(other))
 
 
 class MemberState:
