@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,11 @@ def encode_commit(record: CommitRecord) -> bytes:
         ),
     }
     return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build([])
+
+
+def encode_script(record: CommitRecord) -> bytes:
+    """Return bytes that tell whether a script has changed what a record has of it: settings, registered objects, `extra`."""
+    return encode_commit(replace(record, plans=[], files={}, sections=[], state_entries={}, edits=0))
 
 
 def check_state(state: object) -> None:

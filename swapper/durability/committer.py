@@ -13,9 +13,11 @@ otherwise, or if state stays on a device. A number commits every that many steps
 
 [Note: changes by hand] A script that resumes from a step does not do again what it did after it: that is in the
 step's commit, so a process that is killed before its next forward resumes one step earlier. What follows the capture is
-in the next commit, or in one that closing makes. Changes of parameters in memory are not announced, so these are compared
-with the last commit, where it counts whether it has them: before a step (which is not undone then), before parking, and at
-the end. Where the next step has begun, closing commits nothing: it would be a mix of two.
+in the next commit, or in one that closing makes. A snapshot and parking capture before the next forward: if the script
+changes settings, registered objects or `extra` after them, that forward, or closing, commits the step again. Changes of
+parameters in memory are not announced, so these are compared with the last commit, where it counts whether it has them:
+before a step (which is not undone then), before parking, and at the end. Where the next step has begun, closing commits
+nothing: it would be a mix of two.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from swapper import _C
-from swapper.durability.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
+from swapper.durability.commit import CommitRecord, SectionRecord, encode_commit, encode_script, publish_commit
 from swapper.durability.recovery import Commit, WayBack
 from swapper.durability.snapshot import Publisher, Snapshot
 from swapper.durability.verify import find_losses
@@ -126,6 +128,8 @@ class Committer:
         self.edits = edits
         self._is_trained = is_trained
         self._is_behind = False  # changes from outside since the last commit are in no commit
+        # The last record was captured before the next forward: the script may change more.
+        self._is_early = (last := way_back.commits[0]) is not None and bool(last.script)
         self._due: int | None = None  # the step to be written completely
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the due step
@@ -134,6 +138,7 @@ class Committer:
     def step_done(self, step: int) -> None:
         """Note that a step, or the initial placement (step 0), is over; its writes may be in flight."""
         self.edits = 0
+        self._is_early = False
         if self._every is not None and step % self._every == 0:
             self._due = step
 
@@ -148,10 +153,14 @@ class Committer:
                 again before the next step, where they can all learn of it.
         """
         self._publisher.settle()
-        if self._due is None or (is_evaluation and self._is_trained and self._record is None):
+        is_of_next_step = not (is_evaluation and self._is_trained)
+        if is_of_next_step and self._is_early and self._due is None:
+            self._commit_again_if_changed()
+        if self._due is None or (self._record is None and not is_of_next_step):
             return
         try:
             self._capture()
+            self._is_early = self._is_early and not is_of_next_step
             if self._publisher.reads_sources or self._writes is None:
                 return
             if self._pager.writes_are_done() and all(ticket.done for _, ticket in self._writes):
@@ -225,11 +234,27 @@ class Committer:
             self.changed_from_outside()
 
     def commit_changes(self) -> None:
-        """Commit the present step again, if its commit lacks changes from outside."""
+        """Commit the present step again, if its commit lacks changes from outside, or of the script's values."""
         self.take_in_unannounced()
         (last, _), step = self._way_back.commits, self._pager.counters.step
         if self._is_behind and self._every is not None and last is not None and last.step == step:
             self.write_all(step)
+        elif self._is_early:
+            self._commit_again_if_changed()
+            self.finish()
+
+    def _commit_again_if_changed(self) -> None:
+        """Make the committed step due again, if the script has changed its values since: a snapshot or parking came before.
+
+        Not with ranks together, which would have to agree on it.
+        """
+        last, step = self._way_back.commits[0], self._pager.counters.step
+        self._is_early = False
+        if self._way_back.is_of_all_ranks or self.committed != step or last is None or not last.script:
+            return
+        if encode_script(self._describe(step)) != last.script:
+            self.edits += 1
+            self._due = step
 
     @property
     def commits(self) -> tuple[Commit | None, Commit | None]:
@@ -343,6 +368,7 @@ class Committer:
         with defer_signals:
             if self._record is None:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
+                self._is_early = True
             if self._model.update_is_open:
                 return
             self._model.sync_to_host()
@@ -417,7 +443,7 @@ class Committer:
         data = encode_commit(whole)
         self._way_back.prepare()
         publish_commit(self._way_back.directory, data, self._way_back.durable)
-        self._way_back.committed(Commit.of(whole, data))
+        self._way_back.committed(Commit.of(whole, data, encode_script(record) if self._is_early else b""))
 
     def _check_frozen(self) -> None:
         """Check snapshots that are swap files too for changes, and find out what the run loses.

@@ -41,20 +41,22 @@ class Commit:
         id: known to all ranks.
         files: numbers of the swap files that it needs.
         sections: location of each section's content.
+        script: as `encode_script` returns it; b"" where nobody asks for it, and of a resumed commit.
     """
 
     id: CommitId
     data: bytes
     files: frozenset[int]
     sections: Sequence[SectionRecord]
+    script: bytes = b""
 
     @property
     def step(self) -> int:
         return self.id[0]
 
     @classmethod
-    def of(cls, record: CommitRecord, data: bytes) -> Commit:
-        return cls(record.id, data, files_of(record), record.sections)
+    def of(cls, record: CommitRecord, data: bytes, script: bytes = b"") -> Commit:
+        return cls(record.id, data, files_of(record), record.sections, script)
 
 
 class WayBack:

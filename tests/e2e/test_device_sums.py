@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
-from e2e.models import loss_of, tokens, train_step
+from e2e.models import WIDTH, Net, loss_of, tokens, train_step
 from e2e.twins import Twins
 from swapper.train.gradients.device_grads import DeviceGradients
 
@@ -79,6 +79,35 @@ def test_clipping_between_and_after_backwards_is_bit_equal(on_device: MakeTwins,
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
         return torch.stack(norms)
+
+    pair.train(step, steps=3)
+    pair.finish(paged=False)
+
+
+class InTwoDtypes(Net):
+    """With a layer in fp64, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, WIDTH, dtype=torch.double)
+        self.scales = nn.ParameterList(torch.tensor(1 + n / 100) for n in range(16))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        value = super().forward(tokens)
+        rows = self.wide.weight[: value.shape[-1], 0].float()
+        return value * sum(s * rows[n] for n, s in enumerate(self.scales))
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_clipping_multiplies_a_number_in_the_wider_dtype(on_device: MakeTwins, gradients: str) -> None:
+    pair = on_device(InTwoDtypes(), gradients=gradients, **ROOM)
+
+    def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        loss_of(model, tokens()).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
 
     pair.train(step, steps=3)
     pair.finish(paged=False)

@@ -146,6 +146,45 @@ def test_a_registered_average_goes_on_with_the_update_of_the_last_step(
     assert_same(actual, expected)
 
 
+def take_snapshot(manager: swapper.SwapManager, directory: Path) -> None:
+    manager.snapshot(directory / "snapshot.pt").wait()
+
+
+def park(manager: swapper.SwapManager, directory: Path) -> None:
+    with manager.parked():
+        pass
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "killed in the next forward"])
+@pytest.mark.parametrize("commit_early", [take_snapshot, park, lambda *_: None], ids=["snapshot", "parked", "neither"])
+def test_what_a_script_changes_after_an_early_commit_belongs_to_its_step(
+    tmp_path: Path, commit_early: Callable[[swapper.SwapManager, Path], None], is_closed: bool
+) -> None:
+    def begin(manager: swapper.SwapManager) -> tuple[Any, Any, Any]:
+        model, optimizer, scheduler = killed_run.make()
+        model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        manager.register(scheduler=scheduler)
+        return model, optimizer, scheduler
+
+    with swapper.SwapManager(tmp_path / "run", host_memory=killed_run.BUDGET) as manager:
+        model, optimizer, scheduler = begin(manager)
+        for _ in range(2):
+            killed_run.train_step(model, optimizer, scheduler, manager.step)
+        commit_early(manager, tmp_path)
+        scheduler.step()
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        manager.extra["position"] = 3
+        rate = optimizer.param_groups[0]["lr"]
+        if not is_closed:
+            model(killed_run.batch(2))
+            shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    place = tmp_path / ("run" if is_closed else "killed")
+    with swapper.SwapManager(place, host_memory=killed_run.BUDGET, resume="auto") as manager:
+        model, optimizer, scheduler = begin(manager)
+        assert (manager.step, scheduler.last_epoch, manager.extra) == (2, 3, {"position": 3})
+        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (rate, 0.5)
+
+
 @pytest.mark.parametrize("options", [{"fsync": True}, {"params": "host", "commit_every": 1}, {"commit_every": 2}])
 def test_every_way_to_commit_is_gone_on_from_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
     assert go(tmp_path, 2, **options) + go(tmp_path, STEPS, **options) == killed_run.plain_losses(STEPS)

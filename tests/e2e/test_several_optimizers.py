@@ -113,6 +113,26 @@ def test_each_has_schedulers_groups_and_a_state_of_its_own(several: MakeTwins) -
     pair.finish()
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_that_steps_at_once_leaves_the_others_settings_to_their_deferred_steps(
+    several: MakeTwins, number: int
+) -> None:
+    """A view of a gradient that the script keeps has its optimizer step at once."""
+    pair = several(Net(), by_turns(adamw_and_sgd), update="deferred")
+
+    def run(model: Any, optimizers: Any) -> None:
+        model(TOKENS).square().mean().backward()
+        kept = optimizers[number].param_groups[0]["params"][-1].grad[:1]
+        optimizers.step()
+        for group in optimizers.param_groups:
+            group["lr"] *= 0.5
+        del kept
+        optimizers.zero_grad()
+
+    pair.train(run, steps=3)
+    pair.finish()
+
+
 def test_the_state_of_one_is_not_the_others(several: MakeTwins) -> None:
     pair = several(Net(), by_turns(adamw_and_sgd))
     pair.train(train_step, steps=1)

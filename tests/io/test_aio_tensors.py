@@ -60,8 +60,8 @@ def test_every_dtype(handle: AioHandle, path: Path, dtype: torch.dtype, is_strid
         lambda: torch.nn.Parameter(torch.randn(5000)),
         lambda: torch.randn(5000, requires_grad=True) * 2,
     ],
-    ids=["scalar", "empty", "empty2d", "5d", "permuted", "channels_last", "shifted", "one_of_two", "column", "expanded", "rows_expanded",
-         "conj", "neg", "strided_big", "parameter", "in_a_graph"],
+    ids=["scalar", "empty", "empty2d", "5d", "permuted", "channels_last", "shifted", "one_of_two", "column",
+         "expanded", "rows_expanded", "conj", "neg", "strided_big", "parameter", "in_a_graph"],
 )  # fmt: skip
 def test_every_kind_of_tensor(handle: AioHandle, path: Path, make: Callable[[], torch.Tensor]) -> None:
     tensor = make()

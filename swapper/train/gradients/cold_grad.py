@@ -142,7 +142,13 @@ def _mul(tensor: Any, other: Any) -> Any:
     if not isinstance(other, torch.Tensor):
         return _change(tensor, found, lambda part: part.mul(other))
     factor = _Factor(other)
-    return _change(tensor, found, lambda part: part.mul(factor.on_device_of(part)))
+    if tensor.dim():
+        return _change(tensor, found, lambda part: part.mul(factor.on_device_of(part)))
+
+    def multiply(part: torch.Tensor) -> torch.Tensor:  # two numbers: torch computes in the wider dtype of both
+        return part.clone().view(()).mul_(factor.on_device_of(part)).view(part.shape)
+
+    return _change(tensor, found, multiply)
 
 
 def _clamp(tensor: Any, min: Any = None, max: Any = None) -> Any:

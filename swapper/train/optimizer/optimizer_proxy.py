@@ -254,9 +254,9 @@ class OptimizerProxies:
         group = self.settings(number)
         return bool(group.get("fused") or group.get("capturable"))
 
-    def end_step(self) -> None:
-        for proxy in self._proxies:
-            proxy.end_step()
+    def end_step(self, members: Iterable[int]) -> None:
+        for member in members:
+            self._proxies[member].end_step()
 
     def kind(self, number: int) -> str:
         """Return the qualified class name of a group's optimizer."""

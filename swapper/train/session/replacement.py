@@ -83,7 +83,7 @@ def train_more(current: SessionSlot, add: Callable[[], None]) -> None:
         IoError: a transfer failed.
     """
     with current.turns.turn():
-        current.check()
+        current.check_usable()
         current.check_between_steps("training more parameters")
         counters = current.clock.counters
         with counters.waiting("rank", f"to {VERB}, which another does not, or not yet"):
@@ -301,7 +301,7 @@ def parked(current: SessionSlot) -> Iterator[None]:
 
 
 def _park(current: SessionSlot) -> tuple[Plan, Origin, ParkedParameters]:
-    current.check()
+    current.check_usable()
     run = current.running(PARK)
     _check_to_park(current, run)
     _write_rest(run, current.clock.counters.step)

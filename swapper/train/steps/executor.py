@@ -208,8 +208,10 @@ class UpdateExecutor:
             self._leave_open(member, updates)
         else:
             self._sweep.give_back()
-        if not may_wait or not self._open:
+        if not self._open:
             self._sweep.end()
+        elif not may_wait:
+            self._sweep.end_of(member)
         if is_last and self._policy.in_backward:
             self._end_begun()
 

@@ -142,7 +142,12 @@ class Sweep(SliceUpdates):
 
     def end(self) -> None:
         """Note that all groups of the step are updated. Writes may still be in flight."""
-        self._proxies.end_step()
+        self._proxies.end_step(self.members)
+
+    def end_of(self, member: int) -> None:
+        """Note that all groups of one optimizer's step are updated, and some of others' steps are not."""
+        self.settle()
+        self._proxies.end_step([member])
 
     def abandon(self) -> None:
         """Forget the step: parameters may have been updated in part, and nothing is leased any more."""
