@@ -176,7 +176,8 @@ def test_what_a_script_changes_after_an_early_commit_belongs_to_its_step(
         manager.extra["position"] = 3
         rate = optimizer.param_groups[0]["lr"]
         if not is_closed:
-            model(killed_run.batch(2))
+            while read_commit(tmp_path / "run" / "rank-0-of-1").extra != manager.extra:  # its writes are under way
+                model(killed_run.batch(2))
             shutil.copytree(tmp_path / "run", tmp_path / "killed")
     place = tmp_path / ("run" if is_closed else "killed")
     with swapper.SwapManager(place, host_memory=killed_run.BUDGET, resume="auto") as manager:

@@ -95,7 +95,7 @@ class Sweep:
         self._may_fail = may_fail
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name in ("take_in_written", "give_back", "show", "settle", "end", "fetch_ahead", "prepare"):
+        if name in ("take_in_written", "give_back", "show", "settle", "fetch_ahead", "prepare"):
             return lambda *_: self._may_fail()
         if name in ("rejoin", "abandon"):
             return lambda: None
@@ -108,6 +108,14 @@ class Sweep:
         with _part_of_update():
             self._may_fail()
         self._begun[member] = self.rates[member]
+
+    def end(self) -> None:
+        self._may_fail()
+        self._begun.clear()
+
+    def end_of(self, member: int) -> None:
+        self._may_fail()
+        del self._begun[member]
 
     def changed_setting(self, member: int) -> str | None:
         return None if self._begun[member] == self.rates[member] else "lr"
@@ -135,7 +143,7 @@ class Sweep:
         self.before[update.names[0]] = parameter.detach().clone()
         with torch.no_grad():
             for part in (slice(0, 1), slice(1, None)):
-                parameter.data[part] -= self._begun[settings] * gradient[part]
+                parameter.data[part] -= self._begun.get(settings, self.rates[settings]) * gradient[part]
                 self._may_fail()
 
 
