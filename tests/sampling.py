@@ -16,7 +16,7 @@ from typing import Any
 
 Case = frozenset[tuple[str, Any]]
 
-FREE_S, SELDOM = 0.15, 1 / 20
+FREE_S, SELDOM = 0.08, 1 / 20
 
 
 def runs_a_sample() -> bool:
