@@ -19,7 +19,7 @@ from swapper import _C
 from swapper.checkpoint.stream import Archive, Checksum, StreamWriter, append_item
 from swapper.errors import CheckpointError
 from swapper.formats.dcp_format import Item
-from swapper.formats.safetensors import DTYPES
+from swapper.formats.safetensors import DTYPES, METADATA_KEY
 from swapper.formats.stored import Box, ChunkedTensor, Piece, StoredTensor
 from swapper.formats.torch_writer import StorageRef, leading_records, pickle_state
 from swapper.io.engines import open_for, shared_engine, wait_for_all
@@ -198,10 +198,10 @@ def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, s
     Raises:
         CheckpointError: the format lacks the dtype or the name of a tensor.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    entries: dict[str, object] = {METADATA_KEY: {"format": "pt", **metadata}}
     cursor = 0
     for tensor in tensors:
-        if tensor.name in entries:
+        if tensor.name == METADATA_KEY:
             raise CheckpointError(
                 f"a tensor has the name {tensor.name!r}, which safetensors keeps for itself: use --to torch"
             )

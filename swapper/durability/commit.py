@@ -11,6 +11,7 @@ param: float32 [50, 64] at 0`. So a record needs no model to say what it has, an
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -195,9 +196,10 @@ def encode_commit(record: CommitRecord) -> bytes:
     return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build([])
 
 
-def encode_script(record: CommitRecord) -> bytes:
-    """Return bytes that tell whether a script has changed what a record has of it: settings, registered objects, `extra`."""
-    return encode_commit(replace(record, plans=[], files={}, sections=[], state_entries={}, edits=0))
+def digest_of_script(record: CommitRecord) -> bytes:
+    """Return a digest of what a record has of the script: settings, registered objects, `extra`. Equal content mostly has one."""
+    content = encode_commit(replace(record, plans=[], files={}, sections=[], state_entries={}, edits=0))
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def check_state(state: object) -> None:

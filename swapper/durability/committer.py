@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from swapper import _C
-from swapper.durability.commit import CommitRecord, SectionRecord, encode_commit, encode_script, publish_commit
+from swapper.durability.commit import CommitRecord, SectionRecord, digest_of_script, encode_commit, publish_commit
 from swapper.durability.recovery import Commit, WayBack
 from swapper.durability.snapshot import Publisher, Snapshot
 from swapper.durability.verify import find_losses
@@ -154,13 +154,12 @@ class Committer:
         """
         self._publisher.settle()
         is_of_next_step = not (is_evaluation and self._is_trained)
-        if is_of_next_step and self._is_early and self._due is None:
-            self._commit_again_if_changed()
+        if is_of_next_step and self._is_early:
+            self._take_in_script()
         if self._due is None or (self._record is None and not is_of_next_step):
             return
         try:
-            self._capture()
-            self._is_early = self._is_early and not is_of_next_step
+            self._capture(is_early=False)
             if self._publisher.reads_sources or self._writes is None:
                 return
             if self._pager.writes_are_done() and all(ticket.done for _, ticket in self._writes):
@@ -240,21 +239,27 @@ class Committer:
         if self._is_behind and self._every is not None and last is not None and last.step == step:
             self.write_all(step)
         elif self._is_early:
-            self._commit_again_if_changed()
+            self._take_in_script()
             self.finish()
 
-    def _commit_again_if_changed(self) -> None:
-        """Make the committed step due again, if the script has changed its values since: a snapshot or parking came before.
+    def _take_in_script(self) -> None:
+        """Have the record that was captured early have what the script has changed since: settings, registered objects, `extra`.
 
-        Not with ranks together, which would have to agree on it.
+        If it is published, the step is due again. Not with ranks together, which would have to agree on it.
         """
-        last, step = self._way_back.commits[0], self._pager.counters.step
-        self._is_early = False
-        if self._way_back.is_of_all_ranks or self.committed != step or last is None or not last.script:
-            return
-        if encode_script(self._describe(step)) != last.script:
-            self.edits += 1
-            self._due = step
+        step, last = self._pager.counters.step, self._way_back.commits[0]
+        with defer_signals:
+            if self._due is not None and self._record is not None:
+                edits, entries = self._record.edits, self._record.state_entries
+                self._record = dataclasses.replace(self._describe(self._due), edits=edits, state_entries=entries)
+            elif self.committed == step and last is not None and self._has_changed_since(last):
+                self.edits += 1
+                self._due = step
+            self._is_early = False
+            self._way_back.forget_script()
+
+    def _has_changed_since(self, last: Commit) -> bool:
+        return bool(last.script) and digest_of_script(self._describe(last.step)) != last.script
 
     @property
     def commits(self) -> tuple[Commit | None, Commit | None]:
@@ -358,17 +363,20 @@ class Committer:
             with contextlib.suppress(IoError):
                 ticket.wait()
 
-    def _capture(self) -> None:
+    def _capture(self, is_early: bool = True) -> None:
         """Capture the state of the step; once its updates are done, submit the writes of resident content.
 
         They are waited for before the next step changes it.
+
+        Args:
+            is_early: no forward of the next step has begun.
         """
         if self._due is None or self._writes is not None:
             return
         with defer_signals:
             if self._record is None:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
-                self._is_early = True
+                self._is_early = is_early
             if self._model.update_is_open:
                 return
             self._model.sync_to_host()
@@ -441,9 +449,10 @@ class Committer:
         self._store.check_whole()
         whole = dataclasses.replace(record, files=self._store.names, sections=self._places())
         data = encode_commit(whole)
+        script = digest_of_script(record) if self._is_early and not self._way_back.is_of_all_ranks else b""
         self._way_back.prepare()
         publish_commit(self._way_back.directory, data, self._way_back.durable)
-        self._way_back.committed(Commit.of(whole, data, encode_script(record) if self._is_early else b""))
+        self._way_back.committed(Commit.of(whole, data, script))
 
     def _check_frozen(self) -> None:
         """Check snapshots that are swap files too for changes, and find out what the run loses.

@@ -41,7 +41,7 @@ class Commit:
         id: known to all ranks.
         files: numbers of the swap files that it needs.
         sections: location of each section's content.
-        script: as `encode_script` returns it; b"" where nobody asks for it, and of a resumed commit.
+        script: as `digest_of_script` returns it, while it may change before the next forward; else b"".
     """
 
     id: CommitId
@@ -109,16 +109,21 @@ class WayBack:
             self._before = self._last
 
     def committed(self, commit: Commit) -> None:
-        """Note that `commit` was published."""
-        if self._ranks is None:
+        """Note that `commit` was published. If it is of the last step once more, the one before that stays as it is."""
+        is_again = self._last is not None and self._last.step == commit.step
+        if self._ranks is None and not is_again:
             beneath.unlink(self.directory / FALLBACK_NAME)
-            if self._last is not None and self._last.id != commit.id:
-                self._before = self._last
+            self._before = self._last
         self._last = commit
+
+    def forget_script(self) -> None:
+        """Note that the script may have changed its values since the last commit, and that nobody will ask."""
+        if self._last is not None and self._last.script:
+            self._last = dataclasses.replace(self._last, script=b"")
 
     def spared(self, is_snapshot: bool) -> frozenset[int]:
         """Return the files that must stay from now on; `is_snapshot`: a snapshot is about to be published."""
-        is_needed = is_snapshot if self._ranks is None else self._agreed is not self._last
+        is_needed = is_snapshot or self.step is not None if self._ranks is None else self._agreed is not self._last
         return self._before.files if self._before is not None and is_needed else frozenset()
 
     def keep_for_snapshot(self) -> None:

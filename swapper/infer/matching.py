@@ -153,8 +153,8 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
         if (recipe := recipes.get(id(buffer))) is not None
     ]
     unexpected = [name for name in stored if name not in wanted]
-    others = list(source.other_tensors)
-    if strict and (missing or unexpected):
+    others = [name for name in missing if any(f".{other}".endswith(f".{name}") for other in source.other_tensors)]
+    if others or (strict and (missing or unexpected)):
         raise CheckpointError(
             f"{source.path} does not fit the model: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}. "
             "Map names with rename=, or pass strict=False to skip unexpected names and keep the model's own values "

@@ -147,7 +147,17 @@ def test_a_registered_average_goes_on_with_the_update_of_the_last_step(
 
 
 def take_snapshot(manager: swapper.SwapManager, directory: Path) -> None:
+    manager.snapshot(directory / "snapshot.pt")
+
+
+def wait_for_snapshot(manager: swapper.SwapManager, directory: Path) -> None:
     manager.snapshot(directory / "snapshot.pt").wait()
+
+
+def wait_for_two(manager: swapper.SwapManager, directory: Path) -> None:
+    wait_for_snapshot(manager, directory)
+    manager.extra["position"] = 2
+    manager.snapshot(directory / "second.pt").wait()
 
 
 def park(manager: swapper.SwapManager, directory: Path) -> None:
@@ -155,10 +165,19 @@ def park(manager: swapper.SwapManager, directory: Path) -> None:
         pass
 
 
+EARLY = {
+    "a snapshot": take_snapshot,
+    "a snapshot, waited for": wait_for_snapshot,
+    "two snapshots": wait_for_two,
+    "parking": park,
+    "nothing": lambda *_: None,
+}
+
+
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "killed in the next forward"])
-@pytest.mark.parametrize("commit_early", [take_snapshot, park, lambda *_: None], ids=["snapshot", "parked", "neither"])
+@pytest.mark.parametrize("early", EARLY)
 def test_what_a_script_changes_after_an_early_commit_belongs_to_its_step(
-    tmp_path: Path, commit_early: Callable[[swapper.SwapManager, Path], None], is_closed: bool
+    tmp_path: Path, early: str, is_closed: bool
 ) -> None:
     def begin(manager: swapper.SwapManager) -> tuple[Any, Any, Any]:
         model, optimizer, scheduler = killed_run.make()
@@ -170,7 +189,7 @@ def test_what_a_script_changes_after_an_early_commit_belongs_to_its_step(
         model, optimizer, scheduler = begin(manager)
         for _ in range(2):
             killed_run.train_step(model, optimizer, scheduler, manager.step)
-        commit_early(manager, tmp_path)
+        EARLY[early](manager, tmp_path)
         scheduler.step()
         optimizer.param_groups[0]["weight_decay"] = 0.5
         manager.extra["position"] = 3
@@ -184,6 +203,39 @@ def test_what_a_script_changes_after_an_early_commit_belongs_to_its_step(
         model, optimizer, scheduler = begin(manager)
         assert (manager.step, scheduler.last_epoch, manager.extra) == (2, 3, {"position": 3})
         assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (rate, 0.5)
+
+
+def test_a_step_that_is_committed_again_keeps_the_commit_before_its_snapshot(tmp_path: Path) -> None:
+    """Which may be a second name of the swap file: somebody changes it."""
+    model, optimizer, scheduler = killed_run.make()
+    with swapper.SwapManager(tmp_path / "run", host_memory=killed_run.BUDGET) as manager:
+        model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        losses = [killed_run.train_step(model, optimizer, scheduler, number) for number in range(2)]
+        wait_for_snapshot(manager, tmp_path)
+        manager.extra["position"] = 3
+    record = read_commit(tmp_path / "run" / "rank-0-of-1")
+    assert record is not None and record.id == (2, 1)
+    (tmp_path / "snapshot.pt").chmod(0o600)
+    with (tmp_path / "snapshot.pt").open("r+b") as file:
+        file.seek(1 << 18)
+        file.write(b"changed" * 4096)
+    model, optimizer, scheduler = killed_run.make()
+    with swapper.SwapManager(tmp_path / "run", host_memory=killed_run.BUDGET, resume="auto") as manager:
+        model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        assert manager.step == 1
+        assert killed_run.train_step(model, optimizer, scheduler, 1) == losses[1]
+
+
+def test_a_script_that_changes_nothing_has_no_step_committed_again(tmp_path: Path) -> None:
+    model, optimizer, scheduler = killed_run.make()
+    with swapper.SwapManager(tmp_path / "run", host_memory=killed_run.BUDGET) as manager:
+        model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        manager.register(scheduler=scheduler)
+        killed_run.train_step(model, optimizer, scheduler, 0)
+        wait_for_snapshot(manager, tmp_path)
+        model(killed_run.batch(1))
+    record = read_commit(tmp_path / "run" / "rank-0-of-1")
+    assert record is not None and record.id == (1, 0)
 
 
 @pytest.mark.parametrize("options", [{"fsync": True}, {"params": "host", "commit_every": 1}, {"commit_every": 2}])
