@@ -93,3 +93,15 @@ def test_a_tensor_that_was_saved_lazily_is_named(tmp_path, lazy):
     torch.save(Complex().state_dict(), tmp_path / "model.pt")
     with pytest.raises(swapper.CheckpointError, match=r"or lazy tensors: weight: save .*resolve_conj\(\)"):
         swapper.load(Complex(), tmp_path / "model.pt", host_memory=BUDGET)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("path", [".", "pytorch_model.bin"], ids=["directory", "file"])
+def test_a_sparse_tensor_is_named_and_not_left_out(tmp_path, strict, path):
+    """It would be missing, and the model keep values of its own."""
+    state = {"module": {"weight": torch.eye(8).to_sparse(), "bias": torch.ones(8)}}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        swapper.CheckpointError, match=r"sparse, quantized or lazy tensors: weight: save .*to_dense\(\)"
+    ):
+        swapper.load(nn.Linear(8, 8), tmp_path / path, host_memory=BUDGET, strict=strict)
