@@ -109,11 +109,12 @@ class WayBack:
             self._before = self._last
 
     def committed(self, commit: Commit) -> None:
-        """Note that `commit` was published. If it is of the last step once more, the one before that stays as it is."""
-        is_again = self._last is not None and self._last.step == commit.step
-        if self._ranks is None and not is_again:
+        """Note that `commit` was published. If it is of the last step once more, what was kept for a snapshot of that stays."""
+        is_kept = self._last is not None and self._last.step == commit.step and self.step is not None
+        if self._ranks is None and not is_kept:
             beneath.unlink(self.directory / FALLBACK_NAME)
-            self._before = self._last
+            if self._last is not None and self._last.id != commit.id:
+                self._before = self._last
         self._last = commit
 
     def forget_script(self) -> None:

@@ -205,16 +205,18 @@ def test_what_a_script_changes_after_an_early_commit_belongs_to_its_step(
         assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (rate, 0.5)
 
 
-def test_a_step_that_is_committed_again_keeps_the_commit_before_its_snapshot(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_step_that_is_committed_again_keeps_the_commit_before_its_snapshot(tmp_path: Path, is_again: bool) -> None:
     """Which may be a second name of the swap file: somebody changes it."""
     model, optimizer, scheduler = killed_run.make()
     with swapper.SwapManager(tmp_path / "run", host_memory=killed_run.BUDGET) as manager:
         model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
         losses = [killed_run.train_step(model, optimizer, scheduler, number) for number in range(2)]
         wait_for_snapshot(manager, tmp_path)
-        manager.extra["position"] = 3
+        if is_again:
+            manager.extra["position"] = 3
     record = read_commit(tmp_path / "run" / "rank-0-of-1")
-    assert record is not None and record.id == (2, 1)
+    assert record is not None and record.id == (2, is_again)
     (tmp_path / "snapshot.pt").chmod(0o600)
     with (tmp_path / "snapshot.pt").open("r+b") as file:
         file.seek(1 << 18)
