@@ -108,7 +108,7 @@ def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
         return Selection(tensors, [], stamps)
     opened = open_source(source)
     if opened.kind != "torch":
-        return _select_from_safetensors(opened)
+        return _select_all(opened)
     return _select_from_torch(opened, what)
 
 
@@ -194,7 +194,7 @@ def _whole(tensor: StoredTensor, name: str) -> ExportTensor:
     return ExportTensor(name, tensor.dtype, tensor.shape, (tensor,))
 
 
-def _select_from_safetensors(source: Source) -> Selection:
+def _select_all(source: Source) -> Selection:
     """Select all of a file or a directory of Hugging Face; what is quantized there is known as such."""
     _refuse(source, source.other_tensors.keys())
     layouts = layouts_of(source.metadata, source.path)

@@ -197,7 +197,10 @@ def encode_commit(record: CommitRecord) -> bytes:
 
 
 def digest_of_script(record: CommitRecord) -> bytes:
-    """Return a digest of what a record has of the script: settings, registered objects, `extra`. Equal content mostly has one."""
+    """Return a digest of what a record has of the script: settings, registered objects, `extra`.
+
+    Another digest may be of equal content: pickles differ where objects share parts.
+    """
     content = encode_commit(replace(record, plans=[], files={}, sections=[], state_entries={}, edits=0))
     return hashlib.blake2b(content, digest_size=16).digest()
 

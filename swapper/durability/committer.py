@@ -13,11 +13,11 @@ otherwise, or if state stays on a device. A number commits every that many steps
 
 [Note: changes by hand] A script that resumes from a step does not do again what it did after it: that is in the
 step's commit, so a process that is killed before its next forward resumes one step earlier. What follows the capture is
-in the next commit, or in one that closing makes. A snapshot and parking capture before the next forward: if the script
-changes settings, registered objects or `extra` after them, that forward, or closing, commits the step again. Changes of
-parameters in memory are not announced, so these are compared with the last commit, where it counts whether it has them:
-before a step (which is not undone then), before parking, and at the end. Where the next step has begun, closing commits
-nothing: it would be a mix of two.
+in the next commit, or in one that closing makes. A snapshot, parking and added groups capture before the next forward:
+if the script changes settings, registered objects or `extra` after them, that forward, or closing, commits the step
+again. Changes of parameters in memory are not announced, so these are compared with the last commit, where it counts
+whether it has them: before a step (which is not undone then), before parking, and at the end. Where the next step has
+begun, closing commits nothing: it would be a mix of two.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Committer:
             self.finish()
 
     def _take_in_script(self) -> None:
-        """Have the record that was captured early have what the script has changed since: settings, registered objects, `extra`.
+        """Add to a record that was captured early what the script has changed since: settings, registered objects, `extra`.
 
         If it is published, the step is due again. Not with ranks together, which would have to agree on it.
         """

@@ -124,7 +124,8 @@ class WayBack:
 
     def spared(self, is_snapshot: bool) -> frozenset[int]:
         """Return the files that must stay from now on; `is_snapshot`: a snapshot is about to be published."""
-        is_needed = is_snapshot or self.step is not None if self._ranks is None else self._agreed is not self._last
+        is_of_snapshot = is_snapshot or self.step is not None
+        is_needed = is_of_snapshot if self._ranks is None else self._agreed is not self._last
         return self._before.files if self._before is not None and is_needed else frozenset()
 
     def keep_for_snapshot(self) -> None:

@@ -40,7 +40,7 @@ from swapper.infer.weights import (
     refuse_gradient,
 )
 from swapper.io.engines import Transfer, wait_for_all
-from swapper.io.tensor_bytes import flat_bytes
+from swapper.io.tensor_bytes import has_same_bits
 from swapper.modules.cold import ColdParameter
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, RunWith
@@ -55,13 +55,6 @@ log = logging.getLogger("swapper")
 
 KEY = "_swapper_loaded"
 """Key of a model's `__dict__` for its LoadedModel, which is freed with the model."""
-
-
-def _has_bits_of(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether a tensor has the elements of `other`, in the same dtype, bit for bit."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    return torch.equal(flat_bytes(one), flat_bytes(other))
 
 
 def loaded(model: nn.Module) -> LoadedModel:
@@ -304,7 +297,7 @@ class LoadedModel(FaultHandler):
     ) -> object:
         self._check_usable()
         if function is torch.Tensor.copy_:  # load_state_dict, of the values that it has
-            return parameter if _has_bits_of(self.whole(parameter), args[1]) else NotImplemented
+            return parameter if has_same_bits(self.whole(parameter), args[1]) else NotImplemented
         operator = self._operators.get((id(parameter), function))
         if (
             operator is None or self._hooks is None or not self._hooks.is_inside

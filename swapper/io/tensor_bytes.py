@@ -80,6 +80,12 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return run.as_strided((run.numel(),), (1,)).view(torch.uint8)
 
 
+def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and device, and the same bits; NaNs are alike if their bits are."""
+    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return alike and torch.equal(flat_bytes(one), flat_bytes(other))
+
+
 def views_of_range(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """Yield views that together are the elements [start, stop) in row-major order; at most 2 * dimensions + 1.
 

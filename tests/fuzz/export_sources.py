@@ -116,7 +116,7 @@ def tensors_of(program: Program) -> Tensors:
         base = bases.setdefault((dtype, shape), fresh) if is_shared else fresh
         try:
             found[name] = FORMS[form](base)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             raise Impossible(str(error)) from error
     return found
 
@@ -125,7 +125,7 @@ def tensors_of(program: Program) -> Tensors:
 
 
 def whole(program: Program, tensors: Tensors) -> dict[str, Any]:
-    """Return the state that is written: the model under its key, beside other entries."""
+    """Return the state that is written: the model under its key, with other entries."""
     others = {name: OTHERS[name] for name in program["others"]}
     key = program["key"]
     state: dict[str, Any] = {key: tensors, **others} if key else {**others, **tensors}

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable
 
 import pytest
 
-from fuzz import cases
 from fuzz.caches import CACHES, CALLS, PLAIN, Pair, Reading
+from fuzz.cases import Kind
 
 pytestmark = pytest.mark.usefixtures("prepared")
 PROGRAM = {"seed": 1, **PLAIN, "calls": [["forward", 1], ["read", 2], ["save", 3]]}
 
 
-def test_some_programs_give_what_a_cache_in_memory_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cases", "6", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
-    result, said = cases.run(CACHES, arguments), capsys.readouterr().out
-    assert result == 0, said
-    assert "'clean'" in said, said
+def test_some_programs_give_what_a_cache_in_memory_gives(run_some: Callable[[Kind, int], None]) -> None:
+    run_some(CACHES, 6)
 
 
 BAD: dict[str, tuple[str, Callable[[Reading, Pair], object]]] = {
@@ -30,17 +25,5 @@ BAD: dict[str, tuple[str, Callable[[Reading, Pair], object]]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_the_fuzzer_notices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, act = BAD[kind]
-    read = CALLS["read"]
-
-    def act_and_read(reading: Reading, pair: Pair, chance: random.Random) -> None:
-        act(reading, pair)
-        read(reading, pair, chance)
-
-    assert cases.watched(CACHES, PROGRAM) is None
-    monkeypatch.setitem(CALLS, "read", act_and_read)
-    problem = cases.watched(CACHES, PROGRAM)
-    assert problem is not None and said in problem, problem
-    program, _ = cases.reduced(CACHES, PROGRAM, problem)
-    assert len(program["calls"]) < len(PROGRAM["calls"])
+def test_the_fuzzer_notices(kind: str, check_noticed: Callable[..., None]) -> None:
+    check_noticed(CACHES, PROGRAM, CALLS, "read", *BAD[kind])

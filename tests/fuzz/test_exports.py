@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable
 
 import pytest
 
-from fuzz import cases
+from fuzz.cases import Kind
 from fuzz.exports import EXPORTS, PLAIN, STEPS, Checkpoint
 
 pytestmark = pytest.mark.usefixtures("prepared")
@@ -16,11 +14,8 @@ TENSORS = [["weight", "float32", "row", "plain", False], ["a.bias", "bfloat16", 
 PROGRAM = {"seed": 1, **PLAIN, "key": "model", "tensors": TENSORS, "steps": [["list", 1], ["load", 2], ["export", 3]]}
 
 
-def test_some_programs_keep_every_bit(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cases", "25", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
-    result, said = cases.run(EXPORTS, arguments), capsys.readouterr().out
-    assert result == 0, said
-    assert "'clean'" in said, said
+def test_some_programs_keep_every_bit(run_some: Callable[[Kind, int], None]) -> None:
+    run_some(EXPORTS, 25)
 
 
 BAD: dict[str, tuple[str, Callable[[Checkpoint], object]]] = {
@@ -31,17 +26,5 @@ BAD: dict[str, tuple[str, Callable[[Checkpoint], object]]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_the_fuzzer_notices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, act = BAD[kind]
-    to_format = STEPS["export"]
-
-    def act_and_export(checkpoint: Checkpoint, chance: random.Random) -> None:
-        act(checkpoint)
-        to_format(checkpoint, chance)
-
-    assert cases.watched(EXPORTS, PROGRAM) is None
-    monkeypatch.setitem(STEPS, "export", act_and_export)
-    problem = cases.watched(EXPORTS, PROGRAM)
-    assert problem is not None and said in problem, problem
-    program, _ = cases.reduced(EXPORTS, PROGRAM, problem)
-    assert len(program["steps"]) < len(PROGRAM["steps"])
+def test_the_fuzzer_notices(kind: str, check_noticed: Callable[..., None]) -> None:
+    check_noticed(EXPORTS, PROGRAM, STEPS, "export", *BAD[kind])

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from fuzz import cases
+from fuzz.cases import Kind
 from fuzz.loads import CALLS, LOADS, PLAIN, Loads
 
 pytestmark = pytest.mark.usefixtures("prepared")
 PROGRAM = {"seed": 1, **PLAIN, "layers": ["linear", "lazy", "gru"], "calls": [["forward", 1], ["read all", 2]]}
 
 
-def test_some_programs_give_what_a_model_in_memory_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cases", "12", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
-    result, said = cases.run(LOADS, arguments), capsys.readouterr().out
-    assert result == 0, said
-    assert "'clean'" in said, said
+def test_some_programs_give_what_a_model_in_memory_gives(run_some: Callable[[Kind, int], None]) -> None:
+    run_some(LOADS, 12)
 
 
 def test_the_smallest_budget_is_named_once() -> None:
@@ -42,17 +38,5 @@ BAD: dict[str, tuple[str, Callable[[Loads], object]]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_the_fuzzer_notices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, act = BAD[kind]
-    read_all = CALLS["read all"]
-
-    def act_and_read(loads: Loads, chance: random.Random) -> None:
-        act(loads)
-        read_all(loads, chance)
-
-    assert cases.watched(LOADS, PROGRAM) is None
-    monkeypatch.setitem(CALLS, "read all", act_and_read)
-    problem = cases.watched(LOADS, PROGRAM)
-    assert problem is not None and said in problem, problem
-    program, _ = cases.reduced(LOADS, PROGRAM, problem)
-    assert len(program["calls"]) < len(PROGRAM["calls"])
+def test_the_fuzzer_notices(kind: str, check_noticed: Callable[..., None]) -> None:
+    check_noticed(LOADS, PROGRAM, CALLS, "read all", *BAD[kind])

@@ -24,11 +24,8 @@ PROGRAM = {
 }
 
 
-def test_some_programs_train_as_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cases", "4", "--minutes", "2", "--seed", os.environ["SWAPPER_TEST_SEED"]]
-    result, said = cases.run(programs.PROGRAMS, arguments), capsys.readouterr().out
-    assert result == 0, said
-    assert "'clean'" in said, said
+def test_some_programs_train_as_plain_torch(run_some: Callable[[cases.Kind, int], None]) -> None:
+    run_some(programs.PROGRAMS, 4)
 
 
 def end(side: Side) -> None:

@@ -115,7 +115,7 @@ def check_same(got, expected) -> None:
 
 
 def next_turn(sequences, *caches):
-    """Take the last seven tokens back, and return the inputs of a turn that goes on from there."""
+    """Take the last seven tokens back, and return the inputs of a turn that continues there."""
     for one in caches:
         one.crop(-7)
     ids = torch.cat([sequences[:, :-6], prompt(1, 9)["input_ids"]], 1)

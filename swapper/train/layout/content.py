@@ -25,7 +25,7 @@ from swapper.errors import CheckpointError, InvariantError, UnsupportedError
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import Engine, all_over, open_engine
-from swapper.io.tensor_bytes import flat_bytes
+from swapper.io.tensor_bytes import has_same_bits
 from swapper.paging.layout import SectionPlan, Slot, TensorSpec
 from swapper.paging.pager import Pager
 from swapper.paging.schedule import Access
@@ -250,7 +250,7 @@ def compare(section: Section, pager: Pager, content: SectionSource) -> None:
         value = values[slot.spec.owner]
         if value is None:
             continue
-        if not torch.equal(flat_bytes(value.detach().reshape(-1)[begin:end].cpu()), flat_bytes(view)):
+        if not has_same_bits(value.detach().reshape(-1)[begin:end].cpu(), view):
             path = None if section.plan.external is None else section.plan.external.path
             raise CheckpointError(
                 f"frozen parameter {slot.spec.owner} has other values in the model than in {path}, contrary to external= "

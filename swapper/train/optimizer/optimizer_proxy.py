@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.errors import UnsupportedError
-from swapper.io.tensor_bytes import flat_bytes
+from swapper.io.tensor_bytes import has_same_bits
 from swapper.train.optimizer.entries import Iterations, flat, nested
 from swapper.train.optimizer.optimizer_set import OptimizerSet, kind_of
 from swapper.train.optimizer.own_code import is_known, may_draw
@@ -347,13 +347,7 @@ class _Settings:
 def is_same(one: Any, other: Any) -> bool:
     """Return True if two values are the same, tensors bit for bit, in lists and dictionaries too."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return (
-            isinstance(one, torch.Tensor)
-            and isinstance(other, torch.Tensor)
-            and one.dtype == other.dtype
-            and one.shape == other.shape
-            and flat_bytes(one).equal(flat_bytes(other))
-        )
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and has_same_bits(one, other)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(is_same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -28,7 +28,7 @@ from swapper.durability.ranks import Ranks
 from swapper.errors import StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
 from swapper.io.engines import Engine
-from swapper.io.tensor_bytes import flat_bytes
+from swapper.io.tensor_bytes import has_same_bits
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Models
 from swapper.modules.guarded import FaultHandler, handler_of
@@ -277,12 +277,8 @@ def _sync(parameter: nn.Parameter, process_group: Any, src: int) -> None:
     value = torch.empty_like(own).copy_(own)
     dist.broadcast(value, group=process_group, group_src=src)
     fault_handler = handler_of(parameter)
-    if fault_handler is not None and not _same_bits(value, own):
+    if fault_handler is not None and not has_same_bits(value, own):
         fault_handler.write([parameter], torch.Tensor.copy_, lambda shown: parameter.copy_(value))
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(flat_bytes(one), flat_bytes(other))
 
 
 class MemberState:
