@@ -68,3 +68,18 @@ def test_what_swapper_or_torch_refuses_is_no_failure(monkeypatch: pytest.MonkeyP
     for program, said in ((with_graph, "impossible"), (refused, "UnsupportedError"), (PROGRAM, None)):
         problem = cases.watched(programs.PROGRAMS, program)
         assert problem is said or (problem is not None and problem.startswith(f"{cases.REFUSED}{said}")), problem
+
+
+@pytest.mark.parametrize("device", [None, "late"])
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_gradients_that_were_zeroed_and_do_not_come_again_are_zeros(update: str, device: str | None) -> None:
+    """Of experts that no token goes to, on pages with others; and -0 that is added to them makes 0."""
+    options = {**programs.PLAIN_OPTIONS, "update": update, "optimizer_state": "host", "gradients": "nvme"}
+    program = {
+        **programs.PLAIN,
+        "seed": 880113987,
+        "layers": ["bf16+channels last", "spectral norm", "experts"],
+        "options": options if device is None else {**options, "device": device, "update_on": "cpu"},
+        "loop": [["ordinary", 0], ["zero in place", 776], ["two graphs", 402]],
+    }
+    assert cases.watched(programs.PROGRAMS, program) is None

@@ -98,7 +98,9 @@ class DeviceGradients(PagedGradients):
         key = id(slot.parameter)
         self._on_device.gradient_came(key)
         gradient = gradient.to(self._on_device.device.device)  # one that the user has assigned to a shard
-        earlier, here = self._take_sum(key), slot.content if adding and not slot.content.zero else None
+        if adding and slot.content.zero:  # zeros all the same: torch makes 0 of 0 and -0
+            gradient, adding = slot.content.of(gradient).add_(gradient), False
+        earlier, here = self._take_sum(key), slot.content if adding else None
         slot.content = GradientMeta()
         if here is None:
             self._usual[key], self._came[key] = self._came[key], 0

@@ -210,6 +210,7 @@ class Gradients:
         """Move a group's gradients to where its update reads them, and have its image on the device filled again after it."""
         parameters = update.trainable.parameters
         self.paged.store_assigned(parameters, update.gradients)
+        self.paged.fill_zeroed(parameters)
         self.paged.settle(parameters)
         self._processor.before_update(update.trainable.group)
 

@@ -167,9 +167,14 @@ class PagedGradients:
                 self._move(slot, gradient.detach().contiguous(), adding=False)
 
     def before_step(self) -> None:
-        """Fill every gradient's pages that the sweep leases, even of one that was zeroed and did not arrive again."""
-        for slot in self._slots.values():
-            if slot.content.zero and type(slot.parameter.grad) is ColdGradient:
+        """Fill every gradient's pages that the sweep leases."""
+        self.fill_zeroed(slot.parameter for slot in self._slots.values())
+
+    def fill_zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Fill the pages of gradients that were zeroed and did not arrive again, before an update reads them."""
+        for parameter in parameters:
+            slot = self._slots.get(id(parameter))
+            if slot is not None and slot.content.zero and type(slot.parameter.grad) is ColdGradient:
                 for view, _, _ in self._pages(slot):
                     view.zero_()
                 slot.content.zero = False
