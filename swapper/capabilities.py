@@ -20,7 +20,7 @@ class Feature(Enum):
     PARAMS_ON_DEVICE = "params='device'"
     STATE_ON_DEVICE = "optimizer_state='device'"
     GRADIENTS_ON_DEVICE = "gradients='device'"
-    GRADIENTS_LEAVE = "gradients that leave a device as they arrive"
+    GRADIENTS_LEAVE = "gradients that leave a device, or go to NVMe, as they arrive"
     UPDATE_ON_DEVICE = "update_on='device'"
     KERNEL = "update_with='kernel'"
     STOCHASTIC_ROUNDING = "stochastic_rounding"
@@ -99,8 +99,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         _F.REPLICATED,
         _F.GRADIENTS_LEAVE,
-        "gradients are averaged on the device, and would have left it for host memory before that. Offload with "
-        "gradients='device'",
+        "gradients are averaged where they are computed, and would have left before that. Offload with gradients='host', on "
+        "a device with gradients='device', or shard the model with fully_shard",
     ),
     Rule(
         _F.CLIPPING,

@@ -23,8 +23,7 @@ from torch import nn
 from swapper.device.device import Device
 from swapper.modules.groups import Unit
 from swapper.runtime.free_memory import Watch, peak_resident_bytes, return_free_memory
-from swapper.tensors.torch_private import pytree
-from swapper.train.sharded.shards import is_sharded
+from swapper.tensors.torch_private import is_sharded, pytree
 
 log = logging.getLogger("swapper")
 

@@ -34,6 +34,7 @@ from swapper.tensors.guarded_tensor import (
     as_plain,
     changes_nothing,
     getters,
+    goes_on_after,
     leaves,
     native,
     share_memory,
@@ -376,6 +377,8 @@ def _operate(func: Function, args: tuple[object, ...], kwargs: dict[str, object]
         if any(isinstance(tensor, Cold) for tensor in touched):  # a wrapper of torch.func's keeps its class
             return native(func, args, kwargs)
         return func(*args, **kwargs)  # which asks other guarded tensors among them
+    if goes_on_after(func, kwargs):
+        refuse(owners[0], f"{name_of(func)}, which goes on after its call,")
     away = [owner for owner in owners if is_cold(owner)]
     changed = [tensor for tensor in written_among(func, args, kwargs) if isinstance(tensor, Cold)]
     written = {id(owner_of(tensor)) for tensor in changed}

@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch.nn import functional as F
 
+from swapper.errors import StateError
 from swapper.tensors.torch_private import not_traced, schemas_of, without_torch_functions
 
 Function = Callable[..., Any]
@@ -107,10 +108,43 @@ RUNNING: dict[Function, tuple[tuple[int, str], ...]] = {
 """Running statistics, position and name of each argument: the schemas do not say that they are written."""
 
 
+COLLECTIVES: dict[Function, tuple[tuple[int, str], ...]] = {
+    getattr(torch.distributed, name): ((place, of),)
+    for of, place, names in (
+        ("tensor", 0, "broadcast all_reduce reduce scatter recv irecv"),
+        ("tensors", 0, "all_reduce_coalesced"),
+        ("tensor_list", 0, "all_gather"),
+        ("gather_list", 1, "gather"),
+        ("output_tensor_lists", 0, "all_gather_coalesced"),
+        ("output_tensor", 0, "all_gather_into_tensor all_gather_single"),
+        ("output", 0, "reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all_single"),
+        ("output_tensor_list", 0, "all_to_all"),
+    )
+    for name in names.split()
+    if hasattr(torch.distributed, name)
+}
+"""As RUNNING, of torch.distributed. They write past what counts versions."""
+
+SENDING: set[Function] = _named("send isend", torch.distributed)
+
+
+def goes_on_after(func: Function, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of `func` uses its tensors after it has returned."""
+    is_collective = func in COLLECTIVES or func in SENDING
+    return is_collective and (bool(kwargs.get("async_op")) or func.__name__ in ("isend", "irecv"))
+
+
 def written_arguments(function: Function) -> list[tuple[int, str]]:
     """Return position and name of each argument that `function`, one of torch's, writes to, but `out=`."""
     first = [(0, "self")] if writes_first(function) else []
-    return [*first, *_written_by_schema(getattr(function, "__name__", "")), *RUNNING.get(function, ())]
+    if function in COLLECTIVES:
+        return list(COLLECTIVES[function])
+    return [*first, *_written_by_schema(_name_of(function)), *RUNNING.get(function, ())]
+
+
+def _name_of(function: Function) -> str:
+    """Return the name of one of torch's functions, or of one of ATen's operations without that of its overload."""
+    return getattr(function, "__name__", "").partition(".")[0]
 
 
 @cache
@@ -125,7 +159,7 @@ def _written_by_schema(name: str) -> frozenset[tuple[int, str]]:
 
 def writes_first(function: Function) -> bool:
     """Return whether `function`, one of torch's, writes to its first argument."""
-    name = getattr(function, "__name__", "")
+    name = _name_of(function)
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
@@ -312,8 +346,11 @@ class WatchedTensor(GuardedTensor):
         watched = _watched_among((args, kwargs))
         if not watched:
             return func(*args, **kwargs)
-        how = getattr(func, "__name__", str(func))
-        for tensor in _watched_among(written_among(func, args, kwargs)):
+        how = _name_of(func) or str(func)
+        targets = _watched_among(written_among(func, args, kwargs))
+        if goes_on_after(func, kwargs) and any(tensor.swapper_watch.follows_writes for tensor in targets):
+            raise StateError(f"{how} would write to a tensor of optimizer.state after its call: leave async_op out")
+        for tensor in targets:
             if tensor.swapper_watch.changes_nothing(func, args):
                 return tensor
             tensor.swapper_watch.write(how)
@@ -323,6 +360,8 @@ class WatchedTensor(GuardedTensor):
         for tensor in watched:
             tensor.swapper_watch.used(tensor)
         written = [tensor for tensor, version in zip(followed, versions, strict=True) if tensor._version != version]
+        if func in COLLECTIVES or isinstance(func, torch._ops.OpOverload):  # below the layer that counts versions
+            written = [tensor for tensor in targets if tensor.swapper_watch.follows_writes]
         for watch in dict.fromkeys(tensor.swapper_watch for tensor in written):
             watch.wrote(how)
         return result

@@ -128,6 +128,11 @@ def composed(module: torch.nn.Module) -> Collection[str]:
     return _get_registry(module) or ()
 
 
+def is_sharded(model: object) -> bool:
+    """Return whether torch's fully_shard, or replicate_with_fsdp, was called on `model`."""
+    return isinstance(model, torch.nn.Module) and hasattr(model, "_get_fsdp_state")
+
+
 def running_ddp() -> torch.nn.Module | None:
     """Return the DistributedDataParallel whose forward runs."""
     return ddp.DistributedDataParallel._active_ddp_module

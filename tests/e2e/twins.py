@@ -324,6 +324,7 @@ def leased_pages(manager: swapper.SwapManager) -> list[Any]:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same shape and the same bits; NaN is NaN, whose sign depends on the order of a sum."""
+    one, other = (getattr(tensor, "_local_tensor", tensor) for tensor in (one, other))  # of DTensors
     return one.shape == other.shape and torch.equal(*(_bytes(tensor.detach()) for tensor in (one, other)))
 
 

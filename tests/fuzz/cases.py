@@ -165,6 +165,7 @@ def run(kind: Kind, arguments: Sequence[str]) -> int:
     prepare()
     if options.program is not None:
         problem = watched(kind, options.program)
+        gc.unfreeze()
         print(problem or "clean")
         return int(problem is not None and not problem.startswith(REFUSED))
     until = time.monotonic() + 60 * options.minutes

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from e2e.early import sealed
@@ -35,7 +35,7 @@ from fuzz.program_actions import (
     STEPS,
 )
 from fuzz.program_layers import LAYERS, WRAPPERS, Model
-from fuzz.program_passes import PASSES, Side
+from fuzz.program_passes import PASSES, Action, Side
 from swapper.errors import BudgetError, ConfigError, StateError, UnsupportedError
 
 RULES = OPTIMIZERS | {
@@ -77,14 +77,19 @@ def grouped(model: Model, rule: str, kind: str) -> list[dict[str, Any]]:
     return [{"params": given[::-1] if kind == "reversed" else given}]
 
 
-def draw(seed: str) -> Program:
-    """Return the program of a seed."""
-    chance = random.Random(seed)
+def draw_layers(chance: random.Random, most: int, not_these: Collection[str] = ()) -> list[str]:
+    """Return layers, one to `most`, of kinds and wrappers that are not among `not_these`."""
+    kinds, wrappers = ([name for name in names if name not in not_these] for names in (LAYERS, WRAPPERS))
     layers = []
-    for _ in range(chance.randint(1, 5)):
-        wrappers = chance.choices(list(WRAPPERS), k=chance.choice([0, 0, 0, 1, 1, 2]))
-        layers.append("+".join([*wrappers, chance.choice(list(LAYERS))]) if chance.random() < 0.92 else "again")
-    options = {
+    for _ in range(chance.randint(1, most)):
+        around = chance.choices(wrappers, k=chance.choice([0, 0, 0, 1, 1, 2]))
+        layers.append("+".join([*around, chance.choice(kinds)]) if chance.random() < 0.92 else "again")
+    return layers
+
+
+def draw_options(chance: random.Random) -> dict[str, Any]:
+    """Return options of `offload`, without a device."""
+    return {
         "update": chance.choice(["step", "deferred", "backward"]),
         "params": chance.choice(["nvme", "nvme", "host", "auto"]),
         "optimizer_state": chance.choice(["nvme", "nvme", "host", "auto"]),
@@ -92,6 +97,35 @@ def draw(seed: str) -> Program:
         "room_bytes": chance.choice([0, 1 << 18, 1 << 20, 64 << 20]),
         "commit_every": chance.choice(["free", "free", 1, 2, None]),
     }
+
+
+def forbidden_to(options: dict[str, Any], layers: Sequence[str], rules: Sequence[str], master: bool) -> set[str]:
+    """Return the actions that do not go with what was drawn."""
+    in_nvme = options["params"] == options["optimizer_state"] == "nvme" and "device" not in options
+    has = {
+        "masters": master,
+        "several": len(rules) > 1,
+        "backward": options["update"] == "backward",
+        "gradients without data": options["gradients"] == "nvme" or "device" in options,
+        "device": "device" in options,
+        **{kind: any(kind in layer for layer in layers) for kind in ("reentrant", "empty", "lstm", "max norm")},
+        "cast": bool({"nadam", "asgd"} & {*rules}) and any("bf16" in each or "in double" in each for each in layers),
+        "no commits": options["commit_every"] != 1 and not (in_nvme and options["commit_every"] == "free"),
+    }
+    return set().union(*(FORBIDDEN[name] for name, is_so in has.items() if is_so))
+
+
+def draw_some(chance: random.Random, actions: Iterable[str], forbidden: Collection[str], count: int) -> list[list[Any]]:
+    """Return actions, each with the seed of its own chance."""
+    allowed = [name for name in actions if name not in forbidden]
+    return [[chance.choice(allowed), chance.randrange(1000)] for _ in range(count if allowed else 0)]
+
+
+def draw(seed: str) -> Program:
+    """Return the program of a seed."""
+    chance = random.Random(seed)
+    layers = draw_layers(chance, 5)
+    options = draw_options(chance)
     if chance.random() < 0.25:
         options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
         if options["update_on"] == "device":
@@ -102,33 +136,16 @@ def draw(seed: str) -> Program:
     others = [name for name in RULES if name not in ("muon", "adafactor")]
     more = chance.sample(others, chance.choice([1, 2])) if chance.random() < 0.2 else []
     master = chance.random() < 0.2 and rule != "muon" and not any("max norm" in layer for layer in layers)
-    in_nvme = options["params"] == options["optimizer_state"] == "nvme" and "device" not in options
-    has = {
-        "masters": master,
-        "several": bool(more),
-        "backward": options["update"] == "backward",
-        "gradients without data": options["gradients"] == "nvme" or "device" in options,
-        "device": "device" in options,
-        **{kind: any(kind in layer for layer in layers) for kind in ("reentrant", "empty", "lstm", "max norm")},
-        "cast": bool({"nadam", "asgd"} & {rule, *more})
-        and any("bf16" in each or "in double" in each for each in layers),
-        "no commits": options["commit_every"] != 1 and not (in_nvme and options["commit_every"] == "free"),
-    }
-    forbidden = set().union(*(FORBIDDEN[name] for name, is_so in has.items() if is_so))
-
+    some = partial(draw_some, chance, forbidden=forbidden_to(options, layers, [rule, *more], master))
     if master and options.get("update_on") != "device":
         options["state_codec"] = chance.choice(["exact", "split"])
 
-    def some(actions: dict[str, Any], count: int) -> list[list[Any]]:
-        allowed = [name for name in actions if name not in forbidden]
-        return [[chance.choice(allowed), chance.randrange(1000)] for _ in range(count if allowed else 0)]
-
     loop = []
     for _ in range(chance.randint(2, 4)):
-        loop += some(PASSES, chance.choice([1, 1, 1, 2])) if chance.random() < 0.7 else [["ordinary", 0]]
-        loop += some(BEFORE_STEP, chance.choice([0, 0, 1, 2]))
-        loop += some(STEPS, 1) if chance.random() < 0.3 else [["step", 0]]
-        loop += [["zero", 0]] * (chance.random() < 0.7) + some(BETWEEN, chance.choice([0, 1, 1, 2, 3]))
+        passes = some(PASSES, count=chance.choice([1, 1, 1, 2])) if chance.random() < 0.7 else [["ordinary", 0]]
+        loop += [*passes, *some(BEFORE_STEP, count=chance.choice([0, 0, 1, 2]))]
+        loop += some(STEPS, count=1) if chance.random() < 0.3 else [["step", 0]]
+        loop += [["zero", 0]] * (chance.random() < 0.7) + some(BETWEEN, count=chance.choice([0, 1, 1, 2, 3]))
     return {
         "seed": chance.randrange(1 << 30),
         "layers": layers,
@@ -144,6 +161,9 @@ def draw(seed: str) -> Program:
 
 class Training:
     """The twins of a program."""
+
+    passes: ClassVar[dict[str, Action]] = PASSES
+    actions: ClassVar[dict[str, Action]] = ACTIONS
 
     def __init__(self, program: Program, directory: Path) -> None:
         self.program = program
@@ -180,8 +200,6 @@ class Training:
             return RULES[rules[0]](groups)
         if len(groups) < len(rules):
             raise Impossible("fewer parameters than optimizers")
-        if len(groups) < len(rules):
-            raise Impossible("fewer parameters than optimizers")
         if rules[0] == "muon":
             return muon_and_adamw(groups)
         return by_turns(lambda parameters, number: RULES[rules[number]](parameters), len(rules))(groups)
@@ -195,16 +213,16 @@ class Training:
         """Raises AssertionError where they differ."""
         loop = self.program["loop"]
         for number, (name, seed) in enumerate(loop):
-            following = [other for other, _ in loop[number + 1 :] if other in {**PASSES, **STEPS}]
-            is_last = not following or (following[0] not in PASSES and following[0] not in ("closure", "scaled"))
+            following = [other for other, _ in loop[number + 1 :] if other in {**self.passes, **STEPS}]
+            is_last = not following or (following[0] not in self.passes and following[0] not in ("closure", "scaled"))
 
             def act(model: Any, _: Any, name: str = name, seed: int = seed, is_last: bool = is_last) -> Any:
                 side = self.plain if model is self.plain.model else self.swapped
                 side.chance, side.is_last = random.Random(seed), is_last
-                if name in PASSES or name in STEPS:
-                    side.is_open = name in PASSES or name == "skip"
+                if name in self.passes or name in STEPS:
+                    side.is_open = name in self.passes or name == "skip"
                 try:
-                    return ACTIONS[name](side)
+                    return self.act(side, name)
                 except Exception as error:
                     if side is self.plain:
                         raise Impossible(f"{type(error).__name__}: {error}") from error
@@ -224,6 +242,9 @@ class Training:
         self.pair.assert_same_buffers()
         self.pair.check_pager()
         self.pair.close()
+
+    def act(self, side: Side, name: str) -> Any:
+        return self.actions[name](side)
 
     def _rebuild(self) -> None:
         """Go on in another model, as in another process."""

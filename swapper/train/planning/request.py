@@ -19,6 +19,7 @@ from swapper.errors import ConfigError, DeviceError, StateError, UnsupportedErro
 from swapper.io.drives import Drives
 from swapper.modules.groups import as_one
 from swapper.options import PLACEMENTS, UPDATES, Accelerator, ExternalWeights, parse_choice
+from swapper.tensors.torch_private import is_sharded
 from swapper.train.layout.given_values import FrozenFiles
 from swapper.train.layout.inventory import Inventory, take_inventory
 from swapper.train.layout.state_codecs import MASTER, StateCodecs
@@ -26,7 +27,7 @@ from swapper.train.optimizer.optimizer_set import OptimizerSet, members_of_given
 from swapper.train.passes.given_model import GivenModel
 from swapper.train.planning.update_place import check_updates_there, faster_place
 from swapper.train.sharded.sharded_model import ShardedModel
-from swapper.train.sharded.shards import device_of, is_sharded
+from swapper.train.sharded.shards import device_of
 from swapper.train.state.conditions import check_update
 from swapper.train.state.optim import NoOptimizer
 from swapper.train.updates.one_pass import AdamWKernel

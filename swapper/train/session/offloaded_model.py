@@ -83,7 +83,7 @@ class OffloadedModel:
         self.updates = UpdateExecutor(POLICIES[update], self._sweep, self.groups, self)
         masters = Masters(self._sweep, pager, self._events)
         self.gathering = Gathering(self.groups, masters, placed.guard.turns, pager)
-        leave = processor.is_device and bool(grad_sections)
+        leave = bool(grad_sections) if processor.is_device else plan.request.options.gradients == "nvme"
         without_averaging = averaging_refused(update, gradients_leave=leave)
         self.passes = PassLifecycle(placed, self.updates, self.gradients, masters, order, without_averaging)
         self.hooks = self.passes.hooks

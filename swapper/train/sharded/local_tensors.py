@@ -6,6 +6,7 @@ is a LocalTensor where it is not what it seems:
 - while a deferred step is open that changes or uses shards or gradients: it finishes the step before any operation, on this rank
   alone: no collective is run, since a rank may read its shards by itself. FSDP2 gathers from `FSDPParam._sharded_param_data`, which
   stays what it is;
+- of the optimizer's state, as the user reads it: it does what the WatchedTensor does;
 - of a gradient on NVMe: it does what a ColdGradient does, and the addition by which FSDP2 accumulates;
 - of a shard that stayed on NVMe when its manager was closed: it refuses everything.
 """
@@ -20,10 +21,10 @@ import torch
 from torch import nn
 
 from swapper.tensors import torch_private
-from swapper.tensors.guarded_tensor import GuardedTensor, native, tensors_among
+from swapper.tensors.guarded_tensor import GuardedTensor, native, tensors_among, watch_of
 from swapper.tensors.torch_private import count_uses
 from swapper.train.gradients.cold_grad import ColdGradient, refuse, stand_for
-from swapper.train.sharded.shards import Shard
+from swapper.train.sharded.shards import Shard, sharded_like
 
 aten = torch.ops.aten
 
@@ -63,7 +64,7 @@ class LocalTensor(GuardedTensor):
         given, named = _finished((args, kwargs))
         if func in (torch.Tensor.__iadd__, torch.Tensor.add_) and type(given[0]) is ColdGradient:
             return native(func, args, kwargs)  # it comes to the dispatcher
-        return func(*given, **named)
+        return _FUNCTIONS.get(func, func)(*given, **named)  # DTensor calls some of ATen's operations itself
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -71,7 +72,8 @@ class LocalTensor(GuardedTensor):
             given, named = _finished((args, kwargs or {}))
         cold = next((one for one in tensors_among((given, named)) if type(one) is ColdGradient), None)
         if cold is None:
-            return func(*given, **named)
+            with torch_private.with_torch_functions():  # watched tensors follow what is done
+                return func(*given, **named)
         if func is aten.add_.Tensor and given[0] is cold and type(given[1]) is not ColdGradient and not named:
             _accumulate(args[0].swapper_parameter, cold, given[1])
             return args[0]
@@ -119,8 +121,17 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten._foreach_zero_.default: torch_private.foreach_zero,
     aten._foreach_clamp_min_.Scalar: torch_private.foreach_clamp_min,
     aten._foreach_clamp_max_.Scalar: torch_private.foreach_clamp_max,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: torch_private.foreach_unscale,
 }
 """By ATen's operation: torch's function, which a ColdGradient does."""
+
+
+def shown_like(value: Any, parameter: Any) -> Any:
+    """As `sharded_like`; what is done with the DTensor is done with `value`, which may be watched."""
+    shown = sharded_like(value, parameter)
+    if shown is not value and watch_of(value) is not None:
+        shown._local_tensor = LocalTensor(value, value)
+    return shown
 
 
 def local_of(tensor: Any) -> Any:

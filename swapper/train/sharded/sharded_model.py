@@ -30,6 +30,7 @@ from swapper.train.optimizer.optimizer_set import OptimizerSet
 from swapper.train.passes.gathering import Placed
 from swapper.train.passes.given_model import GivenModel, HookTargets, ModelBinding
 from swapper.train.sharded.buffers import buffer_bytes
+from swapper.train.sharded.local_tensors import shown_like
 from swapper.train.sharded.shard_hooks import ShardHooks
 from swapper.train.sharded.shards import (
     Shard,
@@ -155,7 +156,7 @@ class ShardedState:
     def save(self) -> dict[int, dict[str, Any]]:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {
-            number: {key: sharded_like(value, parameters[number]) for key, value in state.items()}
+            number: {key: shown_like(value, parameters[number]) for key, value in state.items()}
             for number, state in self._owner.save().items()
         }
 
@@ -176,7 +177,7 @@ class ShardedState:
         return [] if shard is None else self._owner.keys(shard.local)
 
     def read(self, parameter: torch.Tensor, key: str) -> Any:
-        return sharded_like(self._owner.read(self._shards.of[id(parameter)].local, key), parameter)
+        return shown_like(self._owner.read(self._shards.of[id(parameter)].local, key), parameter)
 
     def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         self._owner.put({self._shards.of[id(p)].local: local_state(state) for p, state in states.items()})

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.errors import StateError, UnsupportedError
+from swapper.tensors.torch_private import is_sharded
 
 _PARTS = {
     "FSDPParamGroup": (
@@ -139,11 +140,6 @@ class Shards(nn.Module):
         elif recurse:
             named = self.model.named_parameters(prefix, remove_duplicate=False)
             yield from ((name, self.of[id(parameter)].local) for name, parameter in named)
-
-
-def is_sharded(model: Any) -> bool:
-    """Return whether torch's fully_shard was called on `model`."""
-    return isinstance(model, nn.Module) and hasattr(model, "_get_fsdp_state")
 
 
 def param_groups_of(model: nn.Module) -> list[Any]:

@@ -20,7 +20,7 @@ from torch.nn.parallel import distributed as torch_ddp
 
 from swapper.capabilities import Feature, broken_rule
 from swapper.errors import StateError, UnsupportedError
-from swapper.tensors.torch_private import composed, running_ddp
+from swapper.tensors.torch_private import composed, is_sharded, running_ddp
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import NO_GROUP, ParameterLocations, Trainable
 from swapper.train.optimizer.entries import StateEntries, StateForm
@@ -244,8 +244,9 @@ def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], opti
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Return whether gradients of `module` are averaged over processes: by DDP, or by torch's composable `replicate`."""
-    return isinstance(module, torch_ddp.DistributedDataParallel) or "replicate" in composed(module)
+    """Return whether DDP averages gradients of `module` over processes: its class, or torch's composable `replicate` of it."""
+    by_ddp = "replicate" in composed(module) and not is_sharded(module)
+    return by_ddp or isinstance(module, torch_ddp.DistributedDataParallel)
 
 
 def averaging_refused(update: str, gradients_leave: bool) -> str:
@@ -253,7 +254,7 @@ def averaging_refused(update: str, gradients_leave: bool) -> str:
 
     Args:
         update: when the model is updated.
-        gradients_leave: they are copied from an accelerator to the host as they arrive.
+        gradients_leave: they go from an accelerator to the host, or to NVMe, as they arrive.
     """
     asked = {Feature.REPLICATED}
     if update == "backward":

@@ -1,0 +1,350 @@
+"""Trains programs drawn from a seed on several ranks, by plain torch and offloaded, and compares them bit for bit.
+
+Usage: tools/fuzz ranks [--minutes N] [--cases N] [--seed N] [--program JSON]
+
+A program is as one of programs.py, of fewer ingredients, and how its model is spread: DDP, or FSDP2 of some of its layers. Each
+rank is a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from e2e.keywords import for_offload
+from e2e.killed_ranks import launch
+from e2e.twins import Twins, named_budget
+from infer.host_device import ORDERS, HostDevice
+from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import swapper
+from fuzz import programs
+from fuzz.cases import REFUSED, Impossible, Kind, Program, outcome, run
+from fuzz.export_sources import content_of
+from fuzz.program_actions import ACTIONS, BEFORE_STEP, BETWEEN, STEPS
+from fuzz.program_passes import PASSES, Action, Side
+from fuzz.programs import RULES, Training, draw_layers, draw_options, draw_some, forbidden_to
+from swapper.errors import BudgetError, ConfigError, StateError, UnsupportedError
+from swapper.train.gradients.cold_grad import ColdGradient
+
+POLICIES: dict[str, MixedPrecisionPolicy] = {
+    "as they are": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "all bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+}
+PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h: a signal when the parent ends."""
+LOST = ("Connection closed by peer", "Connection reset by peer")
+"""What a rank says of another one that has ended."""
+WHOLE = ("ddp", "by hand")
+"""How a rank has a whole model that FSDP2 knows nothing of."""
+SPREADS = ("fsdp2", "fsdp2", "replicas", *WHOLE)
+PLAIN = {
+    "tied": False,
+    "rule": "adamw",
+    "groups": "all",
+    "policy": "as they are",
+    "stays": False,
+    "size": 2,
+    "bucket_mb": 25,
+    "views of buckets": False,
+}
+
+
+# --- what only ranks do -----------------------------------------------------------------------------------------------
+
+
+def without_sync(side: Side) -> Any:
+    """Two micro-batches, of which the first reduces no gradients."""
+    if side.kept["spread"] == "by hand":
+        losses = [side.backward(side.loss() / 2, is_last=False)]
+    elif side.kept["spread"] == "ddp":
+        with side.model.no_sync():
+            losses = [side.backward(side.loss() / 2, is_last=False)]
+    else:
+        side.model.set_requires_gradient_sync(False)
+        losses = [side.backward(side.loss() / 2, is_last=False)]
+        side.model.set_requires_gradient_sync(True)
+    return [*losses, side.backward(side.loss() / 2)]
+
+
+def read_whole(side: Side) -> Any:
+    parameter = side.one
+    return getattr(parameter, "full_tensor", parameter.detach)().clone()
+
+
+def send(side: Side) -> Any:
+    """A collective of a parameter, or of its state."""
+    parameter, how = side.one, side.chance.choice(["broadcast", "sum", "sum of data", "gathered", "sum of state"])
+    with torch.no_grad():
+        if how == "broadcast":
+            dist.broadcast(parameter, 0)
+        elif how == "gathered":
+            parts = [torch.empty(parameter.shape, dtype=parameter.dtype) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, parameter.detach())
+            return parts
+        elif how == "sum of state" and parameter in side.optimizer.state:
+            for value in side.optimizer.state[parameter].values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    dist.all_reduce(value, dist.ReduceOp.MAX)
+        else:
+            dist.all_reduce(parameter.data if how == "sum of data" else parameter)
+            parameter.data.div_(dist.get_world_size())
+    return parameter.detach().clone()
+
+
+def average_gradients(side: Side) -> Any:
+    """What DDP does, by hand."""
+    for parameter in side.trained:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())
+
+
+def snapshot(side: Side) -> Any:
+    """What an export of a snapshot has."""
+    number, to = side.chance.random(), side.chance.choice(["safetensors", "torch"])
+    if side.manager is None:
+        return sorted(whole_state(side).items())
+    path, target = (side.directory / f"{kind}-{number}" for kind in ("snapshot", "exported"))
+    side.manager.snapshot(path).wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        swapper.checkpoint.export(path, target, to)
+    dist.barrier()
+    return sorted(content_of(target).items())
+
+
+def whole_state(side: Side) -> dict[str, torch.Tensor]:
+    """Return what the first rank has: of replicas, the others may have other buffers, and what was not averaged."""
+    if side.kept["spread"] in WHOLE:
+        found = side.model.state_dict()
+    else:
+        found = get_model_state_dict(side.model, options=StateDictOptions(full_state_dict=True))
+    every = [{name: value.clone() for name, value in found.items()} if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(every, 0)
+    assert every[0] is not None
+    return every[0]
+
+
+OWN_PASSES = {"without sync": without_sync}
+OWN_BEFORE_STEP = {"average gradients": average_gradients}
+OWN_BETWEEN = {"read whole": read_whole, "whole state": whole_state, "send": send, "snapshot": snapshot}
+BY_VALUES = {"experts", "by name", "dropped"}
+"""Layers that choose by values, of which each rank has others: ranks would wait for each other for ever."""
+NOT_OF_SHARDS = {
+    *("average gradients", "send"),  # of parts of a tensor
+    *("average", "average by torch", "by parts", "gradient penalty", "inner step", "park", "penalized", "together"),
+    *("empty", "in double", "odd shapes", "own function", "bf16"),  # a layer has one dtype, and no single numbers
+}
+NOT_OF_REPLICAS = {
+    "average gradients",
+    *("by parts", "inner step", "only some", "penalized", "retained", "together", "two graphs"),
+    *("checkpoint", "in two", "reentrant", "twice"),  # not with a search for parameters that are not used
+}
+"""Layers and actions that plain torch cannot do, or that are documented as refused."""
+
+
+class Replica(DistributedDataParallel):
+    """DDP with the names of what it wraps."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def draw(seed: str) -> Program:
+    """Return the program of a seed."""
+    chance = random.Random(seed)
+    spread = chance.choice(SPREADS)
+    is_sharded = spread not in WHOLE
+    impossible = BY_VALUES | (NOT_OF_SHARDS if is_sharded else NOT_OF_REPLICAS if spread == "ddp" else set())
+    layers = draw_layers(chance, 4, impossible)
+    options = draw_options(chance)
+    if chance.random() < 0.2:
+        options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
+    if spread == "ddp":  # gradients are averaged where they are computed
+        options["update"] = chance.choice(["step", "deferred"])
+        options |= {"update_on": "device", "gradients": "device"} if "device" in options else {"gradients": "auto"}
+    rule = chance.choice([name for name in RULES if not (is_sharded and name in ("muon", "adafactor"))])
+    rule = "adamw" if rule == "adafactor" and any("empty" in layer for layer in layers) else rule
+    forbidden = impossible | forbidden_to(options, layers, [rule], master=False)
+    forbidden |= {"look", "average gradients"} if options["update"] == "backward" else set()
+    forbidden |= {"average gradients"} if options["gradients"] == "nvme" or "device" in options else set()
+    some = partial(draw_some, chance, forbidden=forbidden)
+    loop = []
+    for _ in range(chance.randint(2, 4)):
+        loop += some(RankTraining.passes, count=1) if chance.random() < 0.6 else [["ordinary", 0]]
+        loop += some({**BEFORE_STEP, **OWN_BEFORE_STEP}, count=chance.choice([0, 0, 1]))
+        loop += some(STEPS, count=1) if chance.random() < 0.2 else [["step", 0]]
+        loop += [["zero", 0]] * (chance.random() < 0.7)
+        loop += some({**BETWEEN, **OWN_BETWEEN}, count=chance.choice([0, 1, 1, 2]))
+    if is_sharded and any(name == "interrupted" for name, _ in loop):
+        # FSDP2 keeps of a backward that failed what a new model has not.
+        loop = [action for action in loop if action[0] != "resume"]
+    return {
+        "seed": chance.randrange(1 << 30),
+        "size": chance.choice([2, 2, 2, 1, 3]),
+        "spread": spread,
+        "alone": [chance.random() < 0.6 for _ in layers],
+        "policy": chance.choice(list(POLICIES)) if is_sharded else "as they are",
+        "stays": is_sharded and chance.random() < 0.3,
+        "bucket_mb": chance.choice([25, 0.02]) if spread == "ddp" else 25,
+        "views of buckets": spread == "ddp" and chance.random() < 0.4,
+        "layers": layers,
+        "tied": chance.random() < 0.3,
+        "rule": rule,
+        "more_rules": [],
+        "groups": chance.choice(programs.GROUPS),
+        "master": False,
+        "options": options,
+        "loop": loop,
+    }
+
+
+def reshard(model: nn.Module) -> None:
+    """Have its parameters be shards, and not what FSDP2 has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class RankTwins(Twins):
+    """Twins on a rank: all have the budget that the one which needs most names."""
+
+    def make_manager(self) -> swapper.SwapManager:
+        named = 0
+        with swapper.SwapManager(self.directory, host_memory=1, resume="discard") as manager:
+            try:
+                manager.plan(self.swapped, self.original, **for_offload(self.options))
+            except BudgetError as error:
+                named = named_budget(error)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, named)
+        budget, commits = max(every) + self.room_bytes, swapper.CommitPolicy(every=self.commit_every)
+        return swapper.SwapManager(self.directory, host_memory=budget, resume="discard", commits=commits)
+
+    def assert_same_parameters(self) -> None:
+        for model in (self.plain, self.swapped):
+            reshard(model)
+        super().assert_same_parameters()
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        local = getattr(parameter.grad, "_local_tensor", None)
+        if type(getattr(local, "swapper_local", None)) is not ColdGradient:
+            return super().gradient(parameter)
+        assert self.manager is not None
+        gradients = self.manager.current.run.model.gradients.paged
+        return gradients._whole(gradients._slots[id(local.swapper_parameter)])
+
+
+class RankTraining(Training):
+    """The twins of a program, on one of its ranks."""
+
+    passes: ClassVar[dict[str, Action]] = {**PASSES, **OWN_PASSES}
+    actions: ClassVar[dict[str, Action]] = {**ACTIONS, **OWN_PASSES, **OWN_BEFORE_STEP, **OWN_BETWEEN}
+
+    def __init__(self, program: Program, directory: Path) -> None:
+        self.program = program
+        self.directory = directory
+        options = dict(program["options"])
+        device = options.pop("device", None)
+        if device is not None:
+            own = ORDERS[ORDERS.index(device) - dist.get_rank()]  # copies arrive at other moments on each rank
+            options |= {"device": HostDevice(own), "device_memory": "64MiB"}
+        pair = RankTwins(directory / "run", nn.Module(), self._no_optimizer, select=lambda _: [], wait=True, **options)
+        self.pair = pair
+        pair.plain, pair.swapped = self._model(), self._model()
+        pair.plain_optimizer, pair.original = (
+            self._optimizer(self._select(model)) for model in (pair.plain, pair.swapped)
+        )
+        pair.offload()
+        plain = Side(pair.plain, pair.plain_optimizer, None, lambda: None, directory)
+        swapped = Side(pair.swapped, pair.optimizer, pair.manager, self._rebuild, directory)
+        for side in (plain, swapped):
+            side.kept["spread"] = program["spread"]
+        self.plain, self.swapped = plain, swapped
+        torch.manual_seed(program["seed"] + 1 + dist.get_rank())  # each has batches of its own
+
+    def _no_optimizer(self, _: Any) -> Any:
+        return None
+
+    def _model(self) -> Any:
+        try:
+            return self._spread(super()._model())
+        except (RuntimeError, ValueError) as error:
+            raise Impossible(str(error)) from error
+
+    def _spread(self, model: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
+        if self.program["spread"] == "by hand":
+            return model
+        if self.program["spread"] == "ddp":
+            return Replica(
+                model, find_unused_parameters=True, bucket_cap_mb=self.program["bucket_mb"],
+                gradient_as_bucket_view=self.program["views of buckets"],
+            )  # fmt: skip
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": POLICIES[self.program["policy"]]}
+        spread: Callable[..., Any] = replicate_with_fsdp.replicate
+        if self.program["spread"] == "fsdp2":
+            spread, options["reshard_after_forward"] = fully_shard, not self.program["stays"]
+        for layer, is_alone in zip(model.layers, self.program["alone"], strict=False):
+            if is_alone and not isinstance(layer, FSDPModule):
+                spread(layer, **options)
+        return spread(model, **options)
+
+    def act(self, side: Side, name: str) -> Any:
+        if name not in self.passes:
+            reshard(side.model)
+        return super().act(side, name)
+
+
+def run_rank(program: Program, directory: Path) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    refusals = (BudgetError, ConfigError, StateError, UnsupportedError)
+    problem = outcome(lambda: RankTraining(program, directory).run(), refusals)
+    if problem is not None:
+        (directory / f"rank-{dist.get_rank()}").write_text(problem)
+        os._exit(1)  # what the others wait for does not come
+
+
+def run_case(program: Program, directory: Path) -> str | None:
+    """Return what went wrong on a rank, None if nothing did; REFUSED and why, if one could not do it."""
+    statuses = launch(program["size"], directory / "meeting", lambda: run_rank(program, directory))
+    said = [path.read_text() for path in sorted(directory.glob("rank-*"))]
+    said = [each for each in said if not any(words in each for words in LOST)] or said
+    refused = [each for each in said if each.startswith(REFUSED)]
+    if len(refused) == len(said):
+        return refused[0] if refused else f"ranks ended with {statuses}" if any(statuses) else None
+    return next(each for each in said if not each.startswith(REFUSED))
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Yield programs with a part less."""
+    yield from ({**program, name: value} for name, value in PLAIN.items() if program[name] != value)
+    yield from programs.smaller(program)
+
+
+RANKS = Kind("ranks", __doc__ or "", draw, run_case, smaller)
+
+
+if __name__ == "__main__":
+    sys.exit(run(RANKS, sys.argv[1:]))
