@@ -163,7 +163,7 @@ class Twins:
     def make_manager(self) -> swapper.SwapManager:
         budget = self.budget
         if budget is None:
-            budget = smallest_budget(self.directory, self.swapped, self.original, **self.options) + self.room_bytes
+            budget = self.smallest_budget(self.directory) + self.room_bytes
         directories = [self.directory, *self.others] if self.others else self.directory
         return swapper.SwapManager(
             directories,
@@ -173,6 +173,10 @@ class Twins:
             check_reads=self.check_reads,
             cold=self.cold,
         )
+
+    def smallest_budget(self, directory: Path) -> int:
+        """Return the smallest budget of what is to be offloaded, in bytes. A manager is made in `directory` for it."""
+        return smallest_budget(directory, self.swapped, self.original, **self.options)
 
     def plan(self) -> swapper.Plan:
         """Return the plan of the offload to come."""

@@ -298,6 +298,15 @@ def resume(side: Side) -> Any:
     side.rebuild()
 
 
+def resume_otherwise(side: Side) -> Any:
+    """As `resume`, with other options."""
+    if side.is_open and any(True for _ in side.model.buffers()):
+        return
+    side.model.zero_grad()
+    side.kept.pop("scheduler", None)
+    side.rebuild(side.chance)
+
+
 def park(side: Side) -> Any:
     side.model.zero_grad()
     with side.swapped(lambda: side.manager.parked()):
@@ -324,6 +333,7 @@ BETWEEN: dict[str, Action] = {
     "snapshot": snapshot,
     "optimizer state": optimizer_state,
     "resume": resume,
+    "resume otherwise": resume_otherwise,
     "park": park,
     "zero in place": zero_in_place,
     "zero model": zero_model,
@@ -360,7 +370,7 @@ FORBIDDEN: dict[str, set[str]] = {
     },
     "device": {"gradient penalty", "together"},
     "reentrant": {"inner step", "by grad", "only some", "gradient penalty", "together", "retained"},  # torch refuses
-    "no commits": {"resume"},
+    "no commits": {"resume", "resume otherwise"},
     "cast": {"save and load"},  # 0-dim state, which torch casts to the parameter's dtype
     "empty": {"clip norm", "clip value"},  # which torch refuses of no elements
     "lstm": {"autocast"},

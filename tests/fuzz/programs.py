@@ -46,7 +46,7 @@ RULES = OPTIMIZERS | {
     "radam": partial(RAdam, lr=1e-3),
     "muon": partial(Muon, lr=1e-3),
 }
-PLAIN = {"tied": False, "rule": "adamw", "more_rules": [], "groups": "all", "master": False}
+PLAIN = {"tied": False, "rule": "adamw", "more_rules": [], "groups": "all", "master": False, "drives": 1}
 PLAIN_OPTIONS: dict[str, Any] = {
     "update": "step",
     "params": "nvme",
@@ -154,6 +154,7 @@ def draw(seed: str) -> Program:
         "more_rules": more,
         "groups": "all" if master or more else chance.choice(GROUPS),
         "master": master,
+        "drives": chance.choice([1, 1, 1, 2, 3]),
         "options": options,
         "loop": loop,
     }
@@ -176,7 +177,12 @@ class Training:
             parameter.data = parameter.data.contiguous()  # as they are from `offload` on
         master = program["master"]
         twins = SeveralTwins if program["more_rules"] else Twins
-        pair = twins(run, model, self._optimizer, master=master, select=self._select, wait=True, **options)
+        others = [directory / f"drive-{number}" for number in range(1, program["drives"])]
+        for other in others:
+            other.mkdir()
+        pair = twins(
+            run, model, self._optimizer, others=others, master=master, select=self._select, wait=True, **options
+        )
         self.pair = pair
         pair.swapped = self._model()
         pair.original = self._optimizer(self._select(pair.swapped))
@@ -246,8 +252,8 @@ class Training:
     def act(self, side: Side, name: str) -> Any:
         return self.actions[name](side)
 
-    def _rebuild(self) -> None:
-        """Go on in another model, as in another process."""
+    def _rebuild(self, chance: random.Random | None = None) -> None:
+        """Go on in another model, as in another process; with `chance` with other options."""
         pair = self.pair
         flags = {name: p.requires_grad for name, p in pair.swapped.named_parameters()}
         names = {id(p): name for name, p in pair.swapped.named_parameters()}
@@ -259,14 +265,31 @@ class Training:
         pair.original = self._optimizer(self._select(pair.swapped))
         for group in groups[len(pair.original.param_groups) :]:
             pair.original.add_param_group({"params": [pair.swapped.get_parameter(name) for name in group]})
-        commits = swapper.CommitPolicy(every=pair.commit_every)
-        pair.manager = swapper.SwapManager(pair.directory, host_memory=budget, resume="auto", commits=commits)
         for name, parameter in pair.swapped.named_parameters():
             parameter.requires_grad_(flags[name])
+        directories = [pair.directory, *pair.others]
+        if chance is not None:
+            budget = self._other_options(chance)
+            directories += [self.directory / "another drive"] * (chance.random() < 0.3)
+        commits = swapper.CommitPolicy(every=pair.commit_every)
+        pair.manager = swapper.SwapManager(directories, host_memory=budget, resume="auto", commits=commits)
         assert pair.manager.step == step, f"step {pair.manager.step} of {step} was committed"
         _, optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(pair.options))
         pair.optimizer = Several(optimizer) if self.program["more_rules"] else optimizer
         self.swapped.model, self.swapped.optimizer, self.swapped.manager = pair.swapped, pair.optimizer, pair.manager
+
+    def _other_options(self, chance: random.Random) -> int:
+        """Give a run that goes on other options, which later actions go with too. Returns its budget."""
+        pair = self.pair
+        if pair.commit_every == 1:  # else it would not be committed each step
+            pair.options["params"] = chance.choice(["nvme", "host", "auto"])
+            pair.options["optimizer_state"] = chance.choice(["nvme", "host", "auto"])
+        if pair.options["update"] != "backward":
+            pair.options["update"] = chance.choice(["step", "deferred"])
+        if pair.options.get("gradients") == "nvme":
+            pair.options["gradients"] = chance.choice(["nvme", "host"])
+        smallest = pair.smallest_budget(self.directory / f"probe-{chance.random()}")
+        return smallest + chance.choice([1 << 18, 1 << 21, 64 << 20])
 
 
 def run_case(program: Program, directory: Path) -> str | None:
