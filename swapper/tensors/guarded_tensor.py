@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from swapper.errors import StateError
-from swapper.tensors.torch_private import not_traced, schemas_of, without_torch_functions
+from swapper.tensors.torch_private import AtenOperation, not_traced, schemas_of, without_torch_functions
 
 Function = Callable[..., Any]
 
@@ -360,7 +360,7 @@ class WatchedTensor(GuardedTensor):
         for tensor in watched:
             tensor.swapper_watch.used(tensor)
         written = [tensor for tensor, version in zip(followed, versions, strict=True) if tensor._version != version]
-        if func in COLLECTIVES or isinstance(func, torch._ops.OpOverload):  # below the layer that counts versions
+        if func in COLLECTIVES or isinstance(func, AtenOperation):  # below the layer that counts versions
             written = [tensor for tensor in targets if tensor.swapper_watch.follows_writes]
         for watch in dict.fromkeys(tensor.swapper_watch for tensor in written):
             watch.wrote(how)

@@ -43,6 +43,8 @@ uses_of_storage = torch._C._storage_Use_Count
 
 # --- operations -------------------------------------------------------------------------------------------------------
 
+AtenOperation = torch._ops.OpOverload
+"""The class of ATen's operations, as a dispatcher below autograd calls them."""
 schemas_of = torch._C._jit_get_schemas_for_operator
 """(name): returns the schemas of an operator's overloads; their arguments' `alias_info` says what is written to."""
 
