@@ -239,9 +239,8 @@ class Training:
             except BaseException as error:
                 error.args = (f"[{number} {name}] {error}", *error.args[1:])
                 raise
-        if sealed(
-            self.pair.manager.current.run.model.groups
-        ):  # updated in backward: the step is taken before both are compared
+        if sealed(self.pair.manager.current.run.model.groups):
+            # Updated in backward: the step is taken before both are compared.
             self.pair.both(lambda _, optimizer: optimizer.step())
         self.pair.assert_same_parameters()
         self.pair.assert_same_state()
@@ -265,16 +264,21 @@ class Training:
         pair.original = self._optimizer(self._select(pair.swapped))
         for group in groups[len(pair.original.param_groups) :]:
             pair.original.add_param_group({"params": [pair.swapped.get_parameter(name) for name in group]})
+        grouped_ids = {id(p) for group in pair.original.param_groups for p in group["params"]}
         for name, parameter in pair.swapped.named_parameters():
-            parameter.requires_grad_(flags[name])
-        directories = [pair.directory, *pair.others]
+            if id(parameter) in grouped_ids:  # the layout of a run says of others whether they have gradients
+                parameter.requires_grad_(flags[name])
         if chance is not None:
             budget = self._other_options(chance)
-            directories += [self.directory / "another drive"] * (chance.random() < 0.3)
+            if chance.random() < 0.3:
+                pair.others.append(self.directory / f"drive-{1 + len(pair.others)}")
         commits = swapper.CommitPolicy(every=pair.commit_every)
+        directories = [pair.directory, *pair.others]
         pair.manager = swapper.SwapManager(directories, host_memory=budget, resume="auto", commits=commits)
         assert pair.manager.step == step, f"step {pair.manager.step} of {step} was committed"
         _, optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(pair.options))
+        for name, parameter in pair.swapped.named_parameters():
+            parameter.requires_grad_(flags[name])
         pair.optimizer = Several(optimizer) if self.program["more_rules"] else optimizer
         self.swapped.model, self.swapped.optimizer, self.swapped.manager = pair.swapped, pair.optimizer, pair.manager
 
