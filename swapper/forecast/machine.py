@@ -191,7 +191,7 @@ class Forecaster:
         request = Request.of(model, optimizer, chosen, manager)
         key = machine.ranks, setting.optimizer, setting.codec, machine.device_bytes is None, setting.update_on
         inventory = self._once(key, lambda: request.inventory(may_be_meta=True))
-        check_update(setting.update, request.model.module, inventory.forms.values(), request.optimizers.name)
+        check_update(setting.update, inventory.forms.values(), request.optimizers.name)
         try:
             return plan_run(request, inventory)
         except BudgetError as error:

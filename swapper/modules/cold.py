@@ -378,7 +378,7 @@ def _operate(func: Function, args: tuple[object, ...], kwargs: dict[str, object]
             return native(func, args, kwargs)
         return func(*args, **kwargs)  # which asks other guarded tensors among them
     if goes_on_after(func, kwargs):
-        refuse(owners[0], f"{name_of(func)}, which goes on after its call,")
+        refuse(owners[0], f"{name_of(func)}, which goes on after its call (async_op=True, isend, irecv),")
     away = [owner for owner in owners if is_cold(owner)]
     changed = [tensor for tensor in written_among(func, args, kwargs) if isinstance(tensor, Cold)]
     written = {id(owner_of(tensor)) for tensor in changed}

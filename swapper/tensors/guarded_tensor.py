@@ -349,19 +349,21 @@ class WatchedTensor(GuardedTensor):
         how = _name_of(func) or str(func)
         targets = _watched_among(written_among(func, args, kwargs))
         if goes_on_after(func, kwargs) and any(tensor.swapper_watch.follows_writes for tensor in targets):
-            raise StateError(f"{how} would write to a tensor of optimizer.state after its call: leave async_op out")
+            raise StateError(
+                f"{how} would write to a tensor of optimizer.state after its call: leave async_op out, or call recv, not irecv"
+            )
         for tensor in targets:
             if tensor.swapper_watch.changes_nothing(func, args):
                 return tensor
             tensor.swapper_watch.write(how)
-        followed = [tensor for tensor in watched if tensor.swapper_watch.follows_writes]
+        counts = func not in COLLECTIVES and not isinstance(func, AtenOperation)  # which are below what counts versions
+        followed = [tensor for tensor in (watched if counts else targets) if tensor.swapper_watch.follows_writes]
         versions = [tensor._version for tensor in followed]
         result = _run(func, args, kwargs, watched)
         for tensor in watched:
             tensor.swapper_watch.used(tensor)
-        written = [tensor for tensor, version in zip(followed, versions, strict=True) if tensor._version != version]
-        if func in COLLECTIVES or isinstance(func, AtenOperation):  # below the layer that counts versions
-            written = [tensor for tensor in targets if tensor.swapper_watch.follows_writes]
+        changes = zip(followed, versions, strict=True)
+        written = [tensor for tensor, version in changes if not counts or tensor._version != version]
         for watch in dict.fromkeys(tensor.swapper_watch for tensor in written):
             watch.wrote(how)
         return result

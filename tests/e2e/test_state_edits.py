@@ -300,23 +300,3 @@ def test_a_list_in_the_state_is_the_optimizers_own(twins: MakeTwins) -> None:
     pair.both(lambda model, optimizer: optimizer.state[model[0].weight]["seen"].append(0.5))
     pair.train(step, steps=2)
     pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("of", ["parameter", "state"])
-def test_collectives_that_go_on_after_their_call_are_refused(twins: MakeTwins, of: str) -> None:
-    """They would use memory that is given back."""
-    pair = twins(layers(), adamw)
-    pair.train(step, steps=1)
-    parameter = pair.swapped[0].weight
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        value = parameter.data if of == "parameter" else pair.optimizer.state[parameter]["exp_avg"]
-        with pytest.raises(
-            swapper.SwapperError, match="all_reduce, which goes on.*gather" if of == "parameter" else "leave async_op"
-        ):
-            torch.distributed.all_reduce(value, async_op=True)
-        torch.distributed.all_reduce(value)
-    finally:
-        torch.distributed.destroy_process_group()
-    pair.train(step, steps=1)
-    pair.finish(paged=False)

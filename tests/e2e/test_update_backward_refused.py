@@ -299,24 +299,6 @@ def test_a_run_that_is_closed_between_backward_and_step_goes_on_from_the_step_be
     assert_closed_runs_go_on(tmp_path, "backward", (2, 3, 5), begin_another)
 
 
-@pytest.mark.parametrize("is_before", [True, False])
-@pytest.mark.parametrize(
-    ("options", "remedy"), [({"update": "backward"}, "update='deferred'"), ({"gradients": "nvme"}, "gradients='host'")]
-)
-def test_ddp_is_refused_where_gradients_are_used_or_leave_before_it_averages_them(
-    tmp_path: Path, options: dict[str, Any], remedy: str, is_before: bool
-) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model: Any = nn.parallel.DistributedDataParallel(Net()) if is_before else Net()
-        with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
-            with pytest.raises(swapper.UnsupportedError, match=f"DistributedDataParallel does not go with.*{remedy}"):
-                manager.offload(model, AdamW(model.parameters()), **options)
-                nn.parallel.DistributedDataParallel(model)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("name", ["clipping", "clipping values", "zeroing in place"])
 def test_gradients_on_nvme_cannot_be_changed_between_backward_and_step(backward: MakeTwins, name: str) -> None:
     pair = backward(Net(), gradients="nvme")

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
@@ -288,23 +289,19 @@ def optimizer_state(side: Side) -> Any:
             value.mul_(0.5)
 
 
-def resume(side: Side) -> Any:
+def resume(side: Side, chance: Random | None = None) -> Any:
     """Close, and go on as another process. A commit has the buffers of its step: where later forwards may have changed them, do
     not."""
     if side.is_open and any(True for _ in side.model.buffers()):
         return
     side.model.zero_grad()
     side.kept.pop("scheduler", None)
-    side.rebuild()
+    side.rebuild(chance)
 
 
 def resume_otherwise(side: Side) -> Any:
     """As `resume`, with other options."""
-    if side.is_open and any(True for _ in side.model.buffers()):
-        return
-    side.model.zero_grad()
-    side.kept.pop("scheduler", None)
-    side.rebuild(side.chance)
+    resume(side, side.chance)
 
 
 def park(side: Side) -> Any:

@@ -25,7 +25,7 @@ class Side:
     Args:
         manager: of the swapped one.
         rebuild: of the swapped one: closes it, and resumes from its directory as another process does; given a source of chance,
-            with other places, budgets, drives and times of the update.
+            with another budget, place of gradients and time of the update.
         directory: for files of its own.
         chance: of the action that runs; the same for both.
         is_last: no other backward follows before the step.
@@ -35,7 +35,7 @@ class Side:
     model: Any
     optimizer: Any
     manager: Any
-    rebuild: Callable[..., None]
+    rebuild: Callable[[Random | None], None]
     directory: Any
     chance: Random = field(default_factory=Random)
     is_last: bool = True

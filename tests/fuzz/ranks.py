@@ -2,8 +2,8 @@
 
 Usage: tools/fuzz ranks [--minutes N] [--cases N] [--seed N] [--program JSON]
 
-A program is as one of programs.py, of fewer ingredients, and how its model is spread: DDP, or FSDP2 of some of its layers. Each
-rank is a process of its own.
+A program is as one of programs.py, of fewer ingredients, and how its model is spread: by DDP, by FSDP2 of some of its layers, or
+whole on each rank, averaged by hand. Each rank is a process of its own.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def draw(seed: str) -> Program:
         loop += some({**BETWEEN, **OWN_BETWEEN}, count=chance.choice([0, 1, 1, 2]))
     if is_sharded and any(name == "interrupted" for name, _ in loop):
         # FSDP2 keeps of a backward that failed what a new model has not.
-        loop = [action for action in loop if action[0] != "resume"]
+        loop = [action for action in loop if not action[0].startswith("resume")]
     return {
         "seed": chance.randrange(1 << 30),
         "size": chance.choice([2, 2, 2, 1, 3]),
@@ -262,32 +262,20 @@ class RankTraining(Training):
     actions: ClassVar[dict[str, Action]] = {**ACTIONS, **OWN_PASSES, **OWN_BEFORE_STEP, **OWN_BETWEEN}
 
     def __init__(self, program: Program, directory: Path) -> None:
-        self.program = program
-        self.directory = directory
-        options = dict(program["options"])
-        device = options.pop("device", None)
-        if device is not None:
-            own = ORDERS[ORDERS.index(device) - dist.get_rank()]  # copies arrive at other moments on each rank
-            options |= {"device": HostDevice(own), "device_memory": "64MiB"}
-        others = [directory / f"drive-{number}" for number in range(1, program["drives"])]
-        pair = RankTwins(
-            directory / "run", nn.Module(), self._no_optimizer, others=others, select=lambda _: [], wait=True, **options
-        )
-        self.pair = pair
-        pair.plain, pair.swapped = self._model(), self._model()
-        pair.plain_optimizer, pair.original = (
-            self._optimizer(self._select(model)) for model in (pair.plain, pair.swapped)
-        )
-        pair.offload()
-        plain = Side(pair.plain, pair.plain_optimizer, None, lambda: None, directory)
-        swapped = Side(pair.swapped, pair.optimizer, pair.manager, self._rebuild, directory)
-        for side in (plain, swapped):
+        super().__init__(program, directory)
+        for side in (self.plain, self.swapped):
             side.kept["spread"] = program["spread"]
-        self.plain, self.swapped = plain, swapped
         torch.manual_seed(program["seed"] + 1 + dist.get_rank())  # each has batches of its own
 
-    def _no_optimizer(self, _: Any) -> Any:
-        return None
+    def _make_pair(self, directory: Path, **options: Any) -> Twins:
+        nothing, model = nn.Module(), self._model()  # which torch cannot copy
+        pair = RankTwins(directory, nothing, lambda _: None, select=lambda _: [], **options)
+        pair.plain, pair.plain_optimizer = model, self._optimizer(self._select(model))
+        return pair
+
+    def _device(self, order: str) -> dict[str, Any]:
+        own = ORDERS[ORDERS.index(order) - dist.get_rank()]  # copies arrive at other moments on each rank
+        return {"device": HostDevice(own), "device_memory": "64MiB"}
 
     def _model(self) -> Any:
         try:
@@ -301,10 +289,11 @@ class RankTraining(Training):
         if self.program["spread"] == "by hand":
             return model
         if self.program["spread"] == "ddp":
-            return Replica(
-                model, find_unused_parameters=True, bucket_cap_mb=self.program["bucket_mb"],
-                gradient_as_bucket_view=self.program["views of buckets"],
-            )  # fmt: skip
+            buckets = {
+                "bucket_cap_mb": self.program["bucket_mb"],
+                "gradient_as_bucket_view": self.program["views of buckets"],
+            }
+            return Replica(model, find_unused_parameters=True, **buckets)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": POLICIES[self.program["policy"]]}
         spread: Callable[..., Any] = replicate_with_fsdp.replicate

@@ -173,13 +173,11 @@ def _plan_step(
         )
         if (on_device.gradients, on_device.state) != (always.gradients, always.state):
             found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
+        if step.on_device:  # FSDP2's gradients are averaged before they leave
+            leave = bool(without_gradients(inventory, on_device.gradients).grad_plans)
+            check_averaging(request.model.given, options.update, leave)
         inventory = inventory.with_state_staying(on_device.state)
         sections = sections_of(inventory, found, budget, layout)
-    if on_device is None:
-        check_averaging(request.model.given, options.update, gradients_leave=options.gradients == "nvme")
-    elif step.on_device:  # FSDP2's gradients are averaged before they leave
-        leave = bool(without_gradients(inventory, on_device.gradients).grad_plans)
-        check_averaging(request.model.given, options.update, leave)
     every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))
     turns = TURNS if every or existing_files else 1
     return Plan(

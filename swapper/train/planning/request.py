@@ -28,7 +28,7 @@ from swapper.train.passes.given_model import GivenModel
 from swapper.train.planning.update_place import check_updates_there, faster_place
 from swapper.train.sharded.sharded_model import ShardedModel
 from swapper.train.sharded.shards import device_of
-from swapper.train.state.conditions import check_update
+from swapper.train.state.conditions import check_averaging, check_update
 from swapper.train.state.optim import NoOptimizer
 from swapper.train.updates.one_pass import AdamWKernel
 
@@ -197,7 +197,9 @@ class Request:
             parameters = [entry for group in found.groups for entry in group.parameters]
             self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})
         self.model.check_optimizer(found.forms.values(), self.optimizers.name)
-        check_update(self.options.update, self.model.module, found.forms.values(), self.optimizers.name)
+        check_update(self.options.update, found.forms.values(), self.optimizers.name)
+        leave = self.options.gradients == "nvme" and self.device is None  # what leaves a device is known later
+        check_averaging(self.model.given, self.options.update, leave)
         return found
 
 

@@ -225,12 +225,11 @@ class Conditions:
         return any(not self._entries[places.name] for places in starting)
 
 
-def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], optimizer: str) -> None:
+def check_update(update: str, forms: Iterable[StateForm], optimizer: str) -> None:
     """Raise UnsupportedError if updates at this time cannot be exact.
 
     Args:
         update: "step", "deferred" or "backward".
-        model: to be offloaded.
         forms: of its optimizer's state.
         optimizer: its kind, for people.
     """
@@ -240,7 +239,6 @@ def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], opti
             f"{optimizer} changes its own settings ({', '.join(names)}) in a step, which update='deferred' would show only when "
             "after the next forward: offload with update='step'"
         )
-    check_averaging(model, update, gradients_leave=False)
 
 
 def is_replicated(module: nn.Module) -> bool:
