@@ -1,5 +1,4 @@
-"""What torch.distributed does with a model that a rank has whole: DDP, and collectives by hand. Of one rank; of several:
-tests/fuzz/ranks.py, ddp_run.py."""
+"""DDP, and collectives by hand, of a model that a rank has whole: on one rank. On several: tests/fuzz/ranks.py, ddp_run.py."""
 
 from __future__ import annotations
 
