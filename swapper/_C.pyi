@@ -101,6 +101,18 @@ class View:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def watch(self, write: Ticket) -> None:
+        """Has every thread that changes the view wait until `write` is over. Begins on a page; the page of its end counts too.
+
+        System calls that write there fail with EFAULT meanwhile. Call `unwatch` when it is over.
+
+        Raises:
+            IoError: the system has no more mappings.
+        """
+
+    def unwatch(self) -> None:
+        """Ends `watch`, if it was called. Raises IoError: as that."""
+
     def copy_out(self) -> None:
         """Has ordinary memory with the same bytes take the place of the arena's, at the same addresses. Begins on a page.
 

@@ -26,6 +26,7 @@ struct View {
       : arena(std::move(of)), address(begin), nbytes(size) {}
   View(View&&) = default;
   ~View() {
+    if (is_watched && arena->is_usable()) forget_range(address, align_up(nbytes, kPageBytes));
     if (is_copied_out && arena->is_usable()) release_memory(address, align_up(nbytes, kPageBytes));
   }
 
@@ -33,6 +34,7 @@ struct View {
   std::byte* address;
   std::uint64_t nbytes;
   bool is_copied_out = false;
+  bool is_watched = false;  // or was
 };
 
 struct WindowHandle {
@@ -78,6 +80,23 @@ void copy_view_out(View& self) {
   self.is_copied_out = true;
 }
 
+void check_watch(const View& self, int code) {
+  if (code != 0) throw IoError("mprotect", "", 0, self.nbytes, code);
+}
+
+// Has whoever changes the view wait until the write of `ticket` is over.
+void watch_view(View& self, const TicketHandle& write) {
+  const std::uint64_t nbytes = align_up(self.nbytes, kPageBytes);
+  auto outcome = Ticket::outcome_of(write.ticket);
+  const nb::gil_scoped_release released;
+  check_watch(self, watch_range(self.address, nbytes, std::move(outcome)));
+  self.is_watched = true;
+}
+
+void unwatch_view(View& self) {
+  if (self.is_watched) check_watch(self, unwatch_range(self.address, align_up(self.nbytes, kPageBytes)));
+}
+
 Window& usable(const WindowHandle& self, const char* op) {
   if (!self.window->is_usable())
     throw IoError(op, "", 0, 0, 0, "used in a forked child, which does not have this memory");
@@ -90,6 +109,8 @@ void bind_memory(nb::module_& module) {
   nb::class_<View>(module, "View", nb::type_slots(view_slots), nb::is_weak_referenceable())
       .def_prop_ro("address", [](const View& self) { return reinterpret_cast<std::uintptr_t>(self.address); })
       .def_ro("nbytes", &View::nbytes)
+      .def("watch", &watch_view, "write"_a)
+      .def("unwatch", &unwatch_view, nb::call_guard<nb::gil_scoped_release>())
       .def("copy_out", &copy_view_out, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<WindowHandle>(module, "Window", nb::type_slots(window_slots), nb::is_weak_referenceable())

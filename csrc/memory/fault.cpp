@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -36,6 +37,7 @@ struct Chunk {
 struct Range {
   std::uint64_t nbytes = 0;
   bool watched = false;       // mapped read-only: the first write is to be noted
+  std::shared_ptr<std::atomic<Outcome>> until;  // of a watched range: writes wait for it
   std::vector<Chunk> chunks;  // of an absent range; empty if the range is mapped
   Backing backing;            // of an absent range
   Departing departing;
@@ -145,7 +147,7 @@ bool may_try_again(std::uint64_t change) {
   return std::exchange(t_last_change, change) != change;
 }
 
-enum class Answer { kServed, kRefused, kNotOurs };
+enum class Answer { kServed, kWait, kRefused, kNotOurs };
 
 Answer serve_absent(std::byte* begin, Range& range, std::uint64_t at) {
   Chunk& chunk = range.chunks[at / kChunkBytes];
@@ -178,6 +180,7 @@ Answer serve(std::byte* address) {
   if (range.is_absent()) return serve_absent(begin, range, at);
   if (may_try_again(range.change)) return Answer::kServed;
   if (!range.watched || range.written_at != nullptr) return Answer::kNotOurs;
+  if (range.until && range.until->load(std::memory_order_acquire) == Outcome::pending) return Answer::kWait;
   if (::mprotect(begin, range.nbytes, PROT_READ | PROT_WRITE) != 0) return Answer::kRefused;
   note_write(range, address);
   range.change = ++g_changes;
@@ -197,8 +200,14 @@ SignalSlot g_slot(SIGSEGV, is_off("sigsegv"), on_fault);
 void on_fault(int, siginfo_t* info, void* context) {
   const int saved = errno;
   auto* address = static_cast<std::byte*>(info->si_addr);
-  switch (serve(address)) {
+  Answer answer = serve(address);
+  for (; answer == Answer::kWait; answer = serve(address)) {
+    constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 100'000};
+    ::nanosleep(&kPause, nullptr);
+  }
+  switch (answer) {
     case Answer::kServed:
+    case Answer::kWait:
       break;
     case Answer::kRefused:
       say("swapper: code past the guard of a parameter used it while its bytes were absent, and they could "
@@ -333,12 +342,21 @@ int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool
   });
 }
 
-int watch_range(std::byte* begin, std::uint64_t nbytes) {
+int watch_range(std::byte* begin, std::uint64_t nbytes, std::shared_ptr<std::atomic<Outcome>> until) {
   Range range;
   range.nbytes = nbytes;
   range.watched = true;
+  range.until = std::move(until);
   return exchange_range(begin, nbytes, true, std::move(range), [&](const Range*, Range&) {
     return ::mprotect(begin, nbytes, PROT_READ) == 0 ? 0 : errno;
+  });
+}
+
+int unwatch_range(std::byte* begin, std::uint64_t nbytes) {
+  Range range;
+  range.nbytes = nbytes;
+  return exchange_range(begin, nbytes, true, std::move(range), [&](const Range*, Range&) {
+    return ::mprotect(begin, nbytes, PROT_READ | PROT_WRITE) == 0 ? 0 : errno;
   });
 }
 

@@ -13,6 +13,9 @@
 // and the address of the first write is noted for the end of the lease. If nobody collects it before the
 // memory is unmapped, the range keeps its bytes as private memory that was written while absent.
 //
+// Memory that a commit writes from, and that its owner may change at any time, is watched until that write is
+// over: a thread that changes it sleeps so long. The drive has what the commit captured.
+//
 // [Note: bytes on their way out] A read that begins, in the engine, as soon as a write is over may reuse the
 // memory of that write. So the memory is unmapped from the window before that read is submitted, and an
 // access meanwhile copies the bytes: from the memory or, if the write has succeeded by then, from the file.
@@ -70,8 +73,13 @@ struct Shown {
 // copied into it; then the range is watched and counts as written, and `merged` is true.
 [[nodiscard]] int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool& merged);
 
-// Makes the mapped range read-only. The first write makes all of it writable and is noted.
-[[nodiscard]] int watch_range(std::byte* begin, std::uint64_t nbytes);
+// Makes the mapped range read-only. The first write makes all of it writable and is noted; with `until`, once
+// that is not pending any more.
+[[nodiscard]] int watch_range(std::byte* begin, std::uint64_t nbytes,
+                              std::shared_ptr<std::atomic<Outcome>> until = nullptr);
+
+// Makes the watched range writable. It stays in the table: a write may have faulted before.
+[[nodiscard]] int unwatch_range(std::byte* begin, std::uint64_t nbytes);
 
 // Unmaps the memory. Without a `backing` owner every later access is a fault; with one, what was written in
 // the very same range while it was watched, or absent, is kept.

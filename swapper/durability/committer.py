@@ -15,8 +15,8 @@ otherwise, or if state stays on a device. A number commits every that many steps
 step's commit, so a process that is killed before its next forward resumes one step earlier. What follows the capture is
 in the next commit, or in one that closing makes. A snapshot, parking and added groups capture before the next forward:
 if the script changes settings, registered objects or `extra` after them, that forward, or closing, commits the step
-again. Changes of parameters in memory are not announced, so these are compared with the last commit, where it counts
-whether it has them: before a step (which is not undone then), before parking, and at the end. Where the next step has
+again. Changes of parameters in memory are not announced: one waits while a commit writes these from there, and they are
+compared with the last commit where it counts whether it has them: before a step (which is not undone then), before parking, and at the end. Where the next step has
 begun, closing commits nothing: it would be a mix of two.
 """
 
@@ -359,9 +359,10 @@ class Committer:
     def _drain(self) -> None:
         """Wait for the writes of resident sections, whatever their outcome, and forget them."""
         writes, self._writes = self._writes, None
-        for _, ticket in writes or ():
+        for piece, ticket in writes or ():
             with contextlib.suppress(IoError):
                 ticket.wait()
+            piece.section.let_go()
 
     def _capture(self, is_early: bool = True) -> None:
         """Capture the state of the step; once its updates are done, submit the writes of resident content.
@@ -387,6 +388,8 @@ class Committer:
                 self._writes = [(s.piece, self._write(s)) for s in self._resident if not self._has_committed(s)]
             finally:
                 self._store.prefer(None)
+            for piece, ticket in self._writes:  # [Note: changes by hand]
+                piece.section.hold(ticket)
 
     def _has_committed(self, section: Section) -> bool:
         """Return True if the last commit has the section's present content.
@@ -423,6 +426,7 @@ class Committer:
         with defer_signals:
             for piece, ticket in self._writes:
                 self._store.written(piece, ticket)
+                piece.section.let_go()
             if self._every is not None:
                 self._commit(self._record)
                 self.committed = self._record.step

@@ -200,6 +200,16 @@ class Section:
         self._memory = self.view = None
         self.window = self._no_window
 
+    def hold(self, write: Transfer) -> None:
+        """Have whoever changes resident memory wait until `write`, from it, is over. Call `let_go` then."""
+        if self.view is not None and self.plan.nbytes:
+            self.view.watch(write)
+
+    def let_go(self) -> None:
+        """End `hold`."""
+        if self.view is not None:
+            self.view.unwatch()
+
     @property
     def memory(self) -> torch.Tensor:
         if self._memory is None:

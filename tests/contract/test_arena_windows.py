@@ -377,3 +377,31 @@ def test_threads_that_write_into_a_guarded_range_at_once_all_succeed(arena: _C.A
         assert torch.equal(seen.view(64, PAGE)[:, 5], torch.arange(64, dtype=torch.uint8))
         assert window.written_at(0) >= 0
         window.map(0, 0, 64 * PAGE)
+
+
+@pytest.mark.parametrize("end", ["done", "unwatched"])
+def test_memory_that_a_write_reads_changes_when_that_is_over(tmp_path: Path, end: str) -> None:
+    """The drive gets what was there; then every thread may change it."""
+    engine = _C.Engine(backend="chaos", chaos={"seed": 3, "delay": 1.0})
+    arena = _C.Arena(16 * PAGE, lock=False)
+    (tmp_path / "file").write_bytes(bytes(4 * PAGE))
+    file = _C.File(str(tmp_path / "file"))
+    view = arena.view(PAGE, 4 * PAGE - 100)
+    bytes_ = torch.frombuffer(view, dtype=torch.uint8)
+    for round_ in range(20):
+        bytes_.fill_(round_)
+        ticket = engine.write(file, 0, view.address, 4 * PAGE, keep=arena)
+        view.watch(ticket)
+        assert bytes_.sum() == round_ * len(bytes_)  # reading waits for nothing
+        if end == "unwatched":
+            ticket.wait()
+            view.unwatch()
+        threads = [threading.Thread(target=bytes_[i::4].add_, args=(100,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ticket.done
+        assert (tmp_path / "file").read_bytes()[: len(bytes_)] == bytes([round_]) * len(bytes_)
+        assert bytes_.sum() == (round_ + 100) * len(bytes_)
+    engine.close()

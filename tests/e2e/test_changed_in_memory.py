@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import swapper
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.twins import Twins, fail_in_the_middle
+from e2e.twins import Twins, adamw, fail_in_the_middle
+from swapper import _C
 
 MakeTwins = Callable[..., Twins]
 Write = Callable[[nn.Parameter], Any]
@@ -86,3 +92,52 @@ def test_a_step_that_fails_is_undone_where_nothing_was_changed(twins: MakeTwins,
     pair.both(lambda _, optimizer: optimizer.step())
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
+
+
+@WRITES
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_what_changes_while_it_is_committed_is_not_in_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write, update: str
+) -> None:
+    """As a perturbation of adversarial training, which comes after the backward in which the last step is committed."""
+    gate = os.eventfd(1)  # nothing that is written is over while it is closed
+    chaos = {"seed": 1, "until": gate}
+    monkeypatch.setattr(
+        "swapper.modules.resources.open_engine",
+        lambda *_, backend, **options: _C.Engine(backend="threads", chaos=chaos, **options),
+    )
+    changed = threading.Event()
+
+    def open_gate() -> None:
+        changed.wait(0.3)  # it comes only if the memory can be changed now, which is wrong
+        os.eventfd_write(gate, 1)
+
+    torch.manual_seed(0)
+    directory, copied = tmp_path / "run", tmp_path / "copied"
+    directory.mkdir()
+    model = Net()
+    options: dict[str, Any] = {"params": "host", "optimizer_state": "nvme", "update": update}
+    commits = swapper.CommitPolicy(every=1)
+    with swapper.SwapManager(directory, host_memory="64MiB", commits=commits) as manager:
+        _, optimizer = manager.offload(model, adamw(model.parameters()), **options)
+        train_step(model, optimizer)
+        weight = model.blocks[1].up.weight
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        os.eventfd_read(gate)
+        with manager.accumulate():
+            loss_of(model, tokens()).backward()
+        helper = threading.Thread(target=open_gate)
+        helper.start()
+        with torch.no_grad():
+            write(weight)
+        changed.set()
+        helper.join()
+        train_step(model, optimizer)
+        shutil.copytree(directory, copied)
+    with swapper.SwapManager(copied, host_memory="64MiB", resume="auto") as manager:
+        torch.manual_seed(0)
+        resumed = Net()
+        manager.offload(resumed, adamw(resumed.parameters()), **options)
+        assert manager.step == 1
+        for name, value in resumed.state_dict().items():
+            assert torch.equal(value, expected[name]), name

@@ -30,6 +30,7 @@ class Side:
         chance: of the action that runs; the same for both.
         is_last: no other backward follows before the step.
         is_open: passes have run since the last step that was taken.
+        watch: is given each loss, whose graph it may hook.
     """
 
     model: Any
@@ -41,6 +42,7 @@ class Side:
     is_last: bool = True
     is_open: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
+    watch: Callable[[torch.Tensor], object] = lambda loss: None
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -60,7 +62,9 @@ class Side:
 
     def loss(self) -> torch.Tensor:
         batch = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
-        return F.cross_entropy(self.model(batch).float().flatten(0, 1), batch.flatten())
+        loss = F.cross_entropy(self.model(batch).float().flatten(0, 1), batch.flatten())
+        self.watch(loss)
+        return loss
 
     def backward(self, loss: torch.Tensor, is_last: bool = True, **options: Any) -> torch.Tensor:
         is_last = is_last and self.is_last

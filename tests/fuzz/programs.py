@@ -12,7 +12,8 @@ from __future__ import annotations
 import random
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ import torch
 from e2e.early import sealed
 from e2e.keywords import for_offload
 from e2e.optimizers import OPTIMIZERS
+from e2e.racing_loops import Drive
 from e2e.several import Several, SeveralTwins, by_turns, muon_and_adamw
 from e2e.twins import Twins, smallest_device_budget
 from infer.host_device import ORDERS, HostDevice
@@ -47,7 +49,7 @@ RULES = OPTIMIZERS | {
     "radam": partial(RAdam, lr=1e-3),
     "muon": partial(Muon, lr=1e-3),
 }
-PLAIN = {"tied": False, "rule": "adamw", "more_rules": [], "groups": "all", "master": False, "drives": 1}
+PLAIN = {"tied": False, "rule": "adamw", "more_rules": [], "groups": "all", "master": False, "drives": 1, "hurries": None}
 PLAIN_OPTIONS: dict[str, Any] = {
     "update": "step",
     "params": "nvme",
@@ -122,6 +124,11 @@ def draw_some(chance: random.Random, actions: Iterable[str], forbidden: Collecti
     return [[chance.choice(allowed), chance.randrange(1000)] for _ in range(count if allowed else 0)]
 
 
+def draw_hurries(chance: random.Random) -> float | None:
+    """Return how often a drive that is late or early ends all that is under way at once; None: the drive as it is."""
+    return chance.choice([0, 0.1, 0.5, 1]) if chance.random() < 0.4 else None
+
+
 def draw(seed: str) -> Program:
     """Return the program of a seed."""
     chance = random.Random(seed)
@@ -143,7 +150,7 @@ def draw(seed: str) -> Program:
 
     loop = []
     for _ in range(chance.randint(2, 4)):
-        passes = some(PASSES, count=chance.choice([1, 1, 1, 2])) if chance.random() < 0.7 else [["ordinary", 0]]
+        passes = some(PASSES, count=chance.choice([1, 1, 1, 2])) if chance.random() < 0.7 else [["ordinary", chance.randrange(1000)]]
         loop += [*passes, *some(BEFORE_STEP, count=chance.choice([0, 0, 1, 2]))]
         loop += some(STEPS, count=1) if chance.random() < 0.3 else [["step", 0]]
         loop += [["zero", 0]] * (chance.random() < 0.7) + some(BETWEEN, count=chance.choice([0, 1, 1, 2, 3]))
@@ -156,6 +163,7 @@ def draw(seed: str) -> Program:
         "groups": "all" if master or more else chance.choice(GROUPS),
         "master": master,
         "drives": chance.choice([1, 1, 1, 2, 3]),
+        "hurries": draw_hurries(chance),
         "options": options,
         "loop": loop,
     }
@@ -173,23 +181,26 @@ class Training:
 
     passes: ClassVar[dict[str, Action]] = PASSES
     actions: ClassVar[dict[str, Action]] = ACTIONS
+    rank = 0
 
-    def __init__(self, program: Program, directory: Path) -> None:
+    def __init__(self, program: Program, directory: Path, drive: Drive | None) -> None:
         self.program = program
         self.directory = directory
         options = dict(program["options"])
         device = options.pop("device", None)
         drives = [directory / "run", *(directory / f"drive-{number}" for number in range(1, program["drives"]))]
-        for drive in drives:
-            drive.mkdir(exist_ok=True)
+        self.probe = directory / "probe"  # where smallest budgets are found
+        for place in (*drives, self.probe):
+            place.mkdir(exist_ok=True)
         self.pair = pair = self._make_pair(drives[0], others=drives[1:], wait=True, **options)
         pair.swapped = self._model()
         pair.original = self._optimizer(self._select(pair.swapped))
         if device is not None:
             pair.options |= self._device(device)
-        pair.offload()
         self.plain = Side(pair.plain, pair.plain_optimizer, None, lambda *_: None, directory)
-        self.swapped = Side(pair.swapped, pair.optimizer, pair.manager, self._rebuild, directory)
+        self.swapped = Side(pair.swapped, pair.optimizer, None, self._rebuild, directory)
+        if drive is not None:
+            self.swapped.watch = drive.watch
 
     def _make_pair(self, directory: Path, **options: Any) -> Twins:
         """Return the twins, of which the plain one is there."""
@@ -202,7 +213,7 @@ class Training:
     def _device(self, order: str) -> dict[str, Any]:
         """Return the options of a device of host memory where copies arrive in this order, with little memory."""
         pair, device = self.pair, HostDevice(order)
-        needed = smallest_device_budget(pair.directory, pair.swapped, pair.original, **pair.options, device=device)
+        needed = smallest_device_budget(self.probe, pair.swapped, pair.original, **pair.options, device=device)
         return {"device": device, "device_memory": needed + (2 << 20)}
 
     def _model(self) -> Model:
@@ -227,68 +238,103 @@ class Training:
 
     def run(self) -> None:
         """Raises AssertionError where they differ."""
-        loop = self.program["loop"]
-        for number, (name, seed) in enumerate(loop):
-            following = [other for other, _ in loop[number + 1 :] if other in {**self.passes, **STEPS}]
-            is_last = not following or (following[0] not in self.passes and following[0] not in ("closure", "scaled"))
+        self.pair.offload()
+        self._begin()
+        self.go_on()
+        self.finish()
 
-            def act(model: Any, _: Any, name: str = name, seed: int = seed, is_last: bool = is_last) -> Any:
-                side = self.plain if model is self.plain.model else self.swapped
-                side.chance, side.is_last = random.Random(seed), is_last
-                if name in self.passes or name in STEPS:
-                    side.is_open = name in self.passes or name == "skip"
-                try:
-                    return self.act(side, name)
-                except Exception as error:
-                    if side is self.plain and not is_ours(error):
-                        raise Impossible(f"{type(error).__name__}: {error}") from error
-                    raise
+    def _begin(self) -> None:
+        """Take what the swapped one has now."""
+        pair, side = self.pair, self.swapped
+        side.model, side.optimizer, side.manager = pair.swapped, pair.optimizer, pair.manager
 
+    def go_on(self, first: int = 0, after_each: Callable[[], object] = lambda: None) -> None:
+        """Do the loop's actions from this one on."""
+        for number, (name, _) in enumerate(self.program["loop"][first:], first):
             try:
-                self.pair.both(act)
+                self.pair.both(partial(self.do, number))
             except BaseException as error:
                 error.args = (f"[{number} {name}] {error}", *error.args[1:])
                 raise
+            after_each()
+
+    def do(self, number: int, model: Any, _: Any) -> Any:
+        """Do an action of the loop with one of the twins."""
+        loop = self.program["loop"]
+        name, seed = loop[number]
+        following = [other for other, _ in loop[number + 1 :] if other in {**self.passes, **STEPS}]
+        side = self.plain if model is self.plain.model else self.swapped
+        side.chance = random.Random(seed)
+        torch.manual_seed(self.program["seed"] + 64 * seed + self.rank)
+        side.is_last = not following or (following[0] not in self.passes and following[0] not in ("closure", "scaled"))
+        if name in self.passes or name in STEPS:
+            side.is_open = name in self.passes or name == "skip"
+        try:
+            return self.act(side, name)
+        except Exception as error:
+            if side is self.plain and not is_ours(error):
+                raise Impossible(f"{type(error).__name__}: {error}") from error
+            raise
+
+    def finish(self) -> None:
+        """Compare both, and close the run."""
         if sealed(self.pair.manager.current.run.model.groups):
             # Updated in backward: the step is taken before both are compared.
             self.pair.both(lambda _, optimizer: optimizer.step())
-        self.pair.assert_same_parameters()
-        self.pair.assert_same_state()
-        self.pair.assert_same_buffers()
-        self.pair.check_pager()
+        self.compare()
         self.pair.close()
+
+    def compare(self) -> None:
+        """Compare all that they have."""
+        pair = self.pair
+        pair.assert_same_parameters()
+        pair.assert_same_state()
+        pair.assert_same_buffers()
+        pair.check_pager()
 
     def act(self, side: Side, name: str) -> Any:
         return self.actions[name](side)
 
+    def layout(self) -> dict[str, Any]:
+        """Return the names of each param group's parameters, and whether each parameter has gradients."""
+        pair = self.pair
+        names = {id(p): name for name, p in pair.swapped.named_parameters()}
+        return {
+            "groups": [[names[id(p)] for p in group["params"]] for group in pair.optimizer.param_groups],
+            "trained": {name: p.requires_grad for name, p in pair.swapped.named_parameters()},
+        }
+
     def _rebuild(self, chance: random.Random | None = None) -> None:
         """Go on in another model, as in another process; with `chance` with other options."""
-        pair = self.pair
-        flags = {name: p.requires_grad for name, p in pair.swapped.named_parameters()}
-        names = {id(p): name for name, p in pair.swapped.named_parameters()}
-        groups = [[names[id(p)] for p in group["params"]] for group in pair.optimizer.param_groups]
-        step = pair.manager.step
-        budget = pair.manager._options.host_bytes
+        pair, layout = self.pair, self.layout()
+        step, budget = pair.manager.step, pair.manager._options.host_bytes
         pair.close()
+        self.resume(layout, budget, chance)
+        assert pair.manager.step == step, f"step {pair.manager.step} of {step} was committed"
+
+    def resume(self, layout: dict[str, Any], budget: int, chance: random.Random | None = None) -> None:
+        """Go on with a run that had this layout; with `chance` with other options."""
+        pair, trained = self.pair, layout["trained"]
         pair.swapped = self._model()
         pair.original = self._optimizer(self._select(pair.swapped))
-        for group in groups[len(pair.original.param_groups) :]:
+        for group in layout["groups"][len(pair.original.param_groups) :]:
             pair.original.add_param_group({"params": [pair.swapped.get_parameter(name) for name in group]})
         grouped_ids = {id(p) for group in pair.original.param_groups for p in group["params"]}
         for name, parameter in pair.swapped.named_parameters():
             if id(parameter) in grouped_ids:  # the layout of a run says of others whether they have gradients
-                parameter.requires_grad_(flags[name])
+                parameter.requires_grad_(trained[name])
         if chance is not None:
             budget = self._other_options(chance)
         commits = swapper.CommitPolicy(every=pair.commit_every)
         directories = [pair.directory, *pair.others]
-        pair.manager = swapper.SwapManager(directories, host_memory=budget, resume="auto", commits=commits)
-        assert pair.manager.step == step, f"step {pair.manager.step} of {step} was committed"
+        pair.manager = swapper.SwapManager(
+            directories, host_memory=budget, resume="auto", commits=commits, backend=pair.backend
+        )
         _, optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(pair.options))
         for name, parameter in pair.swapped.named_parameters():
-            parameter.requires_grad_(flags[name])
+            parameter.requires_grad_(trained[name])
         pair.optimizer = Several(optimizer) if self.program["more_rules"] else optimizer
-        self.swapped.model, self.swapped.optimizer, self.swapped.manager = pair.swapped, pair.optimizer, pair.manager
+        self._begin()
 
     def _other_options(self, chance: random.Random) -> int:
         """Give a run that goes on other options, which later actions go with too. Returns its budget."""
@@ -299,13 +345,18 @@ class Training:
             pair.options["update"] = chance.choice(["step", "deferred"])
         if pair.options.get("gradients") == "nvme":
             pair.options["gradients"] = chance.choice(["nvme", "host"])
-        smallest = pair.smallest_budget(self.directory / f"probe-{chance.random()}")
-        return smallest + chance.choice([1 << 18, 1 << 21, 64 << 20])
+        return pair.smallest_budget(self.probe) + chance.choice([1 << 18, 1 << 21, 64 << 20])
 
 
-def run_case(program: Program, directory: Path) -> str | None:
+REFUSALS = (BudgetError, ConfigError, StateError, UnsupportedError)
+
+
+def run_case(program: Program, directory: Path, kind: type[Training] = Training) -> str | None:
     """Return what went wrong, None if nothing did; REFUSED and why, if swapper or what it is compared with cannot do it."""
-    return outcome(lambda: Training(program, directory).run(), (BudgetError, ConfigError, StateError, UnsupportedError))
+    hurries = program["hurries"]
+    drive = None if hurries is None else Drive(program["seed"], hurries)
+    with nullcontext() if drive is None else drive.in_use():
+        return outcome(lambda: kind(program, directory, drive).run(), REFUSALS)
 
 
 def smaller(program: Program) -> Iterator[Program]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from e2e.keywords import for_offload
 from e2e.killed_ranks import launch
+from e2e.racing_loops import Drive
 from e2e.twins import Twins, named_budget
 from infer.host_device import ORDERS, HostDevice
 from torch import nn
@@ -33,12 +34,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import swapper
 from fuzz import programs
-from fuzz.cases import REFUSED, Impossible, Kind, Program, outcome, run
+from fuzz.cases import REFUSED, Impossible, Kind, Program, run
 from fuzz.export_sources import content_of
 from fuzz.program_actions import ACTIONS, BEFORE_STEP, BETWEEN, STEPS
 from fuzz.program_passes import PASSES, Action, Side
 from fuzz.programs import RULES, Training, draw_layers, draw_options, draw_some, forbidden_to
-from swapper.errors import BudgetError, ConfigError, StateError, UnsupportedError
+from swapper.errors import BudgetError
 from swapper.train.gradients.cold_grad import ColdGradient
 
 POLICIES: dict[str, MixedPrecisionPolicy] = {
@@ -63,6 +64,7 @@ PLAIN = {
     "bucket_mb": 25,
     "views of buckets": False,
     "drives": 1,
+    "hurries": None,
 }
 
 
@@ -191,7 +193,7 @@ def draw(seed: str) -> Program:
     some = partial(draw_some, chance, forbidden=forbidden)
     loop = []
     for _ in range(chance.randint(2, 4)):
-        loop += some(RankTraining.passes, count=1) if chance.random() < 0.6 else [["ordinary", 0]]
+        loop += some(RankTraining.passes, count=1) if chance.random() < 0.6 else [["ordinary", chance.randrange(1000)]]
         loop += some({**BEFORE_STEP, **OWN_BEFORE_STEP}, count=chance.choice([0, 0, 1]))
         loop += some(STEPS, count=1) if chance.random() < 0.2 else [["step", 0]]
         loop += [["zero", 0]] * (chance.random() < 0.7)
@@ -215,6 +217,7 @@ def draw(seed: str) -> Program:
         "groups": chance.choice(programs.GROUPS),
         "master": False,
         "drives": chance.choice([1, 1, 1, 2]),
+        "hurries": programs.draw_hurries(chance),
         "options": options,
         "loop": loop,
     }
@@ -261,11 +264,11 @@ class RankTraining(Training):
     passes: ClassVar[dict[str, Action]] = {**PASSES, **OWN_PASSES}
     actions: ClassVar[dict[str, Action]] = {**ACTIONS, **OWN_PASSES, **OWN_BEFORE_STEP, **OWN_BETWEEN}
 
-    def __init__(self, program: Program, directory: Path) -> None:
-        super().__init__(program, directory)
+    def __init__(self, program: Program, directory: Path, drive: Drive | None) -> None:
+        super().__init__(program, directory, drive)
         for side in (self.plain, self.swapped):
             side.kept["spread"] = program["spread"]
-        torch.manual_seed(program["seed"] + 1 + dist.get_rank())  # each has batches of its own
+        self.rank = dist.get_rank()  # each has batches of its own
 
     def _make_pair(self, directory: Path, **options: Any) -> Twins:
         nothing, model = nn.Module(), self._model()  # which torch cannot copy
@@ -317,8 +320,7 @@ class RankTraining(Training):
 
 def run_rank(program: Program, directory: Path) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    refusals = (BudgetError, ConfigError, StateError, UnsupportedError)
-    problem = outcome(lambda: RankTraining(program, directory).run(), refusals)
+    problem = programs.run_case(program, directory, RankTraining)
     if problem is not None:
         (directory / f"rank-{dist.get_rank()}").write_text(problem)
         os._exit(1)  # what the others wait for does not come

@@ -240,7 +240,7 @@ class OffloadedModel:
             model = of()
             if model is not None and not is_closed(model):
                 with model._placed.guard.turns.turn(), outside_transforms():
-                    model._placed.guard.events.check()
+                    model._placed.guard.events.check_usable()
                     model.finish_update()
 
         return finish
