@@ -84,7 +84,7 @@ void check_watch(const View& self, int code) {
   if (code != 0) throw IoError("mprotect", "", 0, self.nbytes, code);
 }
 
-// Has whoever changes the view wait until the write of `ticket` is over.
+// Has a thread that changes the view wait until the write of `ticket` is over.
 void watch_view(View& self, const TicketHandle& write) {
   const std::uint64_t nbytes = align_up(self.nbytes, kPageBytes);
   auto outcome = Ticket::outcome_of(write.ticket);

@@ -36,10 +36,10 @@ struct Chunk {
 
 struct Range {
   std::uint64_t nbytes = 0;
-  bool watched = false;       // mapped read-only: the first write is to be noted
+  bool watched = false;                         // mapped read-only: the first write is to be noted
   std::shared_ptr<std::atomic<Outcome>> until;  // of a watched range: writes wait for it
-  std::vector<Chunk> chunks;  // of an absent range; empty if the range is mapped
-  Backing backing;            // of an absent range
+  std::vector<Chunk> chunks;                    // of an absent range; empty if the range is mapped
+  Backing backing;                              // of an absent range
   Departing departing;
   std::byte* written_at = nullptr;  // address of the first write
   std::uint64_t change = 0;         // number of the last change

@@ -15,9 +15,10 @@ otherwise, or if state stays on a device. A number commits every that many steps
 step's commit, so a process that is killed before its next forward resumes one step earlier. What follows the capture is
 in the next commit, or in one that closing makes. A snapshot, parking and added groups capture before the next forward:
 if the script changes settings, registered objects or `extra` after them, that forward, or closing, commits the step
-again. Changes of parameters in memory are not announced: one waits while a commit writes these from there, and they are
-compared with the last commit where it counts whether it has them: before a step (which is not undone then), before parking, and at the end. Where the next step has
-begun, closing commits nothing: it would be a mix of two.
+again. Changes of parameters in memory are not announced. While a commit writes these from there, a thread that changes one
+waits; not where ranks run together, since gloo hangs if it may not receive into memory. They are compared with the last
+commit where it counts whether it has them: before a step (which is not undone then), before parking, and at the end. Where the
+next step has begun, closing commits nothing: it would be a mix of two.
 """
 
 from __future__ import annotations
@@ -362,7 +363,7 @@ class Committer:
         for piece, ticket in writes or ():
             with contextlib.suppress(IoError):
                 ticket.wait()
-            piece.section.let_go()
+            piece.section.admit_writers()
 
     def _capture(self, is_early: bool = True) -> None:
         """Capture the state of the step; once its updates are done, submit the writes of resident content.
@@ -388,8 +389,9 @@ class Committer:
                 self._writes = [(s.piece, self._write(s)) for s in self._resident if not self._has_committed(s)]
             finally:
                 self._store.prefer(None)
-            for piece, ticket in self._writes:  # [Note: changes by hand]
-                piece.section.hold(ticket)
+            if not self._way_back.is_of_all_ranks:  # [Note: changes by hand]
+                for piece, ticket in self._writes:
+                    piece.section.hold_writers(ticket)
 
     def _has_committed(self, section: Section) -> bool:
         """Return True if the last commit has the section's present content.
@@ -426,7 +428,7 @@ class Committer:
         with defer_signals:
             for piece, ticket in self._writes:
                 self._store.written(piece, ticket)
-                piece.section.let_go()
+                piece.section.admit_writers()
             if self._every is not None:
                 self._commit(self._record)
                 self.committed = self._record.step

@@ -200,13 +200,13 @@ class Section:
         self._memory = self.view = None
         self.window = self._no_window
 
-    def hold(self, write: Transfer) -> None:
-        """Have whoever changes resident memory wait until `write`, from it, is over. Call `let_go` then."""
+    def hold_writers(self, write: Transfer) -> None:
+        """Have every thread that changes resident memory wait until `write`, from it, is over. Call `admit_writers` then."""
         if self.view is not None and self.plan.nbytes:
-            self.view.watch(write)
+            self.view.watch(cast(Any, write))
 
-    def let_go(self) -> None:
-        """End `hold`."""
+    def admit_writers(self) -> None:
+        """End `hold_writers`, if it was called."""
         if self.view is not None:
             self.view.unwatch()
 

@@ -1,10 +1,11 @@
-"""Ends training programs drawn from a seed early, by kills and by transfers that fail, resumes them, and compares bit for bit.
+"""Kills training programs drawn from a seed, or has their transfers fail, goes on with them, and compares bit for bit.
 
 Usage: tools/fuzz ends [--minutes N] [--cases N] [--seed N] [--program JSON]
 
 A program is one of programs.py. It runs once to its end. Then it begins anew for each of its ends: it is killed at a system call
-that changes one of its files, or some of its transfers fail and it closes. Another process resumes: what was committed must be
-what plain torch has after that step, and so must all that the rest of the loop does.
+that changes one of its files, or when an action has failed with one of its transfers, and another process resumes; or the loop
+goes on itself after the error. What was committed, or what is there after the error, must be what plain torch has after that
+step, and so must all that the rest of the loop does.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,23 @@ from e2e.stopped_calls import run_until
 
 import swapper
 from fuzz import programs
-from fuzz.cases import Kind, Program, outcome, run
+from fuzz.cases import REFUSED, Kind, Program, outcome, run
+from fuzz.program_passes import PASSES
 from fuzz.programs import REFUSALS, Training
 from swapper.modules import resources
 
 NOT_HERE = {"park", "resume", "resume otherwise", "step twice"}
-"""Actions that commit a step once more, with what has changed since, or take two steps."""
+"""Actions that change the layout of a run's commits, or take two steps."""
+FORWARDS = {*PASSES, "closure", "scaled"}
+"""Actions that begin with a forward with autograd, in which the last step is committed, with what has changed since."""
+COMMITS = {"add group", "snapshot"}
+"""Actions that commit the last step: at their beginning, at their end, or both."""
+
+HALF_DONE = {
+    *("adversarial", "sharpness", "inner step", "save and load", "initialise", "swap average", "gather and write"),
+    *("from vector", "write", "optimizer state", "freeze", "add group", "scaled", "schedule"),
+}
+"""Actions that may have changed something when they fail."""
 
 
 def draw(seed: str) -> Program:
@@ -40,7 +53,7 @@ def draw(seed: str) -> Program:
     program, chance = programs.draw(seed), random.Random(f"{seed} ends")
     program["loop"] = [action for action in program["loop"] if action[0] not in NOT_HERE]
     program["options"]["commit_every"] = chance.choice(["free", 1, 1, 2])
-    ends = [[chance.choice(["kill", "kill", "torn", "fail"]), chance.random()] for _ in range(3)]
+    ends = [[chance.choice(["kill", "kill", "torn", "fail", "go on"]), chance.random()] for _ in range(3)]
     return {**program, "hurries": None, "ends": ends}
 
 
@@ -50,13 +63,17 @@ class EndedTraining(Training):
     def __init__(self, program: Program, directory: Path, drive: Drive | None) -> None:
         super().__init__(program, directory, drive)
         self.pair.backend = "threads"  # so that transfers are system calls of the process
+        self._names = [name for name, _ in program["loop"]]
+        self._doing = 0
 
-    def run_to_end(self, states: Path, faults: Faults | None = None) -> None:
-        """Run all, and write what the run is at its beginning and after each action. With `faults`, until an error."""
+    def run_to_end(self, states: Path, faults: Faults | None = None, goes_on: bool = False) -> None:
+        """Run all, and write what the run is at its beginning and after each action. With `faults` until an error, or beyond it."""
         lines: list[str] = []
 
         def note() -> None:
-            lines.append(json.dumps({"step": self.pair.manager.step, **self.layout()}))
+            manager = self.pair.manager
+            every = manager.current.run.committer._every
+            lines.append(json.dumps({"step": manager.step, "every": every, **self.layout()}))
             states.write_text("\n".join(lines))
 
         engines: list[FailingEngine] = []
@@ -72,50 +89,124 @@ class EndedTraining(Training):
         self._begin()
         for engine in engines:
             engine.is_armed = True
+        note()
         try:
-            note()
             self.go_on(after_each=note)
             self.finish()
+            return
         except swapper.SwapperError:
             if not any(engine.failed for engine in engines):
                 raise
-            with suppress(swapper.SwapperError):
-                self.pair.close()
+        for engine in engines:
+            engine.is_armed = False
+        for left in reversed(range(8)):  # what was under way fails later
+            if not goes_on or self.pair.manager.current.has_failed or self._is_half_done():
+                os.kill(os.getpid(), signal.SIGKILL)  # closing would commit what has changed since the step
+            with suppress(swapper.SwapperError) if left else nullcontext():
+                self._go_on_after_error(read_states(states))
+                return
 
-    def resume_and_compare(self, states: Path) -> None:
+    def _go_on_after_error(self, states: list[dict[str, Any]]) -> None:
+        self.swapped.optimizer.zero_grad()
+        self.swapped.model.zero_grad()
+        fresh = self._make_pair(self.pair.directory, wait=True, **self.program["options"])
+        self.pair.plain, self.pair.plain_optimizer = fresh.plain, fresh.plain_optimizer
+        self.plain.model, self.plain.optimizer = fresh.plain, fresh.plain_optimizer
+        step = self.pair.manager.step
+        self._go_on_after([number for number, state in enumerate(states) if state["step"] == step], states)
+
+    def do(self, number: int, model: Any, _: Any) -> Any:
+        self._doing = number
+        return super().do(number, model, _)
+
+    def finish(self) -> None:
+        self._doing = len(self._names)
+        super().finish()
+
+    def _is_half_done(self) -> bool:
+        """Return whether the action that has failed may have changed something: also buffers, by a forward."""
+        if self._doing == len(self._names) or self._names[self._doing] in HALF_DONE:
+            return True
+        return any(True for _ in self.plain.model.buffers())
+
+    def resume_and_compare(self, states: Path, ended: Path) -> None:
         """Resume what has ended, and do the rest of the loop."""
-        found = [json.loads(line) for line in states.read_text().splitlines()]
+        found = read_states(states)
         steps = [state.pop("step") for state in found]
         budget = self.pair.smallest_budget(self.probe) + self.pair.room_bytes
         layouts = [layout for number, layout in enumerate(found) if layout not in found[:number]]
         while True:
             try:
-                self.resume(layouts.pop(), budget)
+                self.resume(layouts.pop(0), budget)
                 break
-            except swapper.StateError:  # another layout was committed
+            except (swapper.CheckpointError, swapper.StateError):  # another layout was committed
                 self.pair.close()
                 if not layouts:
                     raise
         step = self.pair.manager.step
-        assert step in steps, f"step {step} of {steps} was committed"
-        done = steps.index(step)
-        for number in range(done):
-            self.do(number, self.plain.model, None)
-        self.plain.model.zero_grad()
+        assert step in steps and step >= self._least(ended), f"step {step} of {steps} was committed"
+        self._go_on_after(self._committed_after(steps, step), found)
+
+    def _go_on_after(self, candidates: list[int], states: list[dict[str, Any]]) -> None:
+        """Go on where plain torch has what the swapped one has: after one of these numbers of actions.
+
+        Args:
+            states: what the run was after each number.
+        """
         self.plain.kept.clear()
-        try:
-            self.compare()
-        except AssertionError as error:
-            raise AssertionError(f"[{done} resumed] {error}") from error
+        self.swapped.kept.clear()
+        self.swapped.directory = Path(tempfile.mkdtemp(prefix="resumed-", dir=self.directory))
+        begun = done = 0
+        for done in candidates:
+            for number in range(begun, done):
+                self.do(number, self.plain.model, None)
+            parameters = list(self.plain.model.parameters())
+            gradients = [parameter.grad for parameter in parameters]
+            self.plain.model.zero_grad()
+            try:
+                self.compare()
+                break
+            except AssertionError as error:
+                failure, begun = AssertionError(f"[{done} resumed] {error}"), done
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+        else:
+            raise failure
+        self.plain.kept.clear()
+        for name, parameter in self.pair.swapped.named_parameters():
+            parameter.requires_grad_(states[done]["trained"][name])
         self.go_on(done)
         self.finish()
+
+    def _least(self, ended: Path) -> int:
+        """Return a step that must have been committed: each is before the next but one begins, with two exceptions."""
+        if any("max norm" in layer for layer in self.program["layers"]) or "snapshot" in self._names:
+            return 0
+        state = read_states(ended)[-1] if ended.exists() else {"every": None}
+        every = state["every"]
+        return 0 if every is None else max(state["step"] - 1, 0) // every * every
+
+    def _committed_after(self, steps: list[int], step: int) -> list[int]:
+        """Return how many actions may have been done when `step` was committed."""
+        of_step, names = [number for number, one in enumerate(steps) if one == step], self._names
+        forwards = [number for number in of_step if names[number : number + 1] and names[number] in FORWARDS]
+        begins = [number for number in of_step if names[number : number + 1] and names[number] in COMMITS]
+        ends = [number for number in of_step[1:] if names[number - 1] in COMMITS]
+        closed = [number for number in of_step if number == len(names)]
+        return sorted({*forwards[:1], *begins, *ends, *closed})
+
+
+def read_states(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run_case(program: Program, directory: Path) -> str | None:
     """Return what went wrong, None if nothing did; REFUSED and why, if swapper or what it is compared with cannot do it."""
 
-    def run_one(work: Callable[[EndedTraining], None], at: int = -1, torn: bool = False) -> tuple[str | None, int]:
-        """Do `work` in a child, which is killed at this one of its calls. Returns what went wrong, and the calls."""
+    def run_one(
+        work: Callable[[EndedTraining], None], at: int = -1, torn: bool = False, may_end: bool = False
+    ) -> tuple[str | None, int, bool]:
+        """Do `work` in a child, killed at this one of its calls. Returns what went wrong, the calls, and if it was killed."""
         answer = directory / "answer"
         answer.unlink(missing_ok=True)
 
@@ -127,27 +218,32 @@ def run_case(program: Program, directory: Path) -> str | None:
         status, calls = run_until(act, fork, place / "run", at, torn)
         was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         if answer.exists():
-            return answer.read_text(), len(calls)
-        return None if status == 0 or (was_killed and at >= 0) else f"a child ended with {status}", len(calls)
+            return answer.read_text(), len(calls), was_killed
+        is_fine = status == 0 or (was_killed and may_end)
+        return None if is_fine else f"a child ended with {status}", len(calls), was_killed
 
-    place, states = directory / "whole", directory / "states"
+    place, states = directory / "whole", directory / "states"  # of the run that nothing ends
     place.mkdir()
-    problem, calls = run_one(lambda training: training.run_to_end(states))
+    problem, calls, _ = run_one(lambda training: training.run_to_end(states))
     if problem is not None:
         return problem
     for number, (how, share) in enumerate(program["ends"]):
         shutil.rmtree(place)
         place = directory / f"{how}-{number}"
         place.mkdir()
-        if how == "fail":
-            faults = any_faults(random.Random(share))
-            problem, _ = run_one(lambda training, faults=faults: training.run_to_end(directory / "ended", faults))
-        else:
-            problem, _ = run_one(lambda training: training.run_to_end(directory / "ended"), int(share * calls), how == "torn")
-        if problem is None:
-            problem, _ = run_one(lambda training: training.resume_and_compare(states))
+        is_killed = how in ("kill", "torn")
+        faults = None if is_killed else any_faults(random.Random(share))
+        ended = directory / f"ended-{number}"
+        problem, _, was_killed = run_one(
+            lambda training, ended=ended, faults=faults, how=how: training.run_to_end(ended, faults, how == "go on"),
+            at=int(share * calls) if is_killed else -1,
+            torn=how == "torn",
+            may_end=True,
+        )
+        if problem is None and (was_killed or how != "go on"):  # one that went on has other gradients than `states`
+            problem, *_ = run_one(lambda training, ended=ended: training.resume_and_compare(states, ended))
         if problem is not None:
-            return f"after {how} {share}: {problem}"
+            return problem if problem.startswith(REFUSED) else f"after {how} {share}: {problem}"
     return None
 
 

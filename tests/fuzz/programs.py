@@ -49,7 +49,15 @@ RULES = OPTIMIZERS | {
     "radam": partial(RAdam, lr=1e-3),
     "muon": partial(Muon, lr=1e-3),
 }
-PLAIN = {"tied": False, "rule": "adamw", "more_rules": [], "groups": "all", "master": False, "drives": 1, "hurries": None}
+PLAIN = {
+    "tied": False,
+    "rule": "adamw",
+    "more_rules": [],
+    "groups": "all",
+    "master": False,
+    "drives": 1,
+    "hurries": None,
+}
 PLAIN_OPTIONS: dict[str, Any] = {
     "update": "step",
     "params": "nvme",
@@ -150,7 +158,11 @@ def draw(seed: str) -> Program:
 
     loop = []
     for _ in range(chance.randint(2, 4)):
-        passes = some(PASSES, count=chance.choice([1, 1, 1, 2])) if chance.random() < 0.7 else [["ordinary", chance.randrange(1000)]]
+        passes = (
+            some(PASSES, count=chance.choice([1, 1, 1, 2]))
+            if chance.random() < 0.7
+            else [["ordinary", chance.randrange(1000)]]
+        )
         loop += [*passes, *some(BEFORE_STEP, count=chance.choice([0, 0, 1, 2]))]
         loop += some(STEPS, count=1) if chance.random() < 0.3 else [["step", 0]]
         loop += [["zero", 0]] * (chance.random() < 0.7) + some(BETWEEN, count=chance.choice([0, 1, 1, 2, 3]))

@@ -193,7 +193,7 @@ def draw(seed: str) -> Program:
     some = partial(draw_some, chance, forbidden=forbidden)
     loop = []
     for _ in range(chance.randint(2, 4)):
-        loop += some(RankTraining.passes, count=1) if chance.random() < 0.6 else [["ordinary", chance.randrange(1000)]]
+        loop += some(RankTraining.passes if chance.random() < 0.6 else ["ordinary"], count=1)
         loop += some({**BEFORE_STEP, **OWN_BEFORE_STEP}, count=chance.choice([0, 0, 1]))
         loop += some(STEPS, count=1) if chance.random() < 0.2 else [["step", 0]]
         loop += [["zero", 0]] * (chance.random() < 0.7)

@@ -69,3 +69,18 @@ def test_what_ranks_send_each_other_arrives() -> None:
     sends = [["send", seed] for seed in range(16)]
     loop = [["ordinary", 1], ["average gradients", 2], ["step", 3], *sends, ["ordinary", 4], ["step", 5]]
     assert cases.watched(ranks.RANKS, {**PROGRAM, "spread": "by hand", "loop": loop}) is None
+
+
+def test_what_an_evaluation_changes_after_shards_were_read_is_in_a_snapshot() -> None:
+    """While the updates of a deferred step are open: to read shards is no use of the next step, which would end that one."""
+    loop = [["ordinary", 1], ["step", 2], ["swap average", 3], ["snapshot", 4]]
+    program = {**PROGRAM, "layers": [], "alone": [], "options": {**programs.PLAIN_OPTIONS, "update": "deferred"}}
+    assert cases.watched(ranks.RANKS, {**program, "groups": "last ones later", "loop": loop}) is None
+
+
+@pytest.mark.parametrize("spread", ["fsdp2", "replicas"])
+def test_a_shard_that_was_frozen_and_is_not_any_more_has_its_gradient_on_a_device_too(spread: str) -> None:
+    layers, loop = ["frozen"] * 3, [["freeze", seed] for seed in (2, 3, 5, 7, 11)]
+    options = {**programs.PLAIN_OPTIONS, "device": "late", "update_on": "device"}
+    program = {**PROGRAM, "spread": spread, "layers": layers, "alone": [True] * 3, "options": options}
+    assert cases.watched(ranks.RANKS, {**program, "loop": [*loop, ["ordinary", 1]]}) is None

@@ -63,7 +63,7 @@ class ShardHooks:
             needed = list(dict.fromkeys(group_of[id(shard.local)] for shard in members))
             self._lease_around(param_group, needed)
             if targets.takes_on_device:
-                _reduce_on_device(param_group, members)
+                _reduce_on_device(param_group, [shard for shard in members if shard.local.requires_grad])
             if updates.follows_backward:
                 self._follow_backward(param_group, needed)
         nbytes = memory_bytes(shards)
@@ -252,7 +252,11 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
 
 
 def _reduce_on_device(param_group: Any, shards: list[Shard]) -> None:
-    """Have FSDP2 leave reduced gradients on the device: `_take_gradient` copies them, and nobody waits for the copies."""
+    """Have FSDP2 leave reduced gradients on the device: `_take_gradient` copies them, and nobody waits for the copies.
+
+    Args:
+        shards: those whose gradients are taken: not what was frozen, of which FSDP2 makes gradients if it is unfrozen.
+    """
     post_backward = param_group.post_backward
 
     def reduce(*unused: Any) -> None:

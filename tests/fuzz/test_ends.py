@@ -1,0 +1,54 @@
+"""The fuzzer of runs that end early in a short form. The long form: tools/fuzz ends."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from e2e import stopped_calls
+
+from fuzz import cases, ends, programs
+from fuzz.program_actions import ACTIONS
+from fuzz.program_passes import Side
+
+WHY_NOT = stopped_calls.why_not()
+pytestmark = [pytest.mark.usefixtures("prepared"), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+PROGRAM = {
+    **programs.draw("1 0"),
+    **programs.PLAIN,
+    "layers": ["linear"],
+    "rule": "sgd",
+    "options": dict(programs.PLAIN_OPTIONS, commit_every=1),
+    "loop": [["ordinary", 1], ["step", 2], ["read", 3], ["ordinary", 4], ["step", 5], ["ordinary", 6], ["step", 7]],
+    "ends": [["kill", 0.99]],
+}
+
+
+def test_some_runs_that_end_early_go_on_as_plain_torch(run_some: Callable[[cases.Kind, int], None]) -> None:
+    run_some(ends.ENDS, 2)
+
+
+def test_the_fuzzer_notices_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(side: Side) -> None:
+        if side.manager is not None and side.directory.name.startswith("resumed"):
+            side.one.data.mul_(2)
+
+    monkeypatch.setitem(ACTIONS, "read", read)
+    problem = cases.watched(ends.ENDS, {**PROGRAM, "ends": [["kill", 0.4]]})
+    assert problem is not None and "result differs" in problem, problem
+
+
+def test_the_fuzzer_notices_a_commit_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = ends.EndedTraining.resume
+
+    def resume_nothing(training: Any, *arguments: Any) -> None:
+        shutil.rmtree(training.pair.directory)
+        training.pair.directory.mkdir()
+        resume(training, *arguments)
+
+    assert cases.watched(ends.ENDS, PROGRAM) is None
+    monkeypatch.setattr(ends.EndedTraining, "resume", resume_nothing)
+    problem = cases.watched(ends.ENDS, PROGRAM)
+    assert problem is not None and "step 0 of" in problem, problem
