@@ -82,6 +82,9 @@ class CommittedModel(Protocol):
 
     def finish_update(self) -> None: ...
 
+    def take_in_assigned(self) -> None:
+        """Finish the last step if parameters were assigned since (`parameter.data = x`), and have their values in the sections."""
+
     def sync_to_host(self) -> None:
         """Have the sections' content in host memory, also what is on a device."""
 
@@ -375,6 +378,8 @@ class Committer:
         """
         if self._due is None or self._writes is not None:
             return
+        if self._record is None:
+            self._model.take_in_assigned()
         with defer_signals:
             if self._record is None:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)

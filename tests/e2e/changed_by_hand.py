@@ -1,8 +1,8 @@
 """The program that trains with changes by hand after each step, plain or swapped, and may end without closing.
 
-Usage: changed_by_hand.py DIRECTORY CHANGE UPDATE STEPS [killed]. Goes on where the run in DIRECTORY was committed. CHANGE is a key
-of CHANGES, with "late " before it if the model is evaluated in between. STEPS: how many there are in the end. Prints the step from
-which it went on.
+Usage: changed_by_hand.py DIRECTORY CHANGE UPDATE STEPS PARAMS [killed]. Goes on where the run in DIRECTORY was committed. CHANGE
+is a key of CHANGES, with "late " before it if the model is evaluated in between. STEPS: how many there are in the end. PARAMS:
+where parameters are, "nvme" or "host". Prints the step from which it went on.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ def decay(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager:
 
 def decay_data(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
     model[0].weight.data *= 0.9
+
+
+def assign(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
+    model[0].weight.data = model[0].weight.data * 0.9
 
 
 def decay_gathered(model: nn.Sequential, average: nn.Sequential, optimizer: Any, manager: Any) -> None:
@@ -70,6 +74,7 @@ def perturb(noise: torch.Tensor | None, module: nn.Module, args: object) -> None
 CHANGES: dict[str, Callable[[nn.Sequential, nn.Sequential, Any, Any], None]] = {
     "parameters": decay,
     "data": decay_data,
+    "assigned": assign,
     "gathered": decay_gathered,
     "average": follow,
     "state": shrink_state,
@@ -118,11 +123,13 @@ def content(model: nn.Sequential, average: nn.Sequential, optimizer: Any) -> dic
     return found | {f"average.{n}": v.clone() for n, v in average.state_dict().items()}
 
 
-def swapped(directory: Path, change: str, update: str, steps: int, is_killed: bool) -> tuple[int, dict[str, Any]]:
+def swapped(
+    directory: Path, change: str, update: str, steps: int, params: str, is_killed: bool
+) -> tuple[int, dict[str, Any]]:
     """Return the step from which it went on, and the content at the end."""
     model, average, optimizer = make()
     manager = swapper.SwapManager(directory, host_memory="64MiB", resume="auto", commits=swapper.CommitPolicy(every=1))
-    _, paged = manager.offload({"model": model, "average": average}, optimizer, params="nvme", update=update)
+    _, paged = manager.offload({"model": model, "average": average}, optimizer, params=params, update=update)
     begun = manager.step
     for step in range(begun + 1, steps + 1):
         take(step, change, model, average, paged, manager)
@@ -137,4 +144,5 @@ def swapped(directory: Path, change: str, update: str, steps: int, is_killed: bo
 
 
 if __name__ == "__main__":
-    print(swapped(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:] == ["killed"])[0])
+    change, update, steps, params, *end = sys.argv[2:]
+    print(swapped(Path(sys.argv[1]), change, update, int(steps), params, end == ["killed"])[0])

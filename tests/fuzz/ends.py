@@ -36,8 +36,8 @@ from swapper.modules import resources
 
 NOT_HERE = {"park", "resume", "resume otherwise", "step twice"}
 """Actions that change the layout of a run's commits, or take two steps."""
-FORWARDS = {*PASSES, "closure", "scaled"}
-"""Actions that begin with a forward with autograd, in which the last step is committed, with what has changed since."""
+NEXT_STEP = {*PASSES, "closure", "scaled", "step"}
+"""Actions at whose beginning the last step is committed, with what has changed since."""
 COMMITS = {"add group", "snapshot"}
 """Actions that commit the last step: at their beginning, at their end, or both."""
 
@@ -145,7 +145,8 @@ class EndedTraining(Training):
                     raise
         step = self.pair.manager.step
         assert step in steps and step >= self._least(ended), f"step {step} of {steps} was committed"
-        self._go_on_after(self._committed_after(steps, step), found)
+        is_new = self.pair.manager.current.run.committer.committed is None
+        self._go_on_after([0] if is_new else self._committed_after(steps, step), found)
 
     def _go_on_after(self, candidates: list[int], states: list[dict[str, Any]]) -> None:
         """Go on where plain torch has what the swapped one has: after one of these numbers of actions.
@@ -168,6 +169,7 @@ class EndedTraining(Training):
                 break
             except AssertionError as error:
                 failure, begun = AssertionError(f"[{done} resumed] {error}"), done
+                failure.__cause__ = error
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
         else:
@@ -189,11 +191,11 @@ class EndedTraining(Training):
     def _committed_after(self, steps: list[int], step: int) -> list[int]:
         """Return how many actions may have been done when `step` was committed."""
         of_step, names = [number for number, one in enumerate(steps) if one == step], self._names
-        forwards = [number for number in of_step if names[number : number + 1] and names[number] in FORWARDS]
+        nexts = [number for number in of_step if names[number : number + 1] and names[number] in NEXT_STEP]
         begins = [number for number in of_step if names[number : number + 1] and names[number] in COMMITS]
         ends = [number for number in of_step[1:] if names[number - 1] in COMMITS]
         closed = [number for number in of_step if number == len(names)]
-        return sorted({*forwards[:1], *begins, *ends, *closed})
+        return sorted({*nexts[:1], *begins, *ends, *closed})
 
 
 def read_states(path: Path) -> list[dict[str, Any]]:

@@ -294,6 +294,7 @@ class Training:
             # Updated in backward: the step is taken before both are compared.
             self.pair.both(lambda _, optimizer: optimizer.step())
         self.compare()
+        self.pair.check_pager()
         self.pair.close()
 
     def compare(self) -> None:
@@ -302,7 +303,6 @@ class Training:
         pair.assert_same_parameters()
         pair.assert_same_state()
         pair.assert_same_buffers()
-        pair.check_pager()
 
     def act(self, side: Side, name: str) -> Any:
         return self.actions[name](side)

@@ -52,3 +52,29 @@ def test_the_fuzzer_notices_a_commit_that_is_lost(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ends.EndedTraining, "resume", resume_nothing)
     problem = cases.watched(ends.ENDS, PROGRAM)
     assert problem is not None and "step 0 of" in problem, problem
+
+
+ASSIGNED: dict[str, dict[str, Any]] = {
+    "one": {
+        "seed": 317374758,
+        "layers": ["partly frozen", "by name"],
+        "options": {"gradients": "host", "room_bytes": 0},
+        "loop": [["step", 0], ["write", 923], ["retained", 128], ["step", 0]],
+        "ends": [["fail", 0.5702369276717209]],
+    },
+    "several": {
+        "seed": 478818005,
+        "layers": ["functional", "in double"],
+        "options": {"params": "host"},
+        "loop": [["step", 0], ["from vector", 608], ["ordinary", 777], ["step", 0]],
+        "ends": [["fail", 0.7952693485306949]],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ASSIGNED)
+def test_what_was_assigned_to_parameters_is_in_the_commit_of_the_step_before(kind: str) -> None:
+    """`parameter.data = x`, after a step: the next forward takes it in before it commits that step."""
+    program = {**PROGRAM, "rule": "adamw", **ASSIGNED[kind]}
+    program["options"] = {**programs.PLAIN_OPTIONS, "commit_every": 1, **ASSIGNED[kind]["options"]}
+    assert cases.watched(ends.ENDS, program) is None

@@ -217,6 +217,11 @@ class OffloadedModel:
             if group.may_be_assigned:
                 group.take_in_assigned()
 
+    def take_in_assigned(self) -> None:
+        """Finish the last step if parameters were assigned since (`parameter.data = x`). Raises as `finish_update`."""
+        if any(group.may_be_assigned and group.assigned() for group in self.groups):
+            self.finish_update()
+
     def settle_update(self) -> None:
         """Finish the last step, and wait until its results are in host memory. Raises as `finish_update`, or DeviceError."""
         self.finish_update()
