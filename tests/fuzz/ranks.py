@@ -149,6 +149,7 @@ OWN_BEFORE_STEP = {"average gradients": average_gradients}
 OWN_BETWEEN = {"read whole": read_whole, "whole state": whole_state, "send": send, "snapshot": snapshot}
 BY_VALUES = {"experts", "by name", "dropped"}
 """Layers that choose by values, of which each rank has others: ranks would wait for each other for ever."""
+WITH_BUFFERS = {"batch norm", "buffers", "spectral norm"}
 NOT_OF_SHARDS = {
     *("average gradients", "send"),  # of parts of a tensor
     *("average", "average by torch", "by parts", "gradient penalty", "inner step", "park", "penalized", "together"),
@@ -198,8 +199,9 @@ def draw(seed: str) -> Program:
         loop += some(STEPS, count=1) if chance.random() < 0.2 else [["step", 0]]
         loop += [["zero", 0]] * (chance.random() < 0.7)
         loop += some({**BETWEEN, **OWN_BETWEEN}, count=chance.choice([0, 1, 1, 2]))
-    if is_sharded and any(name == "interrupted" for name, _ in loop):
-        # FSDP2 keeps of a backward that failed what a new model has not.
+    failed = is_sharded and any(name == "interrupted" for name, _ in loop)
+    if failed or (spread == "ddp" and any(kind in layer for layer in layers for kind in WITH_BUFFERS)):
+        # What a new model has not: FSDP2 keeps something of a backward that failed, DDP whether it has averaged buffers.
         loop = [action for action in loop if not action[0].startswith("resume")]
     return {
         "seed": chance.randrange(1 << 30),
