@@ -40,7 +40,6 @@ NEXT_STEP = {*PASSES, "closure", "scaled", "step"}
 """Actions at whose beginning the last step is committed, with what has changed since."""
 COMMITS = {"add group", "snapshot"}
 """Actions that commit the last step: at their beginning, at their end, or both."""
-
 HALF_DONE = {
     *("adversarial", "sharpness", "inner step", "save and load", "initialise", "swap average", "gather and write"),
     *("from vector", "write", "optimizer state", "freeze", "add group", "scaled", "schedule"),
@@ -76,15 +75,7 @@ class EndedTraining(Training):
             lines.append(json.dumps({"step": manager.step, "every": every, **self.layout()}))
             states.write_text("\n".join(lines))
 
-        engines: list[FailingEngine] = []
-        if faults is not None:
-            open_engine = resources.open_engine
-
-            def open_failing(*of: Any, **how: Any) -> Any:
-                engines.append(FailingEngine(open_engine(*of, **how), faults))
-                return engines[-1]
-
-            resources.open_engine = open_failing  # type: ignore[assignment]
+        engines = [] if faults is None else open_failing_engines(faults)
         self.pair.offload()
         self._begin()
         for engine in engines:
@@ -196,6 +187,19 @@ class EndedTraining(Training):
         ends = [number for number in of_step[1:] if names[number - 1] in COMMITS]
         closed = [number for number in of_step if number == len(names)]
         return sorted({*nexts[:1], *begins, *ends, *closed})
+
+
+def open_failing_engines(faults: Faults) -> list[FailingEngine]:
+    """Have managers of this process get engines whose transfers fail, once they are armed. Returns those that were opened."""
+    engines: list[FailingEngine] = []
+    open_engine = resources.open_engine
+
+    def open_failing(*of: Any, **how: Any) -> Any:
+        engines.append(FailingEngine(open_engine(*of, **how), faults))
+        return engines[-1]
+
+    resources.open_engine = open_failing  # type: ignore[assignment]
+    return engines
 
 
 def read_states(path: Path) -> list[dict[str, Any]]:
