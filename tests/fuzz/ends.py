@@ -67,13 +67,12 @@ class EndedTraining(Training):
 
     def run_to_end(self, states: Path, faults: Faults | None = None, goes_on: bool = False) -> None:
         """Run all, and write what the run is at its beginning and after each action. With `faults` until an error, or beyond it."""
-        lines: list[str] = []
 
         def note() -> None:
             manager = self.pair.manager
             every = manager.current.run.committer._every
-            lines.append(json.dumps({"step": manager.step, "every": every, **self.layout()}))
-            states.write_text("\n".join(lines))
+            with states.open("a") as file:
+                file.write(json.dumps({"step": manager.step, "every": every, **self.layout()}) + "\n")
 
         engines = [] if faults is None else open_failing_engines(faults)
         self.pair.offload()
@@ -175,9 +174,9 @@ class EndedTraining(Training):
         """Return a step that must have been committed: each is before the next but one begins, with two exceptions."""
         if any("max norm" in layer for layer in self.program["layers"]) or "snapshot" in self._names:
             return 0
-        state = read_states(ended)[-1] if ended.exists() else {"every": None}
-        every = state["every"]
-        return 0 if every is None else max(state["step"] - 1, 0) // every * every
+        states = read_states(ended) if ended.exists() else []
+        every = states[-1]["every"] if states else None
+        return 0 if every is None else max(states[-1]["step"] - 1, 0) // every * every
 
     def _committed_after(self, steps: list[int], step: int) -> list[int]:
         """Return how many actions may have been done when `step` was committed."""
@@ -203,7 +202,8 @@ def open_failing_engines(faults: Faults) -> list[FailingEngine]:
 
 
 def read_states(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Return what a run has written of itself. A kill may have cut the last line."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def run_case(program: Program, directory: Path) -> str | None:
