@@ -104,7 +104,8 @@ class View:
     def watch(self, write: Ticket) -> None:
         """Has every thread that changes the view wait until `write` is over. Begins on a page; the page of its end counts too.
 
-        System calls that write there fail with EFAULT meanwhile. Call `unwatch` when it is over.
+        System calls that write there fail with EFAULT meanwhile. Call `unwatch` when it is over. Does nothing with
+        SWAPPER_OFF=sigsegv.
 
         Raises:
             IoError: the system has no more mappings.
