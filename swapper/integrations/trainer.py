@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from swapper.device.device import OUT_OF_MEMORY
 from swapper.errors import ConfigError, StateError, UnsupportedError
@@ -31,6 +32,7 @@ from swapper.manager import SwapManager
 from swapper.options import check_at_once
 from swapper.runtime.process import is_off, rng_states, set_rng_states
 from swapper.runtime.records import parse_json
+from swapper.train.optimizer.optimizer_set import has_modes
 from swapper.train.state.optim import packed_groups, restore_settings
 
 TIMES_AGAIN = 3
@@ -105,7 +107,10 @@ class OffloadTrainerMixin:
         run = self.swapper_run
         self.manager = run if isinstance(run, SwapManager) else SwapManager(run, resume="auto", rng=True)
         try:
-            _, trainer.optimizer = self.manager.offload(trainer.model, trainer.create_optimizer(), **options)
+            optimizer = trainer.create_optimizer()
+            if has_modes(optimizer):
+                optimizer.train()  # as the Trainer calls it before each step
+            _, trainer.optimizer = self.manager.offload(trainer.model, optimizer, **options)
         except BaseException:
             if self.manager is not run:
                 self.manager.close()
@@ -127,7 +132,9 @@ class OffloadTrainerMixin:
         begin: Any = super().train  # type: ignore[misc]
         place = self._place
         place.calls += 1
-        if resume_from_checkpoint or place.found is None:
+        if (
+            resume_from_checkpoint or place.found is None or not self.manager.step
+        ):  # of no step there is nothing to continue
             place.found = None
             return begin(resume_from_checkpoint, *arguments, **others)
         with TemporaryDirectory(prefix="swapper-trainer-") as folder:
@@ -139,8 +146,7 @@ class OffloadTrainerMixin:
 
     def get_batch_samples(self, *arguments: object, **others: object) -> object:
         """Collect the micro-batches of a step as the Trainer does, for `training_step`."""
-        trainer: Any = self
-        self._place.steps_before = self.manager.step - trainer.state.global_step
+        self._place.begin_step()
         collected = super().get_batch_samples(*arguments, **others)  # type: ignore[misc]
         self._batches, self._losses = list(collected[0]), []
         self._is_first = True
@@ -245,9 +251,14 @@ class OffloadTrainerMixin:
         else:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
+    def _maybe_log_save_evaluate(self, *arguments: object, **others: object) -> None:
+        super()._maybe_log_save_evaluate(*arguments, **others)  # type: ignore[misc]
+        self.manager.current.user.note_rng()  # of an evaluation, which the next step begins after
+
     def _run_epoch(self, *arguments: object, **others: object) -> None:
         trainer: Any = self
-        if trainer.state.global_step >= trainer.state.max_steps:  # a Trainer would take one more step
+        is_over = trainer.state.global_step >= trainer.state.max_steps
+        if is_over and self._place.found is not None:  # a Trainer would take one more step
             trainer.control.should_training_stop = True
         else:
             super()._run_epoch(*arguments, **others)  # type: ignore[misc]
@@ -347,24 +358,39 @@ class _TrainerPosition:
         self.rng = rng_states()  # offload has just restored them, as the optimizer's settings
         self._settings = copy.deepcopy(packed_groups(trainer.optimizer.param_groups))
         self.steps_before = self.calls = 0
+        self._scheduled: int | None = None  # steps of the schedule at the beginning of this one
+
+    def begin_step(self) -> None:
+        """Note where the step begins."""
+        self.steps_before = self._trainer.manager.step - self._trainer.state.global_step
+        self._scheduled = getattr(self._trainer.lr_scheduler, "_step_count", None)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the Trainer's state without its history, and the schedule's.
+        """Return the Trainer's state without its history, and the schedule's. With its callbacks, if it is to restore them.
 
         It is read after the schedule has stepped, maybe before the Trainer counts: the manager's steps count.
         """
         schedule, state = self._trainer.lr_scheduler, dataclasses.asdict(self._trainer.state)
         step, scaler = self._trainer.manager.step, self._trainer.accelerator.scaler
-        for name in ("log_history", "stateful_callbacks"):
-            del state[name]
+        del state["log_history"], state["stateful_callbacks"]
+        if self._restores_callbacks:
+            state["stateful_callbacks"] = self._callback_states()
         return {
             "state": json.dumps(state, default=float),
             "step": step - self.steps_before,
             "step_of_run": step,
             "call": self.calls,
             "schedule": None if schedule is None else schedule.state_dict(),
+            "schedule_is_behind": self._schedule_is_behind(step),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
+
+    def _schedule_is_behind(self, step: int) -> bool:
+        """Return whether the Trainer was interrupted between the optimizer's step and the schedule's."""
+        is_counted = step - self.steps_before <= self._trainer.state.global_step
+        if is_counted or self._scheduled is None or isinstance(self._trainer.lr_scheduler, ReduceLROnPlateau):
+            return False
+        return bool(self._trainer.lr_scheduler._step_count == self._scheduled)
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         self.found = state
@@ -385,11 +411,16 @@ class _TrainerPosition:
                 "on from a checkpoint of the Trainer (resume_from_checkpoint=), or give each train() a run of its own"
             )
         state = {**parse_json(found["state"].encode(), finite=False), "global_step": found["step"], "log_history": []}
-        state["stateful_callbacks"] = self._callback_states()
+        if not self._restores_callbacks or "stateful_callbacks" not in state:
+            state["stateful_callbacks"] = self._callback_states()
         Path(folder, STATE_FILE).write_text(json.dumps(state))
         if found["scaler"] is not None and self._trainer.accelerator.scaler is not None:
             torch.save(found["scaler"], Path(folder, SCALER_FILE))
         self.folder = folder
+
+    @property
+    def _restores_callbacks(self) -> bool:
+        return bool(getattr(self._trainer.args, "restore_callback_states_from_checkpoint", False))
 
     def _callback_states(self) -> dict[str, object]:
         """Return the states of the Trainer's callbacks as they are now: its next checkpoint asks for each."""
@@ -406,3 +437,5 @@ class _TrainerPosition:
             return
         self._trainer.lr_scheduler.load_state_dict(self.found["schedule"])
         restore_settings(self._trainer.optimizer.param_groups, self._settings)
+        if self.found.get("schedule_is_behind"):
+            self._trainer.lr_scheduler.step()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import swapper
-from e2e import late_errors
+from e2e import late_errors, third_party
 from e2e.killed_run import batch, make
 from e2e.late_errors import train_step
 from e2e.models import Net, loss_of, tokens
@@ -182,6 +182,35 @@ def test_a_step_under_a_gradient_scaler_that_fails_and_is_taken_again_is_unscale
             scaler.step(optimizer)
         failing.at(-1)
         scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair.train(partial(step, number=-1), steps=2)
+    for number in itertools.count():
+        pair.train(partial(step, number=number), steps=1)
+        if number not in failures:
+            break
+    assert number > 2
+    pair.finish()
+
+
+def test_a_step_that_writes_to_its_gradients_and_fails_is_taken_again_from_those_of_backward(
+    twins: Callable[..., Twins],
+) -> None:
+    pair = twins(Net(depth=2), third_party.Normalizing, gradients="host")
+    failures = list[int]()
+    failing = Failing(pair.manager.current.run, "make_ready")
+
+    def step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
+        loss = loss_of(model, tokens())
+        loss.backward()
+        failing.at(number if model is pair.swapped else -1)
+        try:
+            optimizer.step()
+        except swapper.IoError:
+            failures.append(number)
+            optimizer.step()
+        failing.at(-1)
         optimizer.zero_grad()
         return loss.detach()
 

@@ -242,6 +242,16 @@ class ScheduleFree(PerParameter):
         state["z"].sub_(p.grad, alpha=group["lr"])
 
 
+class Normalizing(PerParameter):
+    """Writes to the gradients that it is given, as schedulefree's AdamW does."""
+
+    SETTINGS: ClassVar[dict[str, Any]] = {"lr": 1e-2}
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["square"] = state.get("square", 0) + p.grad.square()
+        p.sub_(p.grad.div_(1 + state["square"].sqrt()), alpha=group["lr"])
+
+
 class SquareOfVectors(PerParameter):
     """Keeps a square matrix for a vector, as Shampoo does, which takes minutes for a root of a large one."""
 

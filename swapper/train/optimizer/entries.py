@@ -69,6 +69,7 @@ class StateForm:
             rounds differently in a step in which any of them is new.
         sets: names of settings in its groups that a step changes.
         passes: of unknown code, in the trial.
+        changes_gradient: a step writes to the gradient that it is given, as schedule-free ones do.
     """
 
     keys: tuple[StateKey, ...]
@@ -77,6 +78,7 @@ class StateForm:
     starts_together: bool = False
     sets: frozenset[str] = frozenset()
     passes: Iterations | None = None
+    changes_gradient: bool = False
 
     def find(self, name: str) -> StateKey | None:
         return next((key for key in self.keys if key.name == name), None)
@@ -113,6 +115,10 @@ class StateEntries:
     def passes(self, name: str) -> Iterations | None:
         """Return what is allowed in an update of a parameter. See StateForm."""
         return self._forms[name].passes
+
+    def changes_gradient(self, name: str) -> bool:
+        """Return whether an update of a parameter writes to the gradient that it is given."""
+        return self._forms[name].changes_gradient
 
     def replace(self, name: str, entries: dict[str, Any]) -> None:
         if entries != self._entries[name]:

@@ -113,6 +113,7 @@ class OptimizerTrial:
         self._initial: Callable[[tuple[int, ...]], dict[str, Any]] = lambda shape: {}
         self._always: set[str] | None = None
         self._seen: list[dict[str, list[torch.Tensor]]] = [{}, {}]  # tensors of state after each step, by key
+        self._changes_gradient = False
 
     def run(self) -> StateForm:
         together = self._take_steps([[0, 1]])
@@ -129,7 +130,8 @@ class OptimizerTrial:
         sets = self._changed_settings(together[1])
         may_cut = self._may_cut(keys, apart[0][0])
         starts_together = not self._may_start_late()
-        return StateForm(keys, always, may_cut, starts_together, sets, None if self._is_known else self._passes())
+        passes = None if self._is_known else self._passes()
+        return StateForm(keys, always, may_cut, starts_together, sets, passes, self._changes_gradient)
 
     def _passes(self) -> Iterations:
         """Return how often calls may go through parameters, which grows with their number at most as in the trial."""
@@ -229,6 +231,8 @@ class OptimizerTrial:
                 self._try(proxy, works)
                 self._passed[len(works)] = max(self._passed.get(len(works), 0), proxy.passed)
                 for index, work in zip(members, works, strict=True):
+                    given = self._gradients[step][index % 2] * scale
+                    self._changes_gradient = self._changes_gradient or not is_same(work.gradient, given)
                     tensors[index], states[index] = work.tensor, work.state
                     self._look_at(index % 2, work.state)
             proxy.end_step()

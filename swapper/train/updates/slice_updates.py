@@ -246,6 +246,8 @@ class SliceUpdates:
             gradient = gradient.view(target.shape)
         if not by_kernel and gradient.dtype != target.dtype:
             gradient = self._widen(gradient, target.dtype)
+        if self._entries.changes_gradient(places.name):
+            gradient = gradient.clone()  # the user may read it, and the step may be undone and taken again
         state = self._state(places, begin, end, state_tensors, others)
         marks, passes = vars(trainable.parameters[number]), self._entries.passes(places.name)
         work = Work(settings, target.detach(), gradient, state, marks, passes)

@@ -1,0 +1,569 @@
+"""Trains by Trainers of transformers with TrainingArguments drawn from a seed, plain and offloaded, and compares them bit for bit.
+
+Usage: tools/fuzz trainers [--minutes N] [--cases N] [--seed N] [--program JSON]
+
+A program is a model, TrainingArguments, what callbacks do at which step, how the training ends and goes on, what follows it, and
+options of `offloaded`. Losses, norms, rates, evaluations, checkpoints, parameters and optimizer states must be the plain Trainer's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from e2e.killed_run import fork
+from e2e.twins import smallest_budget
+from infer.host_device import ORDERS, HostDevice
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.utils.data import Dataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
+
+import swapper
+from fuzz.cases import Impossible, Kind, Program, equal, outcome, run
+from fuzz.programs import PLAIN_OPTIONS, REFUSALS, draw_options
+from swapper.integrations.transformers import for_training, offloaded
+
+SMALL = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SMALL,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            attention_dropout=0.1,
+        )
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=32, n_layer=2, n_head=2, n_positions=32)),
+    "bert": lambda: BertForSequenceClassification(
+        BertConfig(
+            **SMALL, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_labels=3
+        )
+    ),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(**SMALL, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    ),
+}
+ARGUMENTS: dict[str, list[Any]] = {
+    "optim": ["adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop", "schedule_free_adamw"],
+    "lr_scheduler_type": ["cosine", "constant_with_warmup", "inverse_sqrt", "polynomial", "reduce_lr_on_plateau"],
+    "warmup_steps": [1, 3, 0.3],
+    "weight_decay": [0.1],
+    "max_grad_norm": [0.0, 0.01, 1e9],
+    "gradient_accumulation_steps": [2, 3],
+    "per_device_train_batch_size": [1, 3],
+    "num_train_epochs": [1, 1.6, 3],
+    "label_smoothing_factor": [0.1],
+    "bf16": [True],
+    "gradient_checkpointing": [True],
+    "gradient_checkpointing_kwargs": [{"use_reentrant": True}, {"use_reentrant": False}],
+    "neftune_noise_alpha": [5.0],
+    "logging_first_step": [True],
+    "logging_steps": [2, 3, 0.2],
+    "logging_nan_inf_filter": [False],
+    "eval_strategy": ["steps", "epoch"],
+    "eval_steps": [1, 2, 3],
+    "eval_on_start": [True],
+    "eval_delay": [2],
+    "eval_accumulation_steps": [1],
+    "batch_eval_metrics": [False],
+    "prediction_loss_only": [True],
+    "per_device_eval_batch_size": [3],
+    "save_strategy": ["steps", "epoch", "best"],
+    "save_steps": [1, 2, 3],
+    "save_total_limit": [1, 2],
+    "save_only_model": [True],
+    "load_best_model_at_end": [True],
+    "metric_for_best_model": ["loss"],
+    "include_num_input_tokens_seen": ["all", "non_padding"],
+    "train_sampling_strategy": ["sequential", "group_by_length"],
+    "dataloader_drop_last": [True],
+    "dataloader_num_workers": [1],
+    "data_seed": [7],
+    "ignore_data_skip": [True],
+    "remove_unused_columns": [False],
+    "average_tokens_across_devices": [False],
+    "auto_find_batch_size": [True],
+    "full_determinism": [True],
+    "torch_empty_cache_steps": [2],
+    "predict_with_generate": [True],
+}
+EVENTS = (
+    *("step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end"),
+    *("log", "evaluate", "save", "epoch_begin", "epoch_end", "prediction_step"),
+)
+BEFORE_A_STEP = ("step_begin", "substep_end", "pre_optimizer_step", "optimizer_step")
+"""Events after which nothing of the step before is to come."""
+LAST = 1 << 20
+"""The step of what follows the training."""
+PLAIN = {
+    "model": "llama",
+    "lora": False,
+    "from a file": False,
+    "at_once": 1,
+    "patience": None,
+    "end": None,
+    "after": [],
+}
+
+
+class Lines(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of several lengths, or of one, with labels of a model."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        self._kind, self._count = kind, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= self._count:
+            raise IndexError(index)
+        tokens = torch.randint(3, 64, (12,), generator=torch.Generator().manual_seed(index))
+        labels = tokens[0] % 3 if self._kind == "bert" else tokens.clone()
+        if self._kind != "bert":
+            labels[: index % 5] = -100  # not counted: micro-batches have other numbers of tokens
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+# --- what callbacks do ------------------------------------------------------------------------------------------------
+
+
+def gradients(trainer: Any, chance: random.Random, control: Any) -> Any:
+    found = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    return [gradient.detach().clone() for gradient in chance.sample(found, min(2, len(found)))]
+
+
+def write(trainer: Any, chance: random.Random, control: Any) -> None:
+    with torch.no_grad():
+        chance.choice(list(trainer.model.parameters())).mul_(0.5)
+
+
+def set_rate(trainer: Any, chance: random.Random, control: Any) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def ask(name: str) -> Callable[[Any, random.Random, Any], None]:
+    """Return an action that asks the Trainer for what a field of its TrainerControl says."""
+    return lambda trainer, chance, control: setattr(control, name, True)
+
+
+def generated(trainer: Any, chance: random.Random, control: Any) -> Any:
+    if not hasattr(trainer.model, "generate"):
+        return None
+    tokens = torch.randint(3, 64, (2, 4), generator=torch.Generator().manual_seed(chance.randrange(99)))
+    return trainer.model.generate(tokens, max_new_tokens=3, do_sample=False)
+
+
+def state_of(trainer: Any, chance: random.Random, control: Any) -> Any:
+    state = trainer.optimizer.state_dict()["state"]
+    return copy.deepcopy([sorted(state[key].items(), key=str) for key in sorted(state)])
+
+
+ACTIONS: dict[str, Callable[[Any, random.Random, Any], Any]] = {
+    "read": lambda trainer, chance, control: chance.choice(list(trainer.model.parameters())).detach().clone(),
+    "gradients": gradients,
+    "write": write,
+    "rate": set_rate,
+    "generate": generated,
+    "optimizer state": state_of,
+    "weights": lambda trainer, chance, control: sorted((n, v.clone()) for n, v in trainer.model.state_dict().items()),
+    "evaluate now": lambda trainer, chance, control: trainer.evaluate()["eval_loss"],
+    "evaluate": ask("should_evaluate"),
+    "save": ask("should_save"),
+    "log": ask("should_log"),
+    "stop": ask("should_training_stop"),
+    "stop epoch": ask("should_epoch_stop"),
+}
+
+
+class Ended(BaseException):
+    """A training that has been interrupted."""
+
+
+class Acting(TrainerCallback):
+    """Does the actions of a program at their steps, and keeps what they return."""
+
+    def __init__(self, actions: list[list[Any]]) -> None:
+        self.trainer: Any = None
+        self.results: list[Any] = []
+        self._actions = actions
+        self._is_acting = False
+        self.end: tuple[str, int, Callable[[], object]] | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        event = name.removeprefix("on_")
+        if not name.startswith("on_") or event not in EVENTS:
+            return super().__getattribute__(name)
+        return lambda arguments, state, control, **others: self._act(event, state.global_step, control)
+
+    def _act(self, event: str, step: int, control: Any) -> None:
+        if self.end is not None and self.end[0] == event and step >= self.end[1]:
+            self.end[2]()
+        if self._is_acting:  # an evaluation has events too
+            return
+        self._is_acting = True
+        for number, (at, when, name, seed) in enumerate(self._actions):
+            if (at, when) == (event, step):
+                self.results.append((step, number, name, ACTIONS[name](self.trainer, random.Random(seed), control)))
+        self._is_acting = False
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def draw_arguments(chance: random.Random, model: str) -> dict[str, Any]:
+    """Return TrainingArguments that a Trainer takes together."""
+    chosen = {name: chance.choice(values) for name, values in ARGUMENTS.items() if chance.random() < 0.2}
+    if "eval_steps" in chosen or chosen.get("lr_scheduler_type") == "reduce_lr_on_plateau" or "eval_delay" in chosen:
+        chosen.setdefault("eval_strategy", "steps")
+    if "save_steps" in chosen or "save_total_limit" in chosen:
+        chosen.setdefault("save_strategy", "steps")
+    if "load_best_model_at_end" in chosen:
+        chosen.update(
+            save_strategy="steps", eval_strategy="steps", eval_steps=2, save_steps=2, metric_for_best_model="loss"
+        )
+    if chosen.get("save_strategy") == "best":
+        chosen.update(metric_for_best_model="loss", eval_strategy="steps")
+    if chosen.get("save_strategy") == "steps":
+        chosen.setdefault("save_steps", 2)
+    if chosen.get("eval_strategy") == "steps":
+        chosen.setdefault("eval_steps", 2)
+    if "gradient_checkpointing_kwargs" in chosen:
+        chosen["gradient_checkpointing"] = True
+    if model != "t5":
+        chosen.pop("predict_with_generate", None)
+    if model in ("bert", "t5"):  # which compute nothing without labels
+        chosen.pop("label_smoothing_factor", None)
+    return chosen
+
+
+def draw(seed: str) -> Program:
+    """Return the program of a seed."""
+    chance = random.Random(seed)
+    model = chance.choice(list(MODELS))
+    options = draw_options(chance)
+    if chance.random() < 0.3:
+        options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
+    arguments = draw_arguments(chance, model)
+    if options["update"] == "backward":  # what needs all gradients at once is refused
+        arguments["max_grad_norm"] = 0.0
+    patience, after = chance.choice([None, 1]), ["evaluate", "predict", "save", "train", "from a checkpoint"]
+    at_once = chance.choice([1, 1, 2, None])  # micro-batches that run together have run when their events come
+    actions = []
+    for _ in range(chance.choice([0, 1, 2, 4])):
+        name, event = chance.choice(list(ACTIONS)), chance.choice(EVENTS)
+        event = "pre_optimizer_step" if name == "gradients" or (event == "substep_end" and at_once != 1) else event
+        name = "read" if name == "gradients" and "device" in options else name  # where they have left
+        actions.append([event, chance.randint(0, 7), name, chance.randrange(1 << 16)])
+    end = chance.choice([None, None, "interrupted", "killed"])
+    event = chance.choice(BEFORE_A_STEP)
+    if end is not None:  # what a Trainer that resumes from a checkpoint of its own does not know either
+        actions = [action for action in actions if action[2] not in ("stop", "stop epoch")]
+        after.remove("train")
+        lost = {"ignore_data_skip", "train_sampling_strategy", "logging_steps", "eval_on_start" if patience else ""}
+        actions = [action for action in actions if action[2] != "log" and "epoch" not in action[0]]
+        if event == "optimizer_step":  # what follows the step does not come
+            actions, lost = [], lost | {"eval_strategy", "lr_scheduler_type", "load_best_model_at_end", "save_strategy"}
+        arguments = {name: value for name, value in arguments.items() if name not in lost}
+    return {
+        "seed": chance.randrange(1 << 30),
+        "model": model,
+        "lora": chance.random() < 0.2,
+        "from a file": chance.random() < 0.3,
+        "at_once": at_once,
+        "arguments": arguments,
+        "patience": patience if "load_best_model_at_end" in arguments else None,
+        "actions": actions,
+        "end": end and [end, event, chance.randint(1, 6)],
+        "after": chance.sample(after, chance.choice([0, 1, 2])),
+        "options": options,
+    }
+
+
+class Trained:
+    """A Trainer of a program, plain or offloaded, and what it did."""
+
+    def __init__(self, program: Program, directory: Path, is_offloaded: bool) -> None:
+        self.program, self.directory, self.is_offloaded = program, directory, is_offloaded
+        self.results: list[Any] = []
+        self.history: list[dict[str, Any]] = []
+        self.trainer: Any = None
+        self.begun = 0  # the step that it resumes from
+        directory.mkdir(exist_ok=True)
+
+    def make(self) -> Any:
+        """Make its Trainer, as a script does that starts, and return its callback."""
+        program, acting = self.program, Acting(self.program["actions"])
+        kind: Any = Seq2SeqTrainer if program["model"] == "t5" else Trainer
+        options: dict[str, Any] = {}
+        model = self._model(options if self.is_offloaded else None)
+        arguments = Seq2SeqTrainingArguments(str(self.directory / "out"), **self._arguments())
+        data = {"train_dataset": Lines(program["model"], 11), "eval_dataset": Lines(program["model"], 5)}
+        callbacks: list[Any] = [acting]
+        if program["patience"] is not None:
+            callbacks.append(EarlyStoppingCallback(program["patience"]))
+        if self.is_offloaded:
+            manager = self._manager(kind, model, arguments, data, options)
+            kind = offloaded(kind, manager, at_once=program["at_once"], **options)
+        self.trainer = acting.trainer = kind(model, arguments, callbacks=callbacks, **data)
+        self.trainer.remove_callback(PrinterCallback)
+        return acting
+
+    def _arguments(self) -> dict[str, Any]:
+        usual = {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "num_train_epochs": 2}
+        usual |= {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+        usual |= {
+            "per_device_eval_batch_size": 2,
+            "restore_callback_states_from_checkpoint": self.program["end"] is not None,
+        }
+        usual |= {"label_names": ["labels"]}  # which a Trainer does not find in a model of PEFT
+        return {**usual, **self.program["arguments"]}
+
+    def _model(self, options: dict[str, Any] | None = None) -> Any:
+        """Return a model. With `options` of `offloaded` maybe its shapes alone; its values are in the options then."""
+        program, stored = self.program, self.directory.parent / "model"
+        torch.manual_seed(program["seed"])
+        model = MODELS[program["model"]]()
+        if program["from a file"]:
+            if not stored.exists():
+                model.save_pretrained(stored)
+            if options is not None and not program["lora"]:
+                model, options["init"] = for_training(type(model), stored)
+            else:
+                model = type(model).from_pretrained(stored)
+                for parameter in model.parameters():
+                    parameter.data = (
+                        parameter.data.clone()
+                    )  # torch multiplies otherwise where memory is aligned to 4 bytes
+        if program["lora"]:
+            torch.manual_seed(program["seed"])
+            model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
+        return model
+
+    def _manager(
+        self, kind: Any, model: Any, arguments: Any, data: dict[str, Any], options: dict[str, Any]
+    ) -> swapper.SwapManager:
+        given = dict(self.program["options"])
+        every, room = given.pop("commit_every"), given.pop("room_bytes")
+        order, place = given.pop("device", None), given.pop("update_on", None)
+        if order is not None:
+            given["device"], given["device_memory"] = HostDevice(order), "64MiB"
+            given["accelerator"] = swapper.Accelerator(update_on=place)
+        probe = self.directory / "probe"
+        full = model if "init" not in options else self._model()
+        optimizer = kind(full, arguments, **data).create_optimizer()
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        budget = smallest_budget(probe, full, optimizer, **given) + room
+        options.update(given)
+        commits = swapper.CommitPolicy(every=every)
+        return swapper.SwapManager(self.directory / "run", budget, resume="auto", rng=True, commits=commits)
+
+    def train(self, acting: Acting, *given: Any, **options: Any) -> None:
+        """Train, and keep what was logged and what callbacks saw."""
+        try:
+            self.trainer.train(*given, **options)
+        finally:
+            self.results += acting.results
+            self.history = [measured(entry) for entry in self.trainer.state.log_history]
+            acting.results = []
+
+    def run(self) -> None:
+        """Do all of the program without an end in its middle."""
+        acting = self.make()
+        self.train(acting)
+        self.follow(acting)
+
+    def follow(self, acting: Acting) -> None:
+        """Do what follows the training."""
+        for name in self.program["after"]:
+            if name == "evaluate":
+                self.results.append((LAST, 0, name, measured(self.trainer.evaluate())))
+            elif name == "predict":
+                found = self.trainer.predict(Lines(self.program["model"], 4))
+                self.results.append((LAST, 0, name, measured(found.metrics)))
+            elif name == "save":
+                self.trainer.save_model(str(self.directory / "saved"))
+                self.results.append(
+                    (LAST, 0, name, sorted(load_file(next((self.directory / "saved").glob("*.safetensors"))).items()))
+                )
+            elif name == "train":
+                self.train(acting)
+            else:
+                saved = sorted((self.directory / "out").glob("checkpoint-*"))
+                if saved:
+                    self.train(acting, resume_from_checkpoint=str(saved[0]))
+
+    def end_and_go_on(self) -> None:
+        """Do all of the program, whose training is ended and goes on."""
+        kind, event, step = self.program["end"]
+        if kind == "killed":
+
+            def die() -> None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            def begin() -> None:
+                acting = self.make()
+                acting.end = (event, step, die)
+                self.train(acting)
+                os._exit(0)
+
+            child = fork(begin)
+            os.waitpid(child, 0)
+        else:
+
+            def interrupt() -> None:
+                raise Ended
+
+            acting = self.make()
+            acting.end = (event, step, interrupt)
+            try:
+                with self.trainer.manager:
+                    self.train(acting)
+            except Ended:
+                pass
+            self.results = []
+        acting = self.make()
+        self.begun = self.trainer.manager.step
+        self.train(acting)
+        self.follow(acting)
+
+
+def measured(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return what a Trainer has logged, without times."""
+    return {k: v for k, v in entry.items() if not k.endswith(("_runtime", "_per_second")) and k != "total_flos"}
+
+
+def compare(ours: Trained, plain: Trained) -> None:
+    """Raises AssertionError where they differ."""
+    begun = ours.begun
+    histories = [[e for e in t.history if e["step"] > begun] for t in (ours, plain)]
+    if begun:
+        histories = [[{k: v for k, v in e.items() if k != "train_loss"} for e in h] for h in histories]
+    assert str(histories[0]) == str(histories[1]), f"logged {histories[0]}, and plain {histories[1]}"
+    results = [[r for r in t.results if r[0] > begun] for t in (ours, plain)]
+    assert len(results[0]) == len(results[1]), [[r[:3] for r in found] for found in results]
+    for found, expected in zip(*results, strict=True):
+        assert_like(found, expected, str(expected[:3]))
+    for name, value in plain.trainer.model.state_dict().items():
+        assert_like(ours.trainer.model.state_dict()[name], value, name)
+    for trainer in (ours.trainer, plain.trainer):
+        assert trainer.lr_scheduler is not None
+    assert_like(*(t.trainer.optimizer.state_dict()["state"] for t in (ours, plain)), "optimizer state")
+    assert_like(*(position(t) for t in (ours, plain)), "state of the Trainer")
+    assert_like(*(t.trainer.lr_scheduler.state_dict() for t in (ours, plain)), "schedule")
+    assert_like(*(checkpoints(t) for t in (ours, plain)), "checkpoints")
+
+
+def position(trained: Trained) -> dict[str, Any]:
+    state = trained.trainer.state
+    found = {
+        name: getattr(state, name) for name in ("global_step", "max_steps", "epoch", "best_metric", "best_global_step")
+    }
+    found["tokens"] = state.num_input_tokens_seen
+    found["best"] = state.best_model_checkpoint and Path(state.best_model_checkpoint).name
+    return found
+
+
+def checkpoints(trained: Trained) -> dict[str, Any]:
+    """Return what is in the Trainer's checkpoints."""
+    found: dict[str, Any] = {}
+    for path in sorted((trained.directory / "out").glob("checkpoint-*/*")):
+        name = "/".join(path.parts[-2:])
+        if path.suffix == ".safetensors":
+            found[name] = load_file(path)
+        elif path.name in ("optimizer.pt", "scheduler.pt"):
+            found[name] = torch.load(path)
+        elif path.name == "trainer_state.json":
+            state = json.loads(path.read_text())
+            found[name] = {key: state[key] for key in ("global_step", "epoch", "stateful_callbacks")}
+        else:
+            found[name] = None
+    return found
+
+
+def assert_like(found: Any, expected: Any, where: str) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor) and equal(found, expected), f"{where} differs"
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), f"{where} has {list(found)}, and plain {list(expected)}"
+        for key in expected:
+            assert_like(found[key], expected[key], f"{where}: {key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), f"{where} has {len(found)}, and plain {len(expected)}"
+        for number, both in enumerate(zip(found, expected, strict=True)):
+            assert_like(*both, f"{where}[{number}]")
+    else:
+        assert str(found) == str(expected), f"{where} is {found!r}, and plain {expected!r}"
+
+
+def run_case(program: Program, directory: Path) -> str | None:
+    """Return what went wrong, None if nothing did; REFUSED and why, if swapper or a Trainer cannot do it."""
+    return outcome(lambda: run_both(program, directory), REFUSALS)
+
+
+def run_both(program: Program, directory: Path) -> None:
+    """Raises AssertionError where the offloaded Trainer does other than the plain one."""
+    plain, ours = (Trained(program, directory / name, name == "ours") for name in ("plain", "ours"))
+    try:
+        plain.run()
+    except Exception as error:
+        raise Impossible(f"{type(error).__name__}: {error}") from error
+    if program["end"] is None:
+        ours.run()
+    else:
+        ours.end_and_go_on()
+        if ours.begun >= plain.trainer.state.global_step and program["patience"]:
+            raise Impossible("a Trainer that has stopped early trains on when it begins again")
+    with ours.trainer.manager:
+        compare(ours, plain)
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Yield programs with a part less."""
+    for name in ("actions", "after"):
+        for number in range(len(program[name])):
+            yield {**program, name: program[name][:number] + program[name][number + 1 :]}
+    for name in program["arguments"]:
+        yield {**program, "arguments": {n: v for n, v in program["arguments"].items() if n != name}}
+    yield from ({**program, name: value} for name, value in PLAIN.items() if program[name] != value)
+    for name, value in PLAIN_OPTIONS.items():
+        if program["options"][name] != value:
+            yield {**program, "options": {**program["options"], name: value}}
+    if "device" in program["options"]:
+        left = {name: value for name, value in program["options"].items() if name not in ("device", "update_on")}
+        yield {**program, "options": left}
+
+
+TRAINERS = Kind("trainers", __doc__ or "", draw, run_case, smaller)
+
+
+if __name__ == "__main__":
+    sys.exit(run(TRAINERS, sys.argv[1:]))
