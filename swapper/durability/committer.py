@@ -384,6 +384,8 @@ class Committer:
             return
         if self._record is None:
             self._model.take_in_assigned()
+            if not self._model.update_is_open:
+                self._pager.take_in_written()  # by hand, as operations on shards do: else a lease takes it for the forward's
         with defer_signals:
             if self._record is None:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
