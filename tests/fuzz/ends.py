@@ -228,9 +228,10 @@ class EndedTraining(Training):
 class EndedRankTraining(EndedTraining, RankTraining):
     """The twins of a program, on one of its ranks."""
 
-    def layout(self) -> dict[str, Any]:
-        reshard(self.pair.swapped)
-        return super().layout()
+    def do(self, number: int, model: Any, _: Any) -> Any:
+        found = super().do(number, model, _)
+        reshard(model)  # what is asked of a model's parameters next is asked of its shards
+        return found
 
     def _is_half_done(self) -> bool:
         """Return whether an action has failed in which the others do not learn of it, or as `EndedTraining`."""
