@@ -16,9 +16,9 @@ step's commit, so a process that is killed before its next forward resumes one s
 in the next commit, or in one that closing makes. A snapshot, parking and added groups capture before the next forward:
 if the script changes settings, registered objects or `extra` after them, that forward, or closing, commits the step
 again. Changes of parameters in memory are not announced. While a commit writes these from there, a thread that changes one
-waits; not where ranks run together, since gloo hangs if it may not receive into memory. They are compared with the last
-commit where it counts whether it has them: before a step (which is not undone then), before parking, and at the end. Where the
-next step has begun, closing commits nothing: it would be a mix of two.
+waits. Where ranks run together it could not, as gloo hangs if it may not receive into memory: there the capture waits for
+these writes. They are compared with the last commit where it counts whether it has them: before a step (which is not undone
+then), before parking, and at the end. Where the next step has begun, closing commits nothing: it would be a mix of two.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ class Committer:
         self._pager = pager
         self._store = way_back.store
         self._describe = describe
-        self._resident = [section for section in sections if section.resident]
-        self._resident_params = [section for section in self._resident if section.plan.family == "param"]
+        self._resident_params = [section for section in sections if section.resident and section.plan.family == "param"]
+        others = [section for section in sections if section.resident and section.plan.family != "param"]
+        self._resident = [*self._resident_params, *others]
         self._every = every
         self._publisher = publisher
         self.committed = committed
@@ -371,15 +372,20 @@ class Committer:
     def _capture(self, is_early: bool = True) -> None:
         """Capture the state of the step; once its updates are done, submit the writes of resident content.
 
-        They are waited for before the next step changes it.
+        They are waited for before the next step changes it; with ranks together, parameters at once. [Note: changes by hand]
 
         Args:
             is_early: no forward of the next step has begun.
+
+        Raises:
+            IoError: such a write failed. It is tried again.
         """
         if self._due is None or self._writes is not None:
             return
         if self._record is None:
             self._model.take_in_assigned()
+            if not self._model.update_is_open:
+                self._pager.take_in_written()  # by hand, as operations on shards do: else a lease takes it for the forward's
         with defer_signals:
             if self._record is None:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
@@ -394,9 +400,11 @@ class Committer:
                 self._writes = [(s.piece, self._write(s)) for s in self._resident if not self._has_committed(s)]
             finally:
                 self._store.prefer(None)
-            if not self._way_back.is_of_all_ranks:  # [Note: changes by hand]
+            if not self._way_back.is_of_all_ranks:
                 for piece, ticket in self._writes:
                     piece.section.hold_writers(ticket)
+        if self._way_back.is_of_all_ranks:
+            self._wait_for([(piece, ticket) for piece, ticket in self._writes if piece.section.is_shown])
 
     def _has_committed(self, section: Section) -> bool:
         """Return True if the last commit has the section's present content.
@@ -419,16 +427,19 @@ class Committer:
         self._pager.counters.written_bytes[section.plan.family] += section.piece.nbytes
         return ticket
 
-    def _publish(self) -> None:
-        if self._record is None or self._writes is None:
-            return
+    def _wait_for(self, writes: Sequence[tuple[Page, Transfer]]) -> None:
         try:
-            for piece, ticket in self._writes:
+            for piece, ticket in writes:
                 with self._pager.counters.waiting("write", piece):
                     ticket.wait()
         except BaseException:
             self._drain()  # resident content must be written again
             raise
+
+    def _publish(self) -> None:
+        if self._record is None or self._writes is None:
+            return
+        self._wait_for(self._writes)
         self._publisher.wait_for_sources()
         with defer_signals:
             for piece, ticket in self._writes:

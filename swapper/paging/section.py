@@ -233,6 +233,11 @@ class Section:
         self._own[begin, end, next(self._numbers)] = array
         return torch.from_numpy(array)
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether tensors or arrays with storages of their own show it, as parameters do that are not on a device."""
+        return bool(self._own)
+
     def referenced_pages(self, going: int = 0) -> list[Page]:
         """Return the pages to whose addresses a tensor, an array or a graph refers, besides its own memory.
 

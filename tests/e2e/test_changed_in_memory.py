@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import swapper
+from e2e import killed_ranks
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, fail_in_the_middle
 from swapper import _C
@@ -96,15 +98,25 @@ def test_a_step_that_fails_is_undone_where_nothing_was_changed(twins: MakeTwins,
 
 @WRITES
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_what_changes_while_it_is_committed_is_not_in_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write, update: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write, update: str, ranks: int
 ) -> None:
     """As a perturbation of adversarial training, which comes after the backward in which the last step is committed."""
-    gate = os.eventfd(1)  # nothing that is written is over while it is closed
+    if ranks == 1:
+        change_while_committing(tmp_path, monkeypatch, write, update)
+        return
+    work = partial(change_while_committing, tmp_path, monkeypatch, write, update)
+    assert killed_ranks.launch(ranks, tmp_path / "meeting", work) == [0] * ranks
+
+
+def change_while_committing(directory: Path, monkeypatch: pytest.MonkeyPatch, write: Write, update: str) -> None:
+    """Change a parameter while a step is committed; assert that another run resumes from what the step has left."""
+    gate = os.eventfd(1)  # nothing that is written is over while it is closed, and nothing else begins
     chaos = {"seed": 1, "until": gate}
     monkeypatch.setattr(
         "swapper.modules.resources.open_engine",
-        lambda *_, backend, **options: _C.Engine(backend="threads", chaos=chaos, **options),
+        lambda *_, backend, **options: _C.Engine(backend="threads", chaos=chaos, **{**options, "depth": 1}),
     )
     changed = threading.Event()
 
@@ -113,8 +125,8 @@ def test_what_changes_while_it_is_committed_is_not_in_the_commit(
         os.eventfd_write(gate, 1)
 
     torch.manual_seed(0)
-    directory, copied = tmp_path / "run", tmp_path / "copied"
-    directory.mkdir()
+    directory, copied = directory / "run", directory / "copied"
+    directory.mkdir(exist_ok=True)
     model = Net()
     options: dict[str, Any] = {"params": "host", "optimizer_state": "nvme", "update": update}
     commits = swapper.CommitPolicy(every=1)
@@ -124,16 +136,17 @@ def test_what_changes_while_it_is_committed_is_not_in_the_commit(
         weight = model.blocks[1].up.weight
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         os.eventfd_read(gate)
-        with manager.accumulate():
-            loss_of(model, tokens()).backward()
         helper = threading.Thread(target=open_gate)
         helper.start()
+        with manager.accumulate():
+            loss_of(model, tokens()).backward()
         with torch.no_grad():
             write(weight)
         changed.set()
         helper.join()
         train_step(model, optimizer)
-        shutil.copytree(directory, copied)
+        own = manager.current.directory.path
+        shutil.copytree(own, copied / own.relative_to(directory))
     with swapper.SwapManager(copied, host_memory="64MiB", resume="auto") as manager:
         torch.manual_seed(0)
         resumed = Net()

@@ -1,4 +1,4 @@
-"""DDP, and collectives by hand, of a model that a rank has whole: on one rank. On several: tests/fuzz/ranks.py, ddp_run.py."""
+"""DDP, collectives by hand, and shards that are changed by hand: on one rank. On several: tests/fuzz/ranks.py, ddp_run.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 import swapper
 from e2e.models import Net, finish_step
 from e2e.twins import Twins
+from swapper.durability.commit import read_commit
 
 WIDTH = 160  # a layer's weight is larger than what stays in memory
 
@@ -56,3 +58,22 @@ def test_collectives_that_go_on_after_their_call_are_refused(twins: Callable[...
     torch.distributed.all_reduce(value)
     pair.train(step, steps=1)
     pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_what_a_script_changes_of_shards_after_a_step_is_in_its_commit(tmp_path: Path, update: str) -> None:
+    """It is no change of the next forward, before which the step would have to be committed."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    commits = swapper.CommitPolicy(every=1)
+    with swapper.SwapManager(tmp_path, host_memory="10MiB", commits=commits) as manager:
+        model, optimizer = manager.offload(model, AdamW(model.parameters()), params="nvme", update=update)
+        for number in range(3):
+            step(model, optimizer)
+            record = read_commit(manager.current.directory.path)
+            assert record is not None and record.step == number
+            with torch.no_grad():
+                model[1].weight.mul_(0.5)
+                model[1].bias.data.mul_(0.5)

@@ -31,6 +31,7 @@ class Side:
         is_last: no other backward follows before the step.
         is_open: passes have run since the last step that was taken.
         watch: is given each loss, whose graph it may hook.
+        spread: how ranks have the model: see ranks.py.
     """
 
     model: Any
@@ -43,6 +44,7 @@ class Side:
     is_open: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
     watch: Callable[[torch.Tensor], object] = lambda loss: None
+    spread: str = ""
 
     @property
     def trained(self) -> list[nn.Parameter]:

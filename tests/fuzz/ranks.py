@@ -13,7 +13,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,9 +73,9 @@ PLAIN = {
 
 def without_sync(side: Side) -> Any:
     """Two micro-batches, of which the first reduces no gradients."""
-    if side.kept["spread"] == "by hand":
+    if side.spread == "by hand":
         losses = [side.backward(side.loss() / 2, is_last=False)]
-    elif side.kept["spread"] == "ddp":
+    elif side.spread == "ddp":
         with side.model.no_sync():
             losses = [side.backward(side.loss() / 2, is_last=False)]
     else:
@@ -134,7 +134,7 @@ def snapshot(side: Side) -> Any:
 
 def whole_state(side: Side) -> dict[str, torch.Tensor]:
     """Return what the first rank has: of replicas, the others may have other buffers, and what was not averaged."""
-    if side.kept["spread"] in WHOLE:
+    if side.spread in WHOLE:
         found = side.model.state_dict()
     else:
         found = get_model_state_dict(side.model, options=StateDictOptions(full_state_dict=True))
@@ -269,7 +269,7 @@ class RankTraining(Training):
     def __init__(self, program: Program, directory: Path, drive: Drive | None) -> None:
         super().__init__(program, directory, drive)
         for side in (self.plain, self.swapped):
-            side.kept["spread"] = program["spread"]
+            side.spread = program["spread"]
         self.rank = dist.get_rank()  # each has batches of its own
 
     def _make_pair(self, directory: Path, **options: Any) -> Twins:
@@ -320,23 +320,39 @@ class RankTraining(Training):
             raise
 
 
-def run_rank(program: Program, directory: Path) -> None:
+def report(path: Path, act: Callable[[], str | None]) -> None:
+    """Do the part of a rank, and write what went wrong with it: nothing, if all went well."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    problem = programs.run_case(program, directory, RankTraining)
+    problem = act()
+    path.write_text(problem or "")
     if problem is not None:
-        (directory / f"rank-{dist.get_rank()}").write_text(problem)
         os._exit(1)  # what the others wait for does not come
 
 
+def told(paths: Sequence[Path], may_end: bool = False) -> str | None:
+    """Return what went wrong on a rank, None if nothing did; REFUSED and why, if one could not do it.
+
+    Args:
+        paths: of each rank's report.
+        may_end: some were killed, and others may have noticed.
+    """
+    said = [path.read_text() if path.exists() else f"{path.name} ended early" for path in paths]
+    said = [each for each, path in zip(said, paths, strict=True) if each and (path.exists() or not may_end)]
+    apart = [each for each in said if not any(words in each for words in LOST)]
+    said = apart if may_end else apart or said
+    refused = [each for each in said if each.startswith(REFUSED)] if not may_end else []
+    return next((each for each in said if not each.startswith(REFUSED)), refused[0] if refused else None)
+
+
 def run_case(program: Program, directory: Path) -> str | None:
-    """Return what went wrong on a rank, None if nothing did; REFUSED and why, if one could not do it."""
-    statuses = launch(program["size"], directory / "meeting", lambda: run_rank(program, directory))
-    said = [path.read_text() for path in sorted(directory.glob("rank-*"))]
-    said = [each for each in said if not any(words in each for words in LOST)] or said
-    refused = [each for each in said if each.startswith(REFUSED)]
-    if len(refused) == len(said):
-        return refused[0] if refused else f"ranks ended with {statuses}" if any(statuses) else None
-    return next(each for each in said if not each.startswith(REFUSED))
+    """Return as `told`."""
+
+    def work() -> None:
+        path = directory / f"rank-{dist.get_rank()}"
+        report(path, lambda: programs.run_case(program, directory, RankTraining))
+
+    launch(program["size"], directory / "meeting", work)
+    return told([directory / f"rank-{rank}" for rank in range(program["size"])])
 
 
 def smaller(program: Program) -> Iterator[Program]:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from e2e import stopped_calls
 
-from fuzz import cases, ends, programs
+from fuzz import cases, ends, programs, ranks
 from fuzz.program_actions import ACTIONS
 from fuzz.program_passes import Side
 
@@ -52,6 +53,30 @@ def test_the_fuzzer_notices_a_commit_that_is_lost(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ends.EndedTraining, "resume", resume_nothing)
     problem = cases.watched(ends.ENDS, PROGRAM)
     assert problem is not None and "step 0 of" in problem, problem
+
+
+OF_RANKS = {
+    **ranks.draw("1 0"),
+    **ranks.PLAIN,
+    **{name: PROGRAM[name] for name in ("layers", "rule", "options", "loop")},
+    "spread": "fsdp2",
+    "alone": [True],
+}
+
+
+@pytest.mark.parametrize("how", ["kill", "go on"])
+def test_ranks_of_which_one_ends_early_go_on_as_plain_torch(how: str) -> None:
+    assert cases.watched(ends.ENDS, {**OF_RANKS, "ends": [[how, 0.6, 1, True]]}) is None
+
+
+def test_the_fuzzer_notices_a_rank_with_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(side: Side) -> None:
+        if side.manager is not None and side.directory.name.startswith("resumed") and dist.get_rank() == 1:
+            side.one.data.mul_(2)
+
+    monkeypatch.setitem(ends.EndedRankTraining.actions, "read", read)
+    problem = cases.watched(ends.ENDS, {**OF_RANKS, "ends": [["kill", 0.4, 0, False]]})
+    assert problem is not None and "differs" in problem, problem
 
 
 ASSIGNED: dict[str, dict[str, Any]] = {

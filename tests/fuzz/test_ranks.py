@@ -35,7 +35,7 @@ def is_the_last_one_of_ours(side: Side) -> bool:
 BAD: dict[str, tuple[str, Callable[[Side], Any]]] = {
     "other results of one": ("read whole] result", is_the_last_one_of_ours),
     "an error of one": ("KeyError", lambda side: is_the_last_one_of_ours(side) and {}["key"]),
-    "a rank that ends": ("ranks ended with", lambda side: is_the_last_one_of_ours(side) and os._exit(3)),
+    "a rank that ends": ("rank-1 ended early", lambda side: is_the_last_one_of_ours(side) and os._exit(3)),
 }
 
 
