@@ -162,6 +162,17 @@ def test_an_error_between_two_groups_of_a_deferred_step_keeps_the_update_of_the_
     runs.manager.close()
 
 
+def fail_at_each_call(pair: Twins, step: Callable[..., Any], failures: list[int]) -> None:
+    """Train with an error at one call after the other, until none is left: `step` adds those that failed to `failures`."""
+    pair.train(partial(step, number=-1), steps=2)
+    for number in itertools.count():
+        pair.train(partial(step, number=number), steps=1)
+        if number not in failures:
+            break
+    assert number > 2
+    pair.finish()
+
+
 @devices.without_device("there an error of a page that is fetched ahead is raised at its next use, and not by the step")
 def test_a_step_under_a_gradient_scaler_that_fails_and_is_taken_again_is_unscaled_once(
     twins: Callable[..., Twins],
@@ -185,13 +196,7 @@ def test_a_step_under_a_gradient_scaler_that_fails_and_is_taken_again_is_unscale
         optimizer.zero_grad()
         return loss.detach()
 
-    pair.train(partial(step, number=-1), steps=2)
-    for number in itertools.count():
-        pair.train(partial(step, number=number), steps=1)
-        if number not in failures:
-            break
-    assert number > 2
-    pair.finish()
+    fail_at_each_call(pair, step, failures)
 
 
 def test_a_step_that_writes_to_its_gradients_and_fails_is_taken_again_from_those_of_backward(
@@ -214,13 +219,7 @@ def test_a_step_that_writes_to_its_gradients_and_fails_is_taken_again_from_those
         optimizer.zero_grad()
         return loss.detach()
 
-    pair.train(partial(step, number=-1), steps=2)
-    for number in itertools.count():
-        pair.train(partial(step, number=number), steps=1)
-        if number not in failures:
-            break
-    assert number > 2
-    pair.finish()
+    fail_at_each_call(pair, step, failures)
 
 
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])

@@ -2,7 +2,7 @@
 
 Usage: tools/fuzz ends [--minutes N] [--cases N] [--seed N] [--program JSON]
 
-A program is one of programs.py, or of ranks.py. It runs once to its end. Then it begins anew for each of its ends: it is killed
+A program is one of programs.py, or of ranks.py. It runs once to its end. Then it begins again for each of its ends: it is killed
 at a system call that changes one of its files, or when an action has failed with one of its transfers, and another process resumes;
 or the loop goes on itself after the error. Of ranks that happens to one: the others are killed too, or find out. What was
 committed, or what is there after the error, must be what plain torch has after that step, and so must all that the rest of the loop

@@ -381,6 +381,11 @@ def smaller(program: Program) -> Iterator[Program]:
         for one in simpler:
             yield {**program, "layers": [*program["layers"][:number], one, *program["layers"][number + 1 :]]}
     yield from ({**program, name: value} for name, value in PLAIN.items() if program[name] != value)
+    yield from smaller_options(program)
+
+
+def smaller_options(program: Program) -> Iterator[Program]:
+    """Yield programs with simpler options of `offload`."""
     for name, value in PLAIN_OPTIONS.items():
         if program["options"][name] != value:
             yield {**program, "options": {**program["options"], name: value}}

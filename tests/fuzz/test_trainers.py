@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("peft", reason="the fuzzer of Trainers needs transformers, accelerate and peft")
 from fuzz import cases, programs
-from fuzz.trainers import ACTIONS, PLAIN, TRAINERS
+from fuzz.trainer_parts import ACTIONS
+from fuzz.trainers import PLAIN, TRAINERS
 
 pytestmark = pytest.mark.usefixtures("prepared")
 OPTIONS = {**programs.PLAIN_OPTIONS, "commit_every": 1}
@@ -24,9 +25,9 @@ def test_some_trainers_train_as_without_swapper(run_some: Callable[[cases.Kind, 
 
 GOES_ON: dict[str, dict[str, Any]] = {
     "after an evaluation that drew numbers": {"arguments": EVALUATES, "end": ["killed", "step_begin", 3]},
-    "before a first step, after an evaluation": {
+    "with its first step, after an evaluation": {
         "arguments": {"eval_on_start": True},
-        "end": ["killed", "step_begin", 0],
+        "end": ["killed", "step_begin", 1],
     },
     "between a step and its schedule's": {"end": ["interrupted", "optimizer_step", 2]},
     "where patience was lost before": {
