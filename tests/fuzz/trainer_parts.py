@@ -1,4 +1,4 @@
-"""What programs of trainers.py are made of: models, their data, TrainingArguments, and what callbacks do."""
+"""Models and data, TrainingArguments, and actions of callbacks, of which trainers.py makes its programs."""
 
 from __future__ import annotations
 
