@@ -82,8 +82,11 @@ class CommittedModel(Protocol):
 
     def finish_update(self) -> None: ...
 
-    def take_in_assigned(self) -> None:
-        """Finish the last step if parameters were assigned since (`parameter.data = x`), and have their values in the sections."""
+    def take_in_changed(self) -> None:
+        """Finish the last step if parameters were assigned since (`parameter.data = x`), and have their values in the sections.
+
+        What was written to shards since then belongs to that step too.
+        """
 
     def sync_to_host(self) -> None:
         """Have the sections' content in host memory, also what is on a device."""
@@ -383,9 +386,7 @@ class Committer:
         if self._due is None or self._writes is not None:
             return
         if self._record is None:
-            self._model.take_in_assigned()
-            if not self._model.update_is_open:
-                self._pager.take_in_written()  # by hand, as operations on shards do: else a lease takes it for the forward's
+            self._model.take_in_changed()
         with defer_signals:
             if self._record is None:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)

@@ -217,10 +217,19 @@ class OffloadedModel:
             if group.may_be_assigned:
                 group.take_in_assigned()
 
-    def take_in_assigned(self) -> None:
-        """Finish the last step if parameters were assigned since (`parameter.data = x`). Raises as `finish_update`."""
+    def take_in_changed(self) -> None:
+        """Finish the last step if parameters were assigned since (`parameter.data = x`), and take in what was written to shards.
+
+        Operations of DTensors write past the guard. Where there are masters, which do not follow, a forward says so.
+
+        Raises:
+            IoError, DeviceError: as `finish_update`.
+        """
         if any(group.may_be_assigned and group.assigned() for group in self.groups):
             self.finish_update()
+        may_be_written = self.model.is_sharded and not self.update_is_open
+        if may_be_written and not any(places.has_master for _, places in self._trained()):
+            self._sweep.take_in_written()
 
     def settle_update(self) -> None:
         """Finish the last step, and wait until its results are in host memory. Raises as `finish_update`, or DeviceError."""
