@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
 from e2e.processes import is_refused_in_a_fork
 from e2e.test_state_dict import anonymous_bytes, layers, step
 from e2e.twins import Twins, assert_same, send_away
+from swapper.train.gradients.cold_grad import ColdGradient
 
 MakeTwins = Callable[..., Twins]
 
@@ -177,9 +179,24 @@ def test_it_is_taken_between_forward_and_backward_too(twins: MakeTwins) -> None:
     pair.finish()
 
 
-def test_conversions_that_change_nothing_are_done(twins: MakeTwins) -> None:
-    pair = twins(layers())
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradients": "nvme"}, {"device": HostDevice("late"), "device_memory": "8MiB", "update_on": "cpu"}],
+    ids=str,
+)
+def test_conversions_that_change_nothing_are_done(twins: MakeTwins, options: dict[str, Any]) -> None:
+    """Also of gradients that are away, as Lightning's trainer does with them when its training ends."""
+    pair = twins(layers(), **options)
+
+    def backward(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        loss = model(torch.randn(4, 256)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    pair.train(backward, steps=1)
     send_away(pair.manager)
+    gradients = [parameter.grad for parameter in pair.swapped.parameters()]
+    assert any(isinstance(gradient, ColdGradient) for gradient in gradients) >= bool(options)
     for convert in (
         lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.float(), lambda m: m.to(torch.float32),
         lambda m: m.to("cpu", torch.float32), lambda m: m[0].to(torch.device("cpu")), lambda m: m.to(torch.zeros(1)),
@@ -194,6 +211,8 @@ def test_conversions_that_change_nothing_are_done(twins: MakeTwins) -> None:
     ):
         with pytest.raises(swapper.ColdParameterError, match="cannot be applied after offload"):
             convert(pair.swapped)
+    assert all(parameter.grad is its for parameter, its in zip(pair.swapped.parameters(), gradients, strict=True))
+    pair.both(lambda _, optimizer: optimizer.step())
     pair.train(step, steps=2)
     pair.finish()
 

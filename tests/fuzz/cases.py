@@ -21,11 +21,14 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from e2e.killed_run import fork
 from torch import nn
 
 import swapper
@@ -61,6 +64,58 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(
         *(t.view(-1).view(torch.uint8) for t in both)
     )
+
+
+def assert_like(found: Any, expected: Any, where: str) -> None:
+    """Raises AssertionError that names the place if two values differ, in bits of tensors, and else as they print."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor) and equal(found, expected), f"{where} differs"
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), f"{where} has {list(found)}, and plain {list(expected)}"
+        for key in expected:
+            assert_like(found[key], expected[key], f"{where}: {key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), f"{where} has {len(found)}, and plain {len(expected)}"
+        for number, both in enumerate(zip(found, expected, strict=True)):
+            assert_like(*both, f"{where}[{number}]")
+    else:
+        assert str(found) == str(expected), f"{where} is {found!r}, and plain {expected!r}"
+
+
+class Ended(BaseException):
+    """A training that has been interrupted."""
+
+
+def end_within(
+    begin: Callable[[Callable[[], object]], object], how: str, answer: Path, refusals: tuple[type[Exception], ...]
+) -> None:
+    """Have a training begin, and end where it calls what it is given.
+
+    Args:
+        how: "killed", in a process of its own, or "interrupted".
+        answer: a file, for what goes wrong in that process.
+        refusals: see `outcome`.
+    """
+    if how == "interrupted":
+        with suppress(Ended):
+            begin(_interrupt)
+        return
+    os.waitpid(fork(partial(_begin_and_answer, begin, answer, refusals)), 0)
+    if answer.exists():
+        problem = answer.read_text()
+        raise (Impossible if problem.startswith(REFUSED) else AssertionError)(f"before its end: {problem}")
+
+
+def _interrupt() -> None:
+    raise Ended
+
+
+def _begin_and_answer(
+    begin: Callable[[Callable[[], object]], object], answer: Path, refusals: tuple[type[Exception], ...]
+) -> None:
+    problem = outcome(partial(begin, partial(os.kill, os.getpid(), signal.SIGKILL)), refusals)
+    if problem is not None:
+        answer.write_text(problem)
 
 
 def watched(kind: Kind, program: Program) -> str | None:

@@ -10,18 +10,13 @@ states must be the plain Trainer's.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from e2e.killed_run import fork
 from e2e.twins import smallest_budget
 from infer.host_device import ORDERS, HostDevice
 from peft import LoraConfig, get_peft_model
@@ -35,7 +30,7 @@ from transformers import (
 )
 
 import swapper
-from fuzz.cases import REFUSED, Impossible, Kind, Program, equal, outcome, run
+from fuzz.cases import Impossible, Kind, Program, assert_like, end_within, outcome, run
 from fuzz.programs import REFUSALS, draw_options, smaller_options
 from fuzz.trainer_parts import ACTIONS, ARGUMENTS, EVENTS, MODELS, Acting, Lines
 from swapper.integrations.transformers import for_training, offloaded
@@ -243,43 +238,19 @@ class Trained:
     def end_and_go_on(self) -> None:
         """Do all of the program, whose training is ended and goes on."""
         how, event, step = self.program["end"]
-        if how == "killed":
-            answer = self.directory / "answer"
-            child = fork(partial(self._begin_and_answer, answer, event, step))
-            os.waitpid(child, 0)
-            if answer.exists():
-                problem = answer.read_text()
-                raise (Impossible if problem.startswith(REFUSED) else AssertionError)(f"before its end: {problem}")
-        else:
+
+        def begin(end: Callable[[], object]) -> None:
             acting = self.make()
-            acting.end = (event, step, interrupt)
-            with suppress(Ended), self.trainer.manager:
+            acting.end = (event, step, end)
+            with self.trainer.manager:
                 self.train(acting)
-            self.results = []
+
+        end_within(begin, how, self.directory / "answer", REFUSALS)
+        self.results = []
         acting = self.make()
         self.begun = self.trainer.manager.step
         self.train(acting)
         self.follow(acting)
-
-    def _begin_and_answer(self, answer: Path, event: str, step: int) -> None:
-        """Train until it is killed, and write what went wrong before, if anything did."""
-
-        def begin() -> None:
-            acting = self.make()
-            acting.end = (event, step, partial(os.kill, os.getpid(), signal.SIGKILL))
-            self.train(acting)
-
-        problem = outcome(begin, REFUSALS)
-        if problem is not None:
-            answer.write_text(problem)
-
-
-class Ended(BaseException):
-    """A training that has been interrupted."""
-
-
-def interrupt() -> None:
-    raise Ended
 
 
 def measured(entry: dict[str, Any]) -> dict[str, Any]:
@@ -331,21 +302,6 @@ def checkpoints(trained: Trained) -> dict[str, Any]:
         else:
             found[name] = None
     return found
-
-
-def assert_like(found: Any, expected: Any, where: str) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor) and equal(found, expected), f"{where} differs"
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), f"{where} has {list(found)}, and plain {list(expected)}"
-        for key in expected:
-            assert_like(found[key], expected[key], f"{where}: {key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), f"{where} has {len(found)}, and plain {len(expected)}"
-        for number, both in enumerate(zip(found, expected, strict=True)):
-            assert_like(*both, f"{where}[{number}]")
-    else:
-        assert str(found) == str(expected), f"{where} is {found!r}, and plain {expected!r}"
 
 
 def run_case(program: Program, directory: Path) -> str | None:

@@ -20,7 +20,7 @@ from swapper.errors import ColdParameterError, StateError
 from swapper.paging.schedule import Access
 from swapper.paging.section import Page
 from swapper.tensors import torch_private
-from swapper.tensors.guarded_tensor import Function, GuardedTensor, tensors_among
+from swapper.tensors.guarded_tensor import SET_DATA, Function, GuardedTensor, tensors_among
 from swapper.train.layout.slices import TensorLocation
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
@@ -221,7 +221,26 @@ def _clamp_all(which: str) -> Function:
     return clamp
 
 
+def _conversion(convert: Function) -> Function:
+    """Return what a conversion does that leaves tensors of this dtype and device as they are; others need data."""
+
+    def stay(tensor: Any, *given: Any, **named: Any) -> Any:
+        like = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+        is_same = type(tensor) is ColdGradient and convert(like, *given, **named) is like
+        return tensor if is_same else NotImplemented
+
+    return stay
+
+
+def _assign_itself(tensor: Any, other: Any) -> Any:
+    """As `Module.cpu()` does, which changes nothing then."""
+    return None if other is tensor else NotImplemented
+
+
 _ACTIONS: dict[Function, Function] = {
+    SET_DATA: _assign_itself,
+    **{convert: _conversion(convert) for convert in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.type)},
+    **{convert: _conversion(convert) for convert in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.double)},
     torch.linalg.vector_norm: _vector_norm,
     torch.Tensor.mul_: _mul,
     torch.Tensor.clamp_: _clamp,

@@ -35,6 +35,7 @@ from swapper.modules.guarded import FaultHandler, handler_of
 from swapper.modules.module_hooks import OwnHook, copy_without_hooks
 from swapper.runtime.process import is_off
 from swapper.tensors.torch_private import replace_sync_of_ddp, sync_of_ddp, without_torch_functions
+from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.groups.session_guard import SessionEvents
 from swapper.train.layout.given_values import FrozenFiles, Values
@@ -220,7 +221,7 @@ class GivenModel:
 def _apply_of(module: nn.Module) -> Callable[..., nn.Module]:
     """Return `module._apply` that keeps tensors of which a conversion would only make an equal copy in host memory.
 
-    So swapped parameters stay where they are in `model.cpu()`, which Lightning calls when it has trained on an accelerator.
+    So swapped parameters and gradients stay where they are in `model.cpu()`, which Lightning calls when it has trained.
     """
     of = weakref.ref(module)
 
@@ -235,7 +236,8 @@ def _apply_of(module: nn.Module) -> Callable[..., nn.Module]:
 
 def _only_copies(convert: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> bool:
     """Return whether `convert(tensor)` is a copy in host memory and nothing else, by asking it of a small tensor."""
-    if tensor.layout != torch.strided or not (tensor.device.type == "cpu" or is_cold(tensor)):
+    is_away = is_cold(tensor) or isinstance(tensor, ColdGradient)
+    if tensor.layout != torch.strided or not (tensor.device.type == "cpu" or is_away):
         return False
     with without_torch_functions(), torch.no_grad():
         like = torch.ones((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
