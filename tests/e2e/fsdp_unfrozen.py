@@ -1,11 +1,13 @@
 """One of two ranks under torchrun: more of a sharded model is to be trained, which fails on one rank. Nothing changes on any.
 
-Usage: fsdp_unfrozen.py DIRECTORY. Then it works, and the run is that of plain FSDP2.
+Usage: fsdp_unfrozen.py DIRECTORY. Then it works, and the run is that of plain FSDP2. So is one that loads the optimizer's state of
+parameters that are frozen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import resource
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import swapper
@@ -20,6 +23,11 @@ from e2e.fsdp_run import frozen, join, loss_of, make, same, same_state, train, u
 from e2e.ranks_run import no_room
 
 CASE = {"change": frozen}
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that frozen parameters are in too."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 @contextlib.contextmanager
@@ -100,7 +108,30 @@ def main(directory: Path) -> None:
     os.write(1, f"rank {rank}: same\n".encode())
 
 
+def load(directory: Path) -> None:
+    """Load state that has been made without swapper, where all was trained."""
+    case = {"optimizer": adamw}
+    before, before_optimizer = make(case, is_plain=True)
+    train(before, before_optimizer, case, None, 0)
+    plain, plain_optimizer = make({**CASE, **case}, is_plain=True)
+    swapped, optimizer = make({**CASE, **case})
+    with swapper.SwapManager(directory, host_memory="12MiB") as manager:
+        _, optimizer = manager.offload(swapped, optimizer, params="nvme", optimizer_state="nvme")
+        for each in (plain_optimizer, optimizer):
+            each.load_state_dict(copy.deepcopy(before_optimizer.state_dict()))
+        same_state(swapped, optimizer, plain, plain_optimizer, "loaded")
+        for step in range(4):
+            if step == 2:
+                for parameter in (p for model in (plain, swapped) for p in model.blocks[1].parameters()):
+                    parameter.requires_grad_(True)
+            expected = train(plain, plain_optimizer, case, None, step)
+            same(train(swapped, optimizer, case, None, step), expected, f"losses of step {step}")
+        same_state(swapped, optimizer, plain, plain_optimizer, "trained again")
+    os.write(1, f"rank {dist.get_rank()}: loaded\n".encode())
+
+
 if __name__ == "__main__":
     join()
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) / "unfrozen")
+    load(Path(sys.argv[1]) / "loaded")
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
@@ -17,6 +19,8 @@ from e2e import killed_run, regrouped_run
 from e2e.leaks import held_by_swapper
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.processes import run_python
+from e2e.several import by_turns
+from e2e.several import several as several
 from e2e.stopped_calls import why_not
 from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, named_budget
 from swapper.durability.committer import Committer
@@ -189,6 +193,73 @@ def test_what_is_frozen_at_offload_keeps_the_state_that_it_has(
     pair.assert_same_state()
     freeze(pair, False)
     pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+FROZEN_LOADS: dict[str, dict[str, Any]] = {
+    **{update: {"update": update} for update in ("step", "deferred", "backward")},
+    "gradients on NVMe": {"gradients": "nvme"},
+    "masters": {"master": True},
+    "a device": {"device": HostDevice("late"), "device_memory": "8MiB"},
+}
+
+
+def trained_before(make: Callable[[Iterable[nn.Parameter]], Any] = adamw) -> dict[str, Any]:
+    """Return the state of an optimizer that has trained all of a Net."""
+    model = Net()
+    optimizer = make(model.parameters())
+    for _ in range(2):
+        train_step(model, optimizer)
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("name", ["AdamW", *OPTIMIZERS])
+@pytest.mark.parametrize("options", FROZEN_LOADS)
+def test_state_that_is_loaded_for_frozen_parameters_is_there_when_they_are_trained(
+    twins: MakeTwins, options: str, name: str
+) -> None:
+    make, given = {"AdamW": adamw, **OPTIMIZERS}[name], FROZEN_LOADS[options]
+    if "master" in given and name not in ("AdamW", "sgd"):
+        pytest.skip("PlainMasters has no equal of it")
+    model = Net().bfloat16() if "master" in given else Net()
+    pair = twins(model, make, select=lambda model: list(model.parameters()), room_bytes=8 << 20, wait=True, **given)
+    freeze(pair, True)
+    pair.offload()
+    pair.train(train_step, steps=1)
+    state = trained_before(make)
+
+    def load(_: Any, optimizer: Any) -> None:
+        getattr(optimizer, "inner", optimizer).load_state_dict(copy.deepcopy(state))
+
+    pair.both(load)
+    pair.assert_same_state()
+    pair.train(train_step, steps=2)
+    freeze(pair, False)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def test_state_of_frozen_parameters_is_loaded_to_each_of_several_optimizers(several: Callable[..., Twins]) -> None:
+    make = by_turns(lambda parameters, number: (adamw, sgd)[number](parameters))
+    model = freeze_blocks(Net(), True)
+    pair = several(model, make, select=lambda model: list(model.parameters()), room_bytes=8 << 20)
+    pair.train(train_step, steps=1)
+    state = trained_before(make)
+    pair.both(lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(state)))
+    pair.assert_same_state()
+    freeze(pair, False)
+    pair.train(train_step, steps=2)
+
+
+def test_state_of_frozen_parameters_that_does_not_fit_changes_nothing(twins: MakeTwins) -> None:
+    pair = twins(freeze_blocks(Net(), True), select=lambda model: list(model.parameters()), optimizer_state="host")
+    pair.train(train_step, steps=1)
+    trained, state = pair.manager.trained, trained_before()
+    with pytest.raises(swapper.BudgetError):
+        pair.optimizer.load_state_dict(state)
+    assert pair.manager.trained == trained and not any(pair.original.state.values())
+    pair.assert_same_state()
+    pair.train(train_step, steps=1)
     pair.finish(paged=False)
 
 

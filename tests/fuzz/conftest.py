@@ -48,11 +48,11 @@ def check_noticed(prepared: None, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         said: str,
         act: Callable[..., Any],
     ) -> None:
-        """Have the action `name` of a program that is clean do `act` first, without its source of chance."""
+        """Have the action `name` of a program that is clean do `act` first, without its source of chance if it is given one."""
         original = actions[name]
 
         def act_before(*given: Any) -> Any:
-            act(*given[:-1])
+            act(*(given[:-1] or given))
             return original(*given)
 
         assert cases.watched(kind, program) is None

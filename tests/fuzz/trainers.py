@@ -92,7 +92,8 @@ def draw(seed: str) -> Program:
     for _ in range(chance.choice([0, 1, 2, 4])):
         name, event = chance.choice(list(ACTIONS)), chance.choice(EVENTS)
         event = "pre_optimizer_step" if name == "gradients" or (event == "substep_end" and at_once != 1) else event
-        name = "read" if name == "gradients" and "device" in options else name  # where they have left
+        has_left = "device" in options or options["gradients"] == "nvme"
+        name = "read" if name == "gradients" and has_left else name
         actions.append([event, chance.randint(0, 7), name, chance.randrange(1 << 16)])
     end = chance.choice([None, None, "interrupted", "killed"])
     event = chance.choice(BEFORE_A_STEP)

@@ -65,6 +65,11 @@ class OptimizerSet:
         """Return the state that a member keeps for `parameter`, flat; empty if none does."""
         return flat(next((one.state[parameter] for one in self.members if parameter in one.state), {}))
 
+    def keep_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Have the member that has `parameter` in its groups keep its state."""
+        pairs = ((p, one) for one in self.members for group in one.param_groups for p in group["params"])
+        next(one for p, one in pairs if p is parameter).state[parameter] = dict(state)
+
     def drop_state(self, parameter: torch.Tensor) -> None:
         """Have all members forget the state of `parameter`."""
         for member in self.members:

@@ -308,6 +308,12 @@ class MemberState:
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         self._owner.load(state, self._optimizers.numbers(self._member))
 
+    def find_frozen(self, state: dict[int, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+        return self._owner.find_frozen(state, self._optimizers.numbers(self._member))
+
+    def begin_frozen(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        self._owner.begin_frozen(state)
+
     def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
         self._owner.skip_step(parameters)
 

@@ -125,6 +125,10 @@ def _train_more(current: SessionSlot, add: Callable[[], None], step: int) -> Non
     except BaseException:
         undo()
         raise
+    finally:
+        for group in before.inventory.groups:
+            for _, parameter in group.parameters:
+                before.request.optimizers.drop_state(parameter)
 
 
 def _ranks_of(current: SessionSlot, plan: Plan) -> Ranks:

@@ -163,6 +163,12 @@ class ShardedState:
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         self._owner.load({number: local_state(values) for number, values in state.items()})
 
+    def find_frozen(self, state: dict[int, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+        return self._owner.find_frozen({number: local_state(values) for number, values in state.items()})
+
+    def begin_frozen(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        self._owner.begin_frozen(state)
+
     def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
         found = (self._shards.of.get(id(parameter)) for parameter in parameters)
         self._owner.skip_step(shard.local for shard in found if shard is not None)

@@ -82,6 +82,11 @@ class Membership:
         self._known = members
         self.edits += 1
 
+    def keep_state(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Have the optimizers keep state of parameters, which are in their groups."""
+        for parameter, state in states.items():
+            self._optimizers.keep_state(parameter, state)
+
     def describe(self, number: int) -> str:
         """Return a group for people."""
         return self._optimizers.describe(number)

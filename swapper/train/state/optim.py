@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -39,6 +40,12 @@ class StateOwner(Protocol):
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Load the same."""
+
+    def find_frozen(self, state: dict[int, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return the state that there is no space for: of parameters that were frozen at `offload`, by parameter."""
+
+    def begin_frozen(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Have the user's optimizer keep it, so that the layout to come has space for it."""
 
     def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """Begin the state of `parameters`, which have gradients, in a step that torch.amp.GradScaler skips."""
@@ -272,8 +279,11 @@ class PagedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of plain torch's optimizer, or of this one.
 
+        State of parameters that were frozen at `offload` needs space: the run gets a new layout, as in `add_param_group`.
+
         Raises:
             ValueError: its groups, parameters or state differ from this optimizer's. Nothing has changed then.
+            BudgetError, DirectoryError, StateError: see `add_param_group`.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -290,7 +300,11 @@ class PagedOptimizer(Optimizer):
         if unknown:
             raise ValueError(f"the state_dict has state for {min(unknown, key=str)!r}, which is in none of its groups")
         with defer_signals:
-            self._bound.load({numbers[key]: state for key, state in state_dict["state"].items()})
+            state = {numbers[key]: state for key, state in state_dict["state"].items()}
+            frozen = self._bound.find_frozen(state)
+            if frozen:
+                self._train_more(partial(self._bound.begin_frozen, frozen))
+            self._bound.load(state)
             self._replace_settings(copy.deepcopy(theirs))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from swapper.errors import StateError
 from swapper.paging.layout import Slot
@@ -164,6 +165,26 @@ class OptimizerState:
                 self._take({p.name: {} if number is None else flat(state.get(number, {})) for number, p in numbered})
             finally:
                 self.forget_kept()
+
+    def find_frozen(
+        self, state: dict[int, dict[str, Any]], numbers: range | None = None
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return what of `state` there is no space for. See StateOwner.
+
+        Args:
+            numbers: see `save`.
+        """
+        with self._session_guard.turns.turn():
+            self._session_guard.events.check_usable()
+            self._finish_update()
+            self._membership.follow()
+            first = 0 if numbers is None else numbers.start
+            found = {p: state.get(self._membership.numbers[id(p)] - first, {}) for p in self._membership.untrained}
+            return {parameter: given for parameter, given in found.items() if given}
+
+    def begin_frozen(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """See StateOwner."""
+        self._membership.keep_state(state)
 
     def at_its_place(self, numbers: range | None = None) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form, with `stored` tensors. See `save`."""
