@@ -147,6 +147,30 @@ def save_and_load(side: Side) -> Any:
         side.optimizer.load_state_dict(found["optimizer"])
 
 
+def load_more_state(side: Side) -> Any:
+    """Load state of all parameters of the groups, also of those that are frozen or had no gradient, as of an earlier run."""
+    found = copy.deepcopy(side.optimizer.state_dict())
+    parameters = [parameter for group in side.optimizer.param_groups for parameter in group["params"]]
+    if not found["state"]:
+        return
+    number, known = next(iter(found["state"].items()))
+    shape = parameters[number].shape
+    for other, parameter in enumerate(parameters):
+        found["state"].setdefault(
+            other,
+            {
+                key: made_like(value, parameter) if value.shape == shape else value.clone()
+                for key, value in known.items()
+            },
+        )
+    side.optimizer.load_state_dict(found)
+
+
+def made_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return state of a parameter in place of another's, of numbers that it may have."""
+    return torch.full(parameter.shape, 1e-3, dtype=parameter.dtype) if parameter.dim() else value.reshape(-1)[0].clone()
+
+
 def scattered(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same elements, not one after the other in memory."""
     return torch.stack([tensor, tensor], -1)[..., 0]
@@ -239,17 +263,20 @@ def add_group(side: Side) -> Any:
 
 
 def other_rate(side: Side) -> Any:
+    side.kept["was open"] = side.is_open
     for group in side.optimizer.param_groups:
         group["lr"] *= 0.5
 
 
 def other_decay(side: Side) -> Any:
+    side.kept["was open"] = side.is_open
     group = side.chance.choice(side.optimizer.param_groups)
     if "weight_decay" in group:
         group["weight_decay"] = 0.05
 
 
 def schedule(side: Side) -> Any:
+    side.kept["was open"] = side.is_open
     schedulers = torch.optim.lr_scheduler
     if "scheduler" not in side.kept:
         kinds = (
@@ -290,9 +317,9 @@ def optimizer_state(side: Side) -> Any:
 
 
 def resume(side: Side, chance: Random | None = None) -> Any:
-    """Close, and go on as another process. A commit has the buffers of its step: where later forwards may have changed them, do
-    not."""
-    if side.is_open and any(True for _ in side.model.buffers()):
+    """Close, and go on as another process. A commit has the buffers and settings of its step: where they may have changed since the
+    next forward began, do not."""
+    if side.is_open and (side.kept.get("was open") or any(True for _ in side.model.buffers())):
         return
     side.model.zero_grad()
     side.kept.pop("scheduler", None)
@@ -314,6 +341,7 @@ BETWEEN: dict[str, Action] = {
     "evaluate": evaluate,
     "model state": model_state,
     "save and load": save_and_load,
+    "load more state": load_more_state,
     "average": average,
     "average by torch": average_by_torch,
     "read": read,
@@ -348,12 +376,13 @@ FORBIDDEN: dict[str, set[str]] = {
             "gather and write",
             "from vector",
             "save and load",
+            "load more state",
             "schedule",
             "optimizer state",
         ),
         *("freeze", "step twice", "initialise", "swap average", "adversarial", "sharpness"),
     },
-    "several": {"closure", "scaled", "schedule", "optimizer state", "add group"},
+    "several": {"closure", "scaled", "schedule", "optimizer state", "add group", "load more state"},
     "backward": {*BEFORE_STEP, "by grad", "scaled", "step twice", "skip", "adversarial", "sharpness"} - {"look"},
     "gradients without data": {
         "look",
@@ -368,7 +397,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "device": {"gradient penalty", "together"},
     "reentrant": {"inner step", "by grad", "only some", "gradient penalty", "together", "retained"},  # torch refuses
     "no commits": {"resume", "resume otherwise"},
-    "cast": {"save and load"},  # 0-dim state, which torch casts to the parameter's dtype
+    "cast": {"save and load", "load more state"},  # 0-dim state, which torch casts to the parameter's dtype
     "empty": {"clip norm", "clip value"},  # which torch refuses of no elements
     "lstm": {"autocast"},
     "max norm": {"together"},
