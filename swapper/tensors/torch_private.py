@@ -164,7 +164,7 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     except AttributeError:  # another torch
         return torch.compiler.disable(function)  # type: ignore[no-any-return]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "it reads weights in, or makes them cold"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it moves weights or saved tensors"  # type: ignore[attr-defined]
     return function
 
 

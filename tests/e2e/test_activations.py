@@ -56,6 +56,19 @@ def test_backward_may_come_after_the_context(manager: swapper.SwapManager) -> No
     assert_equal(gradients(model, run), expected)
 
 
+def test_compiled_layers_and_the_hooks_that_torch_calls_among_them(manager: swapper.SwapManager) -> None:
+    """Within what torch.compile runs it would trace into the hooks too, and fail at storages."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+    model.compile(backend="eager")
+    activations = swapper.offload_activations(manager, **SMALL)
+    for length in (128, 64, 96):
+        value = torch.randn(2, length, WIDTH)
+        expected = gradients(model, lambda value=value: (value + model(value)).square().mean())
+        with activations:
+            assert_equal(gradients(model, lambda value=value: (value + model(value)).square().mean()), expected)
+    assert activations.counters.written_bytes > 0
+
+
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_together_with_the_pager(twins: MakeTwins, checkpointing: bool | None, update: str) -> None:

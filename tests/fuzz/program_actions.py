@@ -324,6 +324,7 @@ def resume(side: Side, chance: Random | None = None) -> Any:
     side.model.zero_grad()
     side.kept.pop("scheduler", None)
     side.rebuild(chance)
+    side.is_open = True  # settings that change before the next step are in that step's commit
 
 
 def resume_otherwise(side: Side) -> Any:

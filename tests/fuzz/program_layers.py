@@ -243,6 +243,11 @@ def half_by_chance(layer: nn.Module) -> nn.Module:
     return Layer(lambda self, value: self.layer(value) if torch.rand(()) < 0.6 else value, layer=layer)
 
 
+def compiled(layer: nn.Module) -> nn.Module:
+    layer.compile(backend="eager")
+    return layer
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpoint": lambda layer: Layer(
         lambda self, value: checkpoint(self.layer, value, use_reentrant=False), layer=layer
@@ -261,6 +266,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "hooks": with_module_hooks,
     "parameter hooks": with_parameter_hooks,
     "dropped": half_by_chance,
+    "compiled": compiled,
 }
 
 

@@ -31,7 +31,7 @@ from swapper.io.engines import Engine, open_engine
 from swapper.io.extents import SpillFile
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
-from swapper.tensors.torch_private import backward_task, is_transformed, without_torch_functions
+from swapper.tensors.torch_private import backward_task, is_transformed, not_traced, without_torch_functions
 from swapper.train.activations.device_activations import DeviceStored, DeviceTensorCache
 from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, Stored
 from swapper.train.session.session_slot import SessionSlot
@@ -51,6 +51,7 @@ class Kept:
         self._tensor = tensor if is_leaf else tensor.detach()  # see [Note: no cycles]
         self._version = tensor._version
 
+    @not_traced
     def restore(self) -> torch.Tensor:
         _check_version(self._tensor, self._version, self._tensor)
         return self._tensor
@@ -69,6 +70,7 @@ class View:
         self._is_used = False
         stored.uses_left += 1
 
+    @not_traced
     def restore(self) -> torch.Tensor:
         _check_version(self._counter, self._version, self)
         whole = self._stored.bytes()
@@ -167,6 +169,7 @@ class offload_activations:  # used as a function, like torch.no_grad
 
     # --- the hooks ----------------------------------------------------------------------------------------------------
 
+    @not_traced
     def _pack(self, tensor: torch.Tensor) -> Kept | View:
         if not self._is_movable(tensor):
             self.counters.left_alone += 1
