@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ def predict_load(
     tokens: int,
     *,
     batch: int = 1,
-    example: Sequence[Any] | None = None,
+    example: Sequence[object] | None = None,
     experts: ExpertUse | None = None,
 ) -> LoadPrediction:
     """Predict as `LoadPlan.predict`, on a drive with these rates.
@@ -76,7 +75,7 @@ def predict_load(
 
 
 def _computing(
-    plan: PlannedLoad, args: Sequence[Any], making: dict[int, float], experts: ExpertUse | None
+    plan: PlannedLoad, args: Sequence[object], making: dict[int, float], experts: ExpertUse | None
 ) -> tuple[dict[int, float], int]:
     """Return the seconds of a pass, by group, and the peak bytes of its results."""
     dtypes = {id(weight.parameter): weight.recipe.dtype for weight in plan.matched.weights}

@@ -31,7 +31,7 @@ SAME = 0.01
 
 
 def predict(
-    plan: PlannedStep, tokens: int, example: Sequence[Any] | Mapping[str, Any] | None, rates: Rates
+    plan: PlannedStep, tokens: int, example: Sequence[object] | Mapping[str, object] | None, rates: Rates
 ) -> tuple[StepStats, int | None]:
     """Return the predicted step of a plan, and the peak bytes of what the model makes. See `Plan.predict`."""
     drive = drive_of(plan, tokens, rates)
@@ -117,11 +117,11 @@ def drive_rates(tuning: Tuning | None, rates: Rates) -> DriveRates:
 
 def choose_fastest(
     plan_for: Callable[..., PlanT],
-    given: Mapping[str, Any],
-    codecs: Sequence[Any],
+    given: Mapping[str, object],
+    codecs: Sequence[object],
     updates: Sequence[str],
     tokens: int,
-    example: Sequence[Any] | Mapping[str, Any] | None,
+    example: Sequence[object] | Mapping[str, object] | None,
     rates: Rates,
 ) -> PlanT:
     """Return the plan with the shortest predicted step, which says what else was tried.

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import wraps
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -190,7 +189,7 @@ def without_weights() -> Iterator[None]:
 
 def _unless_on_meta(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @wraps(initialise)
-    def checked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def checked(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return tensor if tensor.is_meta else initialise(tensor, *args, **kwargs)
 
     return checked

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer
@@ -41,7 +40,7 @@ class PagedLayer(DynamicLayer):
         StateError: keys or values are assigned.
     """
 
-    def __init__(self, pages: LayerPages, index: int, **options: Any) -> None:
+    def __init__(self, pages: LayerPages, index: int, **options: object) -> None:
         self._pages = pages
         self.index = index
         self._rows: Rows | None = None
@@ -252,7 +251,7 @@ class LayerPages:
         backend: str,
         counters: Counters,
         budget: DeviceBudget | None,
-        decoder: Any,
+        decoder: object,
     ) -> None:
         self.decoder = decoder
         self.device = torch.device("cpu") if budget is None else budget.device.device

@@ -98,7 +98,7 @@ def hookable(parameter: torch.Tensor) -> Iterator[None]:
         parameter.requires_grad_(was)
 
 
-_NO_CHANGE: AbstractContextManager[Any] = nullcontext()
+_NO_CHANGE: AbstractContextManager[object] = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[object]:
@@ -288,7 +288,7 @@ def _outside_of_others(module: nn.Module, heads: Collection[int]) -> Iterator[nn
             yield from _outside_of_others(child, heads)
 
 
-def side_outputs(modules: Sequence[weakref.ref[nn.Module]], given: Collection[Any]) -> list[torch.Tensor]:
+def side_outputs(modules: Sequence[weakref.ref[nn.Module]], given: Collection[object]) -> list[torch.Tensor]:
     """Return the tensors with a graph in attributes of `modules`, and in lists, tuples and dicts there, that nothing watches yet.
 
     See [Note: side outputs].
@@ -304,7 +304,7 @@ def _in_attributes(modules: Sequence[weakref.ref[nn.Module]]) -> Iterator[torch.
         for value in vars(module).values():
             kind = type(value)
             if kind is torch.Tensor:
-                values: Iterable[Any] = (value,)
+                values: Iterable[object] = (value,)
             elif kind is dict:
                 values = value.values()
             elif kind is list or kind is tuple:

@@ -52,8 +52,8 @@ class InPages(torch.Tensor):
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         if func in METADATA:
             with without_torch_functions():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +37,7 @@ class LoadPlan(PlannedLoad):
         tokens: int,
         *,
         batch: int = 1,
-        example: Sequence[Any] | None = None,
+        example: Sequence[object] | None = None,
         experts: ExpertUse | None = None,
         drive_read: int | str | None = None,
     ) -> LoadPrediction:

@@ -75,7 +75,7 @@ class ColdGradient(GuardedTensor):
         refuse(self, operation)
 
 
-def refuse(one: ColdGradient, func: Any) -> NoReturn:
+def refuse(one: ColdGradient, func: object) -> NoReturn:
     """Raise ColdParameterError: `func` needs the data of a gradient."""
     raise ColdParameterError(
         f"the gradient of {one.swapper_name} is {one.swapper_where} and {getattr(func, '__name__', func)} needs its data: "
@@ -83,7 +83,7 @@ def refuse(one: ColdGradient, func: Any) -> NoReturn:
     )
 
 
-def _of(tensor: Any) -> tuple[GradientOwner, GradientSlot] | None:
+def _of(tensor: object) -> tuple[GradientOwner, GradientSlot] | None:
     if type(tensor) is not ColdGradient:
         return None
     found = tensor.swapper_gradient()
@@ -199,12 +199,12 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
                 _change(tensor, found, unscale)
 
 
-def _norm_all(tensors: Sequence[torch.Tensor], ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+def _norm_all(tensors: Sequence[torch.Tensor], ord: object = 2, dtype: object = None) -> list[torch.Tensor]:
     named = {} if dtype is None else {"dtype": dtype}
     return [torch.linalg.vector_norm(tensor, ord, **named) for tensor in tensors]
 
 
-def _mul_all(tensors: Sequence[torch.Tensor], other: Any) -> None:
+def _mul_all(tensors: Sequence[torch.Tensor], other: object) -> None:
     others = other if isinstance(other, list | tuple) else [other] * len(tensors)
     for tensor, factor in zip(tensors, others, strict=True):
         tensor.mul_(factor)

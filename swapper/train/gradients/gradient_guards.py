@@ -8,7 +8,6 @@ both increase the gradient's version.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -68,7 +67,7 @@ class UsedGradient(TensorWatch):
         if self.is_over:  # a view that somebody has kept
             unwatch(tensor)
 
-    def changes_nothing(self, func: Function, args: Sequence[Any]) -> bool:
+    def changes_nothing(self, func: Function, args: Sequence[object]) -> bool:
         factor = args[1] if func is torch.Tensor.mul_ else None  # torch's clip_grad_norm_, if it clips nothing
         is_number = isinstance(factor, int | float) or (type(factor) is torch.Tensor and factor.dim() == 0)
         return is_number and bool(factor == 1)

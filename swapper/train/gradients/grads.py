@@ -263,7 +263,7 @@ class _HostSlot:
         self._place = place
         self._pager = weakref.ref(pager)  # the garbage collector does not traverse hooks
         self._cached_pages = cached_pages
-        self._memory: weakref.ref[Any] | None = None  # alive as long as any tensor, view or alias of it
+        self._memory: weakref.ref[object] | None = None  # alive as long as any tensor, view or alias of it
         self._is_filling = False
         self.accumulation = Accumulation(name, parameter)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ class Processor:
     """
 
     is_device: ClassVar[bool] = False
-    alone: AbstractContextManager[Any]
+    alone: AbstractContextManager[object]
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager

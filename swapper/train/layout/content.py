@@ -67,7 +67,7 @@ class GivenSource(SectionSource):
     def __init__(self, optimizers: OptimizerSet) -> None:
         self._optimizers = optimizers
         self._values: dict[str, torch.Tensor] = {}
-        self._states: dict[str, Mapping[str, Any]] = {}
+        self._states: dict[str, Mapping[str, object]] = {}
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._states = {name: dict(self._optimizers.state_of(parameter)) for name, parameter in parameters}
@@ -92,7 +92,7 @@ class GivenSource(SectionSource):
         return self._values.get(name)
 
 
-def as_tensor(value: Any) -> torch.Tensor:
+def as_tensor(value: object) -> torch.Tensor:
     """Return `value`, a tensor or a number, as a tensor; a number on the CPU, whatever torch's default device is."""
     return value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
 

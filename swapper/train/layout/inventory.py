@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -94,7 +94,7 @@ class Inventory:
         plans: dict[int, list[SectionPlan]] = {}
         for plan in (*self.plans, *self.grad_plans):
             plans.setdefault(plan.group, []).append(plan)
-        kinds: dict[Any, int] = {}
+        kinds: dict[object, int] = {}
         for group in self.groups:
             number = {name: at for at, (name, _) in enumerate(group.parameters)}
             slots = [(plan, slot.offset, slot.spec) for plan in plans.get(group.index, ()) for slot in plan.slots]

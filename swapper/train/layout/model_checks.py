@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -94,7 +93,7 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def check_state(
-    name: str, parameter: nn.Parameter, state: Mapping[str, Any], form: StateForm, updated: torch.dtype
+    name: str, parameter: nn.Parameter, state: Mapping[str, object], form: StateForm, updated: torch.dtype
 ) -> None:
     """Raise UnsupportedError unless the optimizer's existing state of a parameter has the form of the trial's."""
     known = {key.name: key for key in form.keys}
@@ -231,7 +230,7 @@ def _find_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _tensors(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, list | tuple | dict) and id(value) not in seen:

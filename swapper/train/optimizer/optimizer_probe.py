@@ -24,7 +24,7 @@ from swapper.train.optimizer.own_code import is_known
 LR_NAMES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 MAX_FORMS = 256
 """Of an optimizer, or of all of torch's: the oldest are tried again."""
-_of_torch: dict[Any, StateForm] = {}
+_of_torch: dict[object, StateForm] = {}
 """See [Note: tried once]."""
 
 
@@ -33,7 +33,7 @@ class OptimizerProbe:
 
     def __init__(self, optimizers: OptimizerSet) -> None:
         self._optimizers = optimizers
-        self._forms: list[dict[Any, StateForm]] = [
+        self._forms: list[dict[object, StateForm]] = [
             _of_torch if is_known(member) else {} for member in optimizers.members
         ]
         # Of each optimizer's groups, from before `offload` takes the state away:

@@ -65,7 +65,7 @@ class OptimizerSet:
         """Return the state that a member keeps for `parameter`, flat; empty if none does."""
         return flat(next((one.state[parameter] for one in self.members if parameter in one.state), {}))
 
-    def keep_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+    def keep_state(self, parameter: torch.Tensor, state: Mapping[str, object]) -> None:
         """Have the member that has `parameter` in its groups keep its state."""
         pairs = ((p, one) for one in self.members for group in one.param_groups for p in group["params"])
         next(one for p, one in pairs if p is parameter).state[parameter] = dict(state)
@@ -166,7 +166,7 @@ def members_of_given(given: Any) -> list[Any]:
     return members
 
 
-def is_container(given: Any) -> bool:
+def is_container(given: object) -> bool:
     """Return True for an object that holds optimizers, as torchtitan's OptimizersContainer."""
     held = vars(given).get("optimizers") if hasattr(given, "__dict__") else None
     return isinstance(held, list | tuple) and all(isinstance(member, Optimizer) for member in held)
@@ -195,7 +195,7 @@ def wrapped_as(optimizer: Any, paged: Any) -> Any:
     return optimizer
 
 
-def _is_accelerated(optimizer: Any) -> bool:
+def _is_accelerated(optimizer: object) -> bool:
     kind = type(optimizer)
     return kind.__module__ == "accelerate.optimizer" and kind.__qualname__ == "AcceleratedOptimizer"
 

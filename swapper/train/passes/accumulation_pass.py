@@ -127,7 +127,7 @@ class AccumulationPass(BatchedPass):
         hooks: TrainingHooks,
         order: AccumulationOrder,
         loss_fn: Callable[[Any], torch.Tensor],
-        batches: Sequence[Any],
+        batches: Sequence[object],
         fault_handler: ParameterFaultHandler,
     ) -> None:
         super().__init__(hooks)
@@ -158,7 +158,7 @@ class AccumulationPass(BatchedPass):
 
     # --- a micro-batch, in its thread ---------------------------------------------------------------------------------
 
-    def _run(self, argument: Any) -> torch.Tensor:
+    def _run(self, argument: object) -> torch.Tensor:
         batch = self._running
         assert isinstance(batch, _MicroBatch)
         try:
@@ -244,7 +244,7 @@ class AccumulationPass(BatchedPass):
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    def _make_batch(self, batch_set: BatchSet, index: int, argument: Any) -> Batch:
+    def _make_batch(self, batch_set: BatchSet, index: int, argument: object) -> Batch:
         self._batches.append(batch := _MicroBatch(self._lock, batch_set, index, argument))
         return batch
 

@@ -207,7 +207,7 @@ class LoadHooks:
         while self._open:
             self._end()
 
-    def _before(self, unit: Unit, module: nn.Module, *_: Any) -> None:
+    def _before(self, unit: Unit, module: nn.Module, *_: object) -> None:
         self._session_guard.events.check_to_write()
         pinned: list[GroupParameters] = []
         self._open.append((module, pinned))
@@ -215,7 +215,7 @@ class LoadHooks:
             _pin(self._groups[index], True, self._masters)
             pinned.append(self._groups[index])
 
-    def _after(self, module: nn.Module, _: Any) -> None:
+    def _after(self, module: nn.Module, _: object) -> None:
         if self._open and self._open[-1][0] is module:
             self._end()
 

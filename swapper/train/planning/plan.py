@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from swapper.device.model_device import DevicePlacement
 from swapper.durability.committer import steps_between_commits
@@ -62,7 +61,7 @@ class Plan(PlannedStep):
         self,
         tokens: int,
         *,
-        example: Sequence[Any] | Mapping[str, Any] | None = None,
+        example: Sequence[object] | Mapping[str, object] | None = None,
         drive_read: int | str | None = None,
         drive_write: int | str | None = None,
     ) -> StepStats:

@@ -101,7 +101,7 @@ class FirstSession:
             self._earlier = None
         return optimizers
 
-    def _open(self, plan: Plan, init: Any) -> Sequence[PagedOptimizer]:
+    def _open(self, plan: Plan, init: object) -> Sequence[PagedOptimizer]:
         current, request, record = self._current, plan.request, self._record
         optimizers = current.begin(request, plan.inventory.names, partial(train_more, current))
         current.user.begin(request.model.given)

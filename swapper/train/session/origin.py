@@ -60,11 +60,11 @@ class Origin:
     """
 
     content: SectionSource | None = None
-    init: Any = None
+    init: object = None
     is_new: bool = False
     commit: CommitRecord | None = None
     sections: Sequence[Section] = ()
-    entries: Mapping[str, Any] | None = None
+    entries: Mapping[str, object] | None = None
     files: Mapping[int, str] = field(default_factory=dict)
     first_file: int = 0
     rewrites: bool = False
@@ -75,7 +75,7 @@ class Origin:
     edits: int = 0
 
     @classmethod
-    def new(cls, optimizers: OptimizerSet, init: Any) -> Origin:
+    def new(cls, optimizers: OptimizerSet, init: object) -> Origin:
         return cls(content=GivenSource(optimizers), init=init, is_new=True)
 
     @classmethod
@@ -144,7 +144,7 @@ class Given:
 
     @classmethod
     def of(
-        cls, request: Request, ranks: Ranks | None = None, init: Any = None, external: Collection[str] = ()
+        cls, request: Request, ranks: Ranks | None = None, init: object = None, external: Collection[str] = ()
     ) -> Given:
         """Describe a request.
 
@@ -217,7 +217,7 @@ def _subjects(request: Request) -> dict[str, Sequence[str]]:
     }
 
 
-def _initial_values(request: Request, init: Any, external: Collection[str]) -> Iterator[str]:
+def _initial_values(request: Request, init: object, external: Collection[str]) -> Iterator[str]:
     """Yield where each parameter's values come from, in a text that is the same for the same values."""
     given = request.model.given
     from_init = ids_to_fill(given, external) if init is not None else set()
@@ -242,7 +242,7 @@ def _file_texts(source: Source, stored: Mapping[str, StoredTensor]) -> dict[str,
     """Return a text for the content of each tensor, by name."""
     sampled = set(sorted(stored)[:: len(stored) // MAX_SAMPLED + 1])
     with ExitStack() as stack:
-        files: dict[Any, int] = {}
+        files: dict[object, int] = {}
         texts = {}
         for name, one in stored.items():
             texts[name] = f"a file, {one.dtype} {list(one.shape)}"
@@ -263,7 +263,7 @@ def _settings(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield from (f"{key}={_text(value)} in group {number}" for key, value in sorted(group.items()))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a text that is the same for the same value in every process."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist()) if value.numel() == 1 else f"a tensor of {tuple(value.shape)}"

@@ -29,7 +29,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 from torch import nn
 
@@ -270,12 +270,12 @@ class ParkedParameters(FaultHandler):
     def fault_in(self, parameter: nn.Parameter) -> NoReturn:
         raise StateError(f"parameter {self.describe(parameter)} has no data now: {self.advice}")
 
-    def read(self, parameters: Sequence[nn.Parameter], function: Any, run: Any) -> NoReturn:
+    def read(self, parameters: Sequence[nn.Parameter], function: object, run: object) -> NoReturn:
         self.fault_in(parameters[0])
 
     write, whole, detached = read, fault_in, fault_in
 
-    def in_part(self, parameter: nn.Parameter, *_: Any) -> NoReturn:
+    def in_part(self, parameter: nn.Parameter, *_: object) -> NoReturn:
         self.fault_in(parameter)
 
     def describe(self, parameter: nn.Parameter) -> str:

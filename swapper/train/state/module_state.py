@@ -38,11 +38,11 @@ class ModuleState:
         resumed: of the resumed commit, as `in_commit` returned it.
     """
 
-    def __init__(self, model: nn.Module, resumed: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, resumed: Mapping[str, object]) -> None:
         self._resumed = dict(resumed)
         self._changed = set(resumed)
         self._left_out: set[str] = set()
-        self._looked_at: dict[str, tuple[weakref.ref[torch.Tensor], int, Any]] = {}
+        self._looked_at: dict[str, tuple[weakref.ref[torch.Tensor], int, object]] = {}
         with torch.no_grad(), without_torch_functions():
             self._first = {name: self._digest(name, buffer) for name, buffer in self._buffers(model)}
 

@@ -44,7 +44,7 @@ class StateOwner(Protocol):
     def find_frozen(self, state: dict[int, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the state that there is no space for: of parameters that were frozen at `offload`, by parameter."""
 
-    def begin_frozen(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+    def begin_frozen(self, state: Mapping[nn.Parameter, Mapping[str, object]]) -> None:
         """Have the user's optimizer keep it, so that the layout to come has space for it."""
 
     def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -90,7 +90,7 @@ class PagedOptimizer(Optimizer):
         return vars(self)["state"] if self._owner is None else self._owner.view
 
     @state.setter
-    def state(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    def state(self, state: Mapping[torch.Tensor, Mapping[str, object]]) -> None:
         if self._owner is None:
             vars(self)["state"] = state
         elif state is not self._owner.view:
@@ -101,7 +101,7 @@ class PagedOptimizer(Optimizer):
             return partial(self._call, name)
         return getattr(self._original_with(name), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set attributes of the user's optimizer (`defaults`, an option of its class) on that."""
         if name not in vars(self) and not hasattr(type(self), name) and self._is_shared(name):
             setattr(self._original, name, value)
@@ -342,7 +342,7 @@ class NoOptimizer(Optimizer):
     def __init__(self) -> None:
         super().__init__([{"params": []}], {})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         pass
 
 

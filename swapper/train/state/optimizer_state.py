@@ -182,7 +182,7 @@ class OptimizerState:
             found = {p: state.get(self._membership.numbers[id(p)] - first, {}) for p in self._membership.untrained}
             return {parameter: given for parameter, given in found.items() if given}
 
-    def begin_frozen(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+    def begin_frozen(self, state: Mapping[nn.Parameter, Mapping[str, object]]) -> None:
         """See StateOwner."""
         self._membership.keep_state(state)
 
@@ -202,7 +202,7 @@ class OptimizerState:
         """The names of the codecs of encoded state, by key."""
         return self._coded.names
 
-    def begin(self, name: str, state: Mapping[str, Any]) -> None:
+    def begin(self, name: str, state: Mapping[str, object]) -> None:
         """Take over a parameter's state when it is offloaded; its sections have all that is not stored encoded."""
         self.entries.take(name, state)
         for key, value in state.items():
@@ -256,7 +256,7 @@ class OptimizerState:
                 state[number - (0 if numbers is None else numbers.start)] = nested(own)
         return dict(sorted(state.items()))
 
-    def _take(self, states: Mapping[str, Mapping[str, Any]], why: str = "load_state_dict") -> None:
+    def _take(self, states: Mapping[str, Mapping[str, object]], why: str = "load_state_dict") -> None:
         """Store the state of some parameters, by name.
 
         Args:
@@ -298,7 +298,7 @@ class OptimizerState:
         for parameter, places in self._trained:
             yield self._membership.numbers.get(id(parameter)), places
 
-    def _check(self, places: ParameterLocations, state: Mapping[str, Any]) -> None:
+    def _check(self, places: ParameterLocations, state: Mapping[str, object]) -> None:
         """Raise ValueError unless `state` is empty or what the optimizer keeps for this parameter."""
         form = self._inventory.forms[places.name]
         shapes = {key: place.slot.spec.shape for key, place in {**places.others, **places.state}.items()}
@@ -353,13 +353,13 @@ class OptimizerState:
             self._copies[name, key] = shown
         return shown.tensor()
 
-    def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    def put(self, states: Mapping[torch.Tensor, Mapping[str, object]]) -> None:
         """Take over these parameters' state.
 
         Raises:
             StateError: it is not what the optimizer keeps. Nothing has changed then.
         """
-        named: dict[str, Mapping[str, Any]] = {}
+        named: dict[str, Mapping[str, object]] = {}
         for parameter, state in states.items():
             name = self._names.get(id(parameter))
             if name is not None:
@@ -385,7 +385,7 @@ class OptimizerState:
         finally:
             self.forget_kept()
 
-    def _check_dtypes(self, name: str, state: Mapping[str, Any]) -> None:
+    def _check_dtypes(self, name: str, state: Mapping[str, object]) -> None:
         """Raise StateError if a tensor has another dtype than the stored one: plain torch would continue with that."""
         for key, value in state.items():
             place = self._places.get((name, key))

@@ -71,7 +71,7 @@ class StepRollback:
         return [one for one in self.sections if any(slot.spec.owner in names for slot in one.plan.slots)]
 
     def _settings(self) -> list[dict[str, Any]]:
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
         return [
             {
                 key: value if type(value) in UNCHANGING else copy.deepcopy(value, memo)

@@ -86,7 +86,7 @@ class SliceUpdates:
         self._new: dict[str, dict[str, Any]] = {}
         self._passes: dict[int, AllowedPasses] = {}  # of this step, by the number of the group of the optimizers
         # By parameter: whether its state `fits`, found for these entries.
-        self._fitting: dict[str, tuple[Mapping[str, Any], bool]] = {}
+        self._fitting: dict[str, tuple[Mapping[str, object], bool]] = {}
         # Cached tensors and parts: a new view takes a few microseconds, and ten if torch's code is not in the cache.
         self._whole: dict[TensorLocation, torch.Tensor] = {}
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
