@@ -13,7 +13,7 @@ from torch import nn
 import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.twins import smallest_device_budget
+from e2e.twins import adamw, smallest_budget, smallest_device_budget
 from swapper.train.gradients.cold_grad import ColdGradient
 
 __all__ = ["on_device"]
@@ -108,6 +108,31 @@ def test_host_memory_has_no_room_for_them_and_needs_none(on_device: MakeTwins) -
     kept = on_device(device_memory=16 * MIB, wait=True, **KEPT).plan()
     assert kept.budget.resident_bytes + 2 * MIB < without.budget.resident_bytes
     assert "on the device" in str(kept) and kept.scratch_bytes == 0
+
+
+@pytest.mark.parametrize("params", ["auto", "host"])
+@pytest.mark.parametrize("optimizer_state", ["auto", "nvme"])
+def test_memory_that_gradients_on_the_device_need_not_counts_from_the_start(
+    tmp_path: Path, params: str, optimizer_state: str
+) -> None:
+    """A budget that is enough because of them is one; and a run goes on in the budget that it had."""
+    options: dict[str, Any] = {"params": params, "optimizer_state": optimizer_state, "device": HostDevice("late")}
+    options |= {"device_memory": 16 * MIB, "accelerator": swapper.Accelerator(update_on="device")}
+    model = Net()
+    smallest = smallest_budget(tmp_path / "probe", model, adamw(model.parameters()), **options)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    budgets = [smallest - size // 2, *range(smallest, smallest + 8 * MIB, MIB)]
+    for number, budget in enumerate(budgets):
+        places = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = Net()
+            with swapper.SwapManager(tmp_path / str(number), budget, resume="auto") as manager:
+                _, optimizer = manager.offload(model, adamw(model.parameters()), **options)
+                plan = manager.current.run.plan
+                places.append((plan.places, plan.budget.page_bytes, plan.on_device.gradients))
+                train_step(model, optimizer)
+        assert places[0] == places[1], budget
 
 
 def test_a_gradient_that_is_a_part_of_something_larger_does_not_keep_that(on_device: MakeTwins) -> None:

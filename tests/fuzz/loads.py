@@ -110,8 +110,12 @@ class Loads:
 
     @property
     def mixes_callers(self) -> bool:
-        """Whether a forward draws numbers, which those of threads do in any order, or changes its module meanwhile."""
-        return any("dropped" in name or "functional" in name for name in self.program["layers"])
+        """Whether a forward draws numbers, which those of threads do in any order, or changes its module meanwhile.
+
+        In plain torch too a layer that several threads compile at once may round otherwise.
+        """
+        mixing = ("dropped", "functional", "compiled")
+        return any(kind in name for kind in mixing for name in self.program["layers"])
 
     def end(self) -> None:
         swapper.loaded(self.model).unload()

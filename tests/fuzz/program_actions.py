@@ -155,6 +155,8 @@ def load_more_state(side: Side) -> Any:
         return
     number, known = next(iter(found["state"].items()))
     shape = parameters[number].shape
+    if any(value.shape not in ((), shape) for value in known.values()):  # Adafactor's rows and columns
+        return
     for other, parameter in enumerate(parameters):
         found["state"].setdefault(
             other,

@@ -147,15 +147,18 @@ def _plan_step(
         left = without_gradients(inventory, on_device.gradients).with_state_staying(on_device.state)
         return choose_placement(left, *wishes, request.manager.host_bytes, page_bytes, step)
 
-    always = DevicePlacement(
-        0,
-        frozenset(),
-        gradients=frozenset(plan.group for plan in inventory.grad_plans if stays[0] == "device"),
-        state=frozenset(state_bytes(inventory)) if stays[1] == "device" else frozenset(),
-    )
-    found, budget = divide(always, page_bytes)
+    assumed = _assumed(inventory, stays, ("device",))
+    too_small: BudgetError | None = None
+    try:
+        found, budget = divide(assumed, page_bytes)
+    except BudgetError as error:  # unless what may stay on the device does
+        too_small, assumed = error, _assumed(inventory, stays, ("device", "auto"))
+        try:
+            found, budget = divide(assumed, page_bytes)
+        except BudgetError:
+            raise too_small from None
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
-    inventory = inventory.with_state_staying(always.state)
+    inventory = inventory.with_state_staying(assumed.state)
     sections = sections_of(inventory, found, budget, layout)
     on_device = None
     if device is not None:
@@ -170,8 +173,11 @@ def _plan_step(
         on_device = place_on_accelerator(
             inventory, device, other_bytes, options.params, *stays, ahead_bytes, has_images=step.on_device
         )
-        if (on_device.gradients, on_device.state) != (always.gradients, always.state):
-            found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
+        if (on_device.gradients, on_device.state) != (assumed.gradients, assumed.state):
+            try:
+                found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
+            except BudgetError as error:
+                raise too_small or error from None
         if step.on_device:  # FSDP2's gradients are averaged before they leave
             leave = bool(without_gradients(inventory, on_device.gradients).grad_plans)
             check_averaging(request.model.given, options.update, leave)
@@ -183,6 +189,17 @@ def _plan_step(
         request=request, inventory=inventory, step=step, places=found, budget=budget, layout=layout, turns=turns,
         commit_every=every, tuning=tuning, on_device=on_device,
     )  # fmt: skip
+
+
+def _assumed(inventory: Inventory, stays: tuple[str, str], kinds: Collection[str]) -> DevicePlacement:
+    """Return a placement before memory is divided: all gradients and all state stay whose place is one of `kinds`."""
+    gradients, state = stays
+    return DevicePlacement(
+        0,
+        frozenset(),
+        gradients=frozenset(plan.group for plan in inventory.grad_plans if gradients in kinds),
+        state=frozenset(state_bytes(inventory)) if state in kinds else frozenset(),
+    )
 
 
 def _stays_on_device(request: Request) -> tuple[str, str]:
