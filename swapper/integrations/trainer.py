@@ -372,6 +372,8 @@ class _TrainerPosition:
         """
         schedule, state = self._trainer.lr_scheduler, dataclasses.asdict(self._trainer.state)
         step, scaler = self._trainer.manager.step, self._trainer.accelerator.scaler
+        if step - self.steps_before > self._trainer.state.global_step:
+            state["epoch"] = self._epoch_after(step - self.steps_before)
         del state["log_history"], state["stateful_callbacks"]
         if self._restores_callbacks:
             state["stateful_callbacks"] = self._callback_states()
@@ -384,6 +386,19 @@ class _TrainerPosition:
             "schedule_is_behind": self._schedule_is_behind(step),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
+
+    def _epoch_after(self, steps: int) -> float:
+        """Return a Trainer's `epoch` after these steps; the present one if its loader has no length."""
+        loader, together = (
+            self._trainer.callback_handler.train_dataloader,
+            self._trainer.args.gradient_accumulation_steps,
+        )
+        try:
+            batches = len(loader)
+        except TypeError:
+            return float(self._trainer.state.epoch)
+        epochs, left = divmod(steps, -(-batches // together))
+        return float(epochs + min(left * together, batches) / batches)
 
     def _schedule_is_behind(self, step: int) -> bool:
         """Return whether the Trainer was interrupted between the optimizer's step and the schedule's."""

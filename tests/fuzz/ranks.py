@@ -151,7 +151,7 @@ BY_VALUES = {"experts", "by name", "dropped"}
 """Layers that choose by values, of which each rank has others: ranks would wait for each other for ever."""
 WITH_BUFFERS = {"batch norm", "buffers", "spectral norm"}
 NOT_OF_SHARDS = {
-    *("average gradients", "send"),  # of parts of a tensor
+    *("average gradients", "send", "load more state"),  # of parts of a tensor
     *("average", "average by torch", "by parts", "gradient penalty", "inner step", "park", "penalized", "together"),
     *("empty", "in double", "odd shapes", "own function", "bf16"),  # a layer has one dtype, and no single numbers
 }

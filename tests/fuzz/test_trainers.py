@@ -35,6 +35,7 @@ GOES_ON: dict[str, dict[str, Any]] = {
         "patience": 3,
         "end": ["interrupted", "step_begin", 3],
     },
+    "after its last step": {"arguments": {"num_train_epochs": 1}, "end": ["interrupted", "optimizer_step", 5]},
     "with the mode of its optimizer": {
         "arguments": {"optim": "schedule_free_adamw"},
         "end": ["killed", "step_begin", 3],
