@@ -124,16 +124,19 @@ def watched(kind: Kind, program: Program) -> str | None:
     answer, stacks = scratch / "answer", scratch / "stacks"
     child = os.fork()
     if child == 0:
+        has_run = False
         try:
-            out = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 2)
+            os.dup2(os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
             faulthandler.disable()  # see fuzz.py
-            faulthandler.enable()
+            faulthandler.enable(2)  # sys.stderr may be a test's
             problem = kind.run_case(program, scratch)
             if problem is not None:
                 answer.write_text(problem)
+            has_run = True
         finally:
-            os._exit(0)
+            if not has_run:
+                os.write(2, traceback.format_exc().encode())
+            os._exit(int(not has_run))
     try:
         has_ended = _wait_for(child)
         if not has_ended:
@@ -143,6 +146,8 @@ def watched(kind: Kind, program: Program) -> str | None:
             return f"it did not end in {MAX_CASE_S:.0f} s: {stacks.read_text()}"
         if os.WIFSIGNALED(status):
             return f"ended by {signal.Signals(os.WTERMSIG(status)).name}: {stacks.read_text()}"
+        if status:
+            return f"the fuzzer itself failed: {stacks.read_text()}"
         return answer.read_text() if answer.exists() else None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

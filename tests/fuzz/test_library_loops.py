@@ -30,7 +30,7 @@ def program_of(library: str, arguments: dict[str, Any], **others: Any) -> cases.
 
 
 def test_some_loops_train_as_without_swapper(run_some: Callable[[cases.Kind, int], None]) -> None:
-    run_some(LIBRARIES, 6)
+    run_some(LIBRARIES, 4)
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])

@@ -16,7 +16,7 @@ PROGRAM = {"seed": 1, **PLAIN, "layers": ["linear", "lazy", "gru"], "calls": [["
 
 
 def test_some_programs_give_what_a_model_in_memory_gives(run_some: Callable[[Kind, int], None]) -> None:
-    run_some(LOADS, 12)
+    run_some(LOADS, 6)
 
 
 def test_the_smallest_budget_is_named_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,16 @@ def test_the_fuzzer_notices_and_makes_it_smaller(kind: str, monkeypatch: pytest.
     if kind == "other results":
         smaller, _ = cases.reduced(programs.PROGRAMS, program, problem)
         assert (smaller["layers"], smaller["loop"], smaller["rule"]) == ([], [[name, 5]], "adamw")
+
+
+def test_a_case_that_does_not_run_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where output is captured, as in `run_some`, `sys.stderr` is no file."""
+    bad = dataclasses.replace(programs.PROGRAMS, run_case=lambda program, directory: [][0])
+    problem = cases.watched(bad, PROGRAM)
+    assert problem is not None and problem.startswith("the fuzzer itself failed") and "IndexError" in problem, problem
+    failing = {**PROGRAM, "loop": [["no such action", 0]]}
+    problem = cases.watched(programs.PROGRAMS, failing)
+    assert problem is not None and "KeyError" in problem, problem
 
 
 def test_what_swapper_or_torch_refuses_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ EVALUATES = {"eval_strategy": "steps", "eval_steps": 1}
 
 
 def test_some_trainers_train_as_without_swapper(run_some: Callable[[cases.Kind, int], None]) -> None:
-    run_some(TRAINERS, 4)
+    run_some(TRAINERS, 2)
 
 
 GOES_ON: dict[str, dict[str, Any]] = {
