@@ -389,12 +389,9 @@ class _TrainerPosition:
 
     def _epoch_after(self, steps: int) -> float:
         """Return a Trainer's `epoch` after these steps; the present one if its loader has no length."""
-        loader, together = (
-            self._trainer.callback_handler.train_dataloader,
-            self._trainer.args.gradient_accumulation_steps,
-        )
+        together = self._trainer.args.gradient_accumulation_steps
         try:
-            batches = len(loader)
+            batches = len(self._trainer.callback_handler.train_dataloader)
         except TypeError:
             return float(self._trainer.state.epoch)
         epochs, left = divmod(steps, -(-batches // together))

@@ -147,7 +147,7 @@ def _plan_step(
         left = without_gradients(inventory, on_device.gradients).with_state_staying(on_device.state)
         return choose_placement(left, *wishes, request.manager.host_bytes, page_bytes, step)
 
-    assumed = _assumed(inventory, stays, ("device",))
+    always = assumed = _assumed(inventory, stays, ("device",))
     too_small: BudgetError | None = None
     try:
         found, budget = divide(assumed, page_bytes)
@@ -158,7 +158,7 @@ def _plan_step(
         except BudgetError:
             raise too_small from None
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
-    inventory = inventory.with_state_staying(assumed.state)
+    inventory = inventory.with_state_staying(always.state)
     sections = sections_of(inventory, found, budget, layout)
     on_device = None
     if device is not None:
