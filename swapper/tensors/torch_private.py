@@ -38,6 +38,19 @@ def make_without_memory(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
     )
 
 
+def replace_data(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    """Give a parameter the data of a tensor on another device. All else that it is stays.
+
+    (torch.utils.swap_tensors takes its attributes and hooks, and refuses those to which weak references are, as of nn.LSTM.)
+    """
+    hooks, later = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+    if hooks:
+        parameter._backward_hooks = hooks  # the new data has not been told
+    if later:
+        parameter._post_accumulate_grad_hooks = later
+
+
 uses_of_storage = torch._C._storage_Use_Count
 """(`_cdata` of a storage): returns how many tensors and Python objects hold it, one of them for the question."""
 

@@ -127,6 +127,34 @@ def test_masters_follow_and_values_are_converted(tmp_path: Path, checkpoints: di
         assert torch.equal(saved["master"][name], parameter.float()), name
 
 
+def test_what_parameters_on_meta_have_stays(tmp_path: Path) -> None:
+    """Their attributes, hooks, and weak references, which recurrent layers keep."""
+
+    def triple(parameter: torch.Tensor) -> None:
+        parameter.grad *= 3
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LSTM(8, 8))
+        first = model[0]
+        first.weight.tag = "ours"
+        first.weight.register_hook(lambda gradient: gradient * 2)
+        first.bias.register_post_accumulate_grad_hook(triple)
+        return model
+
+    reference = make()
+    with torch.device("meta"):
+        model = make()
+    torch.save(reference.state_dict(), tmp_path / "model.pt")
+    with swapper.SwapManager(tmp_path / "run", host_memory="16MiB") as manager:
+        manager.offload(model, adamw(model), params="nvme", init=tmp_path / "model.pt")
+        value = torch.randn(3, 2, 8)
+        for each in (reference, model):
+            each(value)[0].square().sum().backward()
+        for name, parameter in reference.named_parameters():
+            assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
+        assert model[0].weight.tag == "ours"
+
+
 def test_a_meta_model_without_values_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Model()

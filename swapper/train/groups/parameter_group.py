@@ -22,7 +22,7 @@ from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.layout import Slot
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
-from swapper.tensors.torch_private import count_uses, without_torch_functions
+from swapper.tensors.torch_private import count_uses, replace_data, without_torch_functions
 from swapper.train.groups.group_state import CURRENT, LEGAL_MOVES, GroupState
 from swapper.train.layout.content import SectionSource, compare, fill
 
@@ -88,8 +88,7 @@ class GroupParameters(LeasedGroup):
             self._fill(content)
         for parameter, tensor in zip(self.parameters, self._at_places, strict=True):
             if parameter.is_meta:
-                real = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, real)  # keeps the object
+                replace_data(parameter, tensor)
             else:
                 parameter.data = tensor
             guard(parameter, self._fault_handler)

@@ -23,7 +23,7 @@ from swapper.errors import StateError
 from swapper.modules.module_hooks import OwnHook
 from swapper.modules.turns import is_in_backward
 from swapper.tensors.guarded_tensor import share_memory
-from swapper.tensors.torch_private import after_backward, backward_task
+from swapper.tensors.torch_private import after_backward, backward_task, replace_data
 from swapper.train.gradients.cold_grad import ColdGradient, stand_for
 from swapper.train.groups.parameter_group import GroupParameters
 from swapper.train.layout.slices import TensorLocation
@@ -245,8 +245,7 @@ def _bind(shard: Shard, place: TensorLocation) -> None:
     # See [Note: shards of a model on an accelerator]. A gradient comes when it is copied: hooks take it at once.
     shard.fsdp_param.offload_to_cpu, shard.fsdp_param.pin_memory = shard.fsdp_param.device.type != "cpu", False
     if parameter.device != local.device:
-        real = nn.Parameter(sharded_like(local, parameter), requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, real)  # keeps the object
+        replace_data(parameter, sharded_like(local, parameter))
     shard.fsdp_param._sharded_param_data = data
     parameter._local_tensor = local  # type: ignore[attr-defined]
 
