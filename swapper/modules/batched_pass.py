@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch.overrides import BaseTorchFunctionMode
 from swapper.device.device import Device
 from swapper.errors import InvariantError
 from swapper.modules.leased_group import LeasedGroup
+from swapper.modules.turns import BatchThread
 from swapper.runtime.interrupts import defer_signals
 from swapper.runtime.process import naming_limits
 from swapper.tensors.torch_private import function_modes, pop_function_mode, push_function_mode, saved_tensor_hooks
@@ -128,7 +130,7 @@ class BatchedPass:
         modes, batch_set = _Modes(device), BatchSet(self._lock)
         batches = [self._make_batch(batch_set, index, argument) for index, argument in enumerate(arguments)]
         for batch in batches:
-            batch.thread = threading.Thread(target=self._work, args=(function, batch, modes), daemon=True)
+            batch.thread = BatchThread(batch_set, partial(self._work, function, batch, modes))
         try:
             with defer_signals:
                 self._start(batches)

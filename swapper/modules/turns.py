@@ -25,7 +25,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from swapper.errors import StateError
+from swapper.errors import StateError, UnsupportedError
 from swapper.runtime.interrupts import defer_signals
 from swapper.tensors.torch_private import backward_task
 
@@ -51,6 +51,19 @@ class _Owner:
 
     thread: threading.Thread | None
     frame: FrameType | None
+
+
+class BatchThread(threading.Thread):
+    """Runs one of several batches, of which one runs at a time.
+
+    Args:
+        batches: an object that all of them have.
+        run: called in the thread.
+    """
+
+    def __init__(self, batches: object, run: Callable[[], object]) -> None:
+        super().__init__(target=run, daemon=True)
+        self.batches = batches
 
 
 class Turns:
@@ -108,10 +121,12 @@ class Turns:
 
         Raises:
             StateError: the owner's forward waits for this thread, which runs a part of it.
+            UnsupportedError: the owner is another batch, which waits until this one does.
         """
         began, has_warned = time.monotonic(), False
         waits: list[object] = []
         while not attempt():
+            self._check_batches()
             at = self._where_owner_waits()
             waits = [*waits, at] if at is not None and (not waits or waits[-1] == at) else []
             if len(waits) >= _CHECKS and (name := part()) is not None:
@@ -151,6 +166,15 @@ class Turns:
         finally:
             if is_new and self.is_mine:
                 self.give()
+
+    def _check_batches(self) -> None:
+        mine, owner = threading.current_thread(), self.owner
+        if isinstance(mine, BatchThread) and isinstance(owner, BatchThread) and owner.batches is mine.batches:
+            raise UnsupportedError(
+                "a loss of accumulate_batches has gradients for models of two managers, and its micro-batches would wait for each "
+                "other: give both models to one manager, offload({'one': a, 'other': b}, optimizers), or call backward for each "
+                "micro-batch"
+            )
 
     def _where_owner_waits(self) -> object:
         """Return the instruction at which the owner waits for other threads or for tasks; None if it does not."""

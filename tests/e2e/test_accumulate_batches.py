@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import swapper
 from e2e.architectures import MODELS, Size
 from e2e.early import updated_early
 from e2e.models import WIDTH, Biased, Block, Dropping, Net, Shuffled, Staged, tokens
-from e2e.twins import Twins, adamw, leased_pages
+from e2e.twins import Twins, adamw, assert_same, leased_pages
 
 MakeTwins = Callable[..., Twins]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -562,3 +563,40 @@ def test_ddp_is_refused_by_name(twins: MakeTwins, tmp_path: Path) -> None:
         pair.close()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_loss_through_models_of_two_managers_is_refused_and_works_with_one(tmp_path: Path) -> None:
+    """A micro-batch's backward would hold the second model while it waits for the others, which wait for that model."""
+
+    def make() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))) for _ in range(2)]
+
+    def losses_of(one: nn.Module, other: nn.Module) -> list[torch.Tensor]:
+        return [loss.detach() for loss in map(loss_through(one, other), batches) if loss.backward() is None]
+
+    def loss_through(one: nn.Module, other: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda batch: other(one(batch)).square().mean()
+
+    def gradients_of(models: list[nn.Module]) -> list[torch.Tensor | None]:
+        return [parameter.grad for model in models for parameter in model.parameters()]
+
+    batches = [torch.randn(4, WIDTH) for _ in range(3)]
+    plain = make()
+    expected = losses_of(*plain)
+    pair = make()
+    with swapper.SwapManager(tmp_path / "both", host_memory="16MiB") as manager:
+        manager.offload({"one": pair[0], "other": pair[1]}, None, params="nvme")
+        assert_same(manager.accumulate_batches(loss_through(*pair), batches), expected)
+        assert_same(gradients_of(pair), gradients_of(plain))
+    pair = make()
+    with ExitStack() as stack:
+        managers = [stack.enter_context(swapper.SwapManager(tmp_path / str(n), host_memory="16MiB")) for n in range(2)]
+        for manager, model in zip(managers, pair, strict=True):
+            manager.offload(model, None, params="nvme")
+        with pytest.raises(swapper.UnsupportedError, match=r"of two managers.*give both models to one manager"):
+            managers[0].accumulate_batches(loss_through(*pair), batches)
+        for model in pair:
+            model.zero_grad()
+        assert_same(losses_of(*pair), expected)
+        assert_same(gradients_of(pair), gradients_of(plain))
