@@ -100,7 +100,9 @@ def end_within(
         with suppress(Ended):
             begin(_interrupt)
         return
-    os.waitpid(fork(partial(_begin_and_answer, begin, answer, refusals)), 0)
+    _, status = os.waitpid(fork(partial(_begin_and_answer, begin, answer, refusals)), 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL), f"the process that was to be killed ended with {code}"
     if answer.exists():
         problem = answer.read_text()
         raise (Impossible if problem.startswith(REFUSED) else AssertionError)(f"before its end: {problem}")
@@ -129,6 +131,7 @@ def watched(kind: Kind, program: Program) -> str | None:
             os.dup2(os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
             faulthandler.disable()  # see fuzz.py
             faulthandler.enable(2)  # sys.stderr may be a test's
+            torch.set_num_threads(1)  # threads that begin at once after a fork would race in making torch's pool
             problem = kind.run_case(program, scratch)
             if problem is not None:
                 answer.write_text(problem)

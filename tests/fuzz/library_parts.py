@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,7 @@ def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())
 
 
-class LibraryLoop:
+class LibraryLoop(ABC):
     """One of the twins of a program: a loop that a library runs, or is called by.
 
     Attributes:
@@ -79,9 +80,9 @@ class LibraryLoop:
         self._is_acting = False
         directory.mkdir(exist_ok=True)
 
+    @abstractmethod
     def run(self) -> None:
         """Do all of the program."""
-        raise NotImplementedError
 
     def seed(self) -> None:
         torch.manual_seed(self.program["seed"])

@@ -57,7 +57,7 @@ def train(sides: Sides, chance: random.Random) -> Any:
     return finish(side, side.loss())
 
 
-def train_by_turns(sides: Sides, chance: random.Random) -> Any:
+def train_interleaved(sides: Sides, chance: random.Random) -> Any:
     """Forwards and backwards of two models among each other."""
     one, other = chance.sample(sides, 2)
     losses = [one.loss(), other.loss()]
@@ -195,7 +195,7 @@ def new_teacher(sides: Sides, chance: random.Random) -> Any:
 
 ACTIONS: dict[str, Action] = {
     "train": train,
-    "train by turns": train_by_turns,
+    "train interleaved": train_interleaved,
     "joint": joint,
     "through": through,
     "distil": distil,

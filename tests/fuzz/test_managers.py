@@ -22,7 +22,7 @@ def test_some_models_train_beside_each_other_as_without_swapper(run_some: Callab
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_each_action_is_possible(name: str) -> None:
-    loop = [["train", 1], [name, 2], ["joint", 3], [name, 4], ["train by turns", 5]]
+    loop = [["train", 1], [name, 2], ["joint", 3], [name, 4], ["train interleaved", 5]]
     assert cases.watched(MANAGERS, {**PROGRAM, "loop": loop}) is None
 
 

@@ -1,7 +1,7 @@
 """Replaces a session: by one that trains more, or, after the manager was parked, by one of the same files.
 
 [Note: a relayout] A session is replaced by one that trains more if a group was added to the optimizer, or a frozen parameter is
-trained.
+trained, or its state is loaded: then the user's optimizers keep that state until the new session has space for it.
 
 Trained parameters have space for gradients and state, so the layout changes, and with it the swap files. Between two
 steps everything is written and committed in the old layout, and the old session closes. A new one opens with new files

@@ -368,7 +368,7 @@ class OptimizerState:
             elif state:
                 raise StateError(
                     f"optimizer.state was given state for a parameter of shape {list(parameter.shape)} that the optimizer does not "
-                    "train: add it to a group first, optimizer.add_param_group()"
+                    "train: add it to a group first, optimizer.add_param_group(); of one that is frozen, use load_state_dict()"
                 )
         self._change(lambda: self._take(named, "a replacement in optimizer.state"))
 
