@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from e2e.twins import smallest_budget, smallest_device_budget
-from infer.host_device import HostDevice
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
@@ -21,7 +20,7 @@ from fuzz.cases import Program
 from fuzz.program_actions import ACTIONS
 from fuzz.program_layers import VOCABULARY, Model
 from fuzz.program_passes import LENGTH, Action, Side
-from fuzz.programs import RULES
+from fuzz.programs import RULES, for_a_manager
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "steps": partial(lr_scheduler.StepLR, step_size=1, gamma=0.7),
@@ -102,16 +101,11 @@ class LibraryLoop(ABC):
 
     def make_manager(self, model: Any, optimizer: Any, **given: Any) -> dict[str, Any]:
         """Make the manager, and return the options of its `offload`."""
-        options = dict(self.program["options"])
-        every, room = options.pop("commit_every"), options.pop("room_bytes")
-        order, place = options.pop("device", None), options.pop("update_on", None)
+        options, commits, room_bytes = for_a_manager(self.program["options"])
         probe = self.directory / "probe"
-        if order is not None:
-            options |= {"device": HostDevice(order), "update_on": place}
+        if "device" in options:
             options["device_memory"] = smallest_device_budget(probe, model, None, **options) + (2 << 20)
-            options["accelerator"] = swapper.Accelerator(update_on=options.pop("update_on"))
-        budget = smallest_budget(probe, model, optimizer, **options) + room
-        commits = swapper.CommitPolicy(every=every)
+        budget = smallest_budget(probe, model, optimizer, **options) + room_bytes
         self.manager = swapper.SwapManager(self.directory / "run", budget, commits=commits, **given)
         return options
 

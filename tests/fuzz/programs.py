@@ -110,6 +110,16 @@ def draw_options(chance: random.Random) -> dict[str, Any]:
     }
 
 
+def for_a_manager(options: dict[str, Any]) -> tuple[dict[str, Any], swapper.CommitPolicy, int]:
+    """Return what `offload` is given of a program's options, its policy of commits, and the bytes beyond the smallest budget."""
+    given = dict(options)
+    commits, room_bytes = swapper.CommitPolicy(every=given.pop("commit_every")), given.pop("room_bytes")
+    order, place = given.pop("device", None), given.pop("update_on", None)
+    if order is not None:
+        given |= {"device": HostDevice(order), "accelerator": swapper.Accelerator(update_on=place)}
+    return given, commits, room_bytes
+
+
 def forbidden_to(options: dict[str, Any], layers: Sequence[str], rules: Sequence[str], master: bool) -> set[str]:
     """Return the actions that do not go with what was drawn."""
     in_nvme = options["params"] == options["optimizer_state"] == "nvme" and "device" not in options

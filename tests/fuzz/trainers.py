@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from e2e.twins import smallest_budget
-from infer.host_device import ORDERS, HostDevice
+from infer.host_device import ORDERS
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -31,7 +31,7 @@ from transformers import (
 
 import swapper
 from fuzz.cases import Impossible, Kind, Program, assert_like, end_within, outcome, run
-from fuzz.programs import REFUSALS, draw_options, smaller_options
+from fuzz.programs import REFUSALS, draw_options, for_a_manager, smaller_options
 from fuzz.trainer_parts import ACTIONS, ARGUMENTS, EVENTS, MODELS, Acting, Lines
 from swapper.integrations.transformers import for_training, offloaded
 
@@ -185,20 +185,16 @@ class Trained:
     def _manager(
         self, kind: Any, model: Any, arguments: Any, data: dict[str, Any], options: dict[str, Any]
     ) -> swapper.SwapManager:
-        given = dict(self.program["options"])
-        every, room = given.pop("commit_every"), given.pop("room_bytes")
-        order, place = given.pop("device", None), given.pop("update_on", None)
-        if order is not None:
-            given["device"], given["device_memory"] = HostDevice(order), "64MiB"
-            given["accelerator"] = swapper.Accelerator(update_on=place)
+        given, commits, room_bytes = for_a_manager(self.program["options"])
+        if "device" in given:
+            given["device_memory"] = "64MiB"
         probe = self.directory / "probe"
         full = model if "init" not in options else self._model()
         optimizer = kind(full, arguments, **data).create_optimizer()
         if hasattr(optimizer, "train"):
             optimizer.train()
-        budget = smallest_budget(probe, full, optimizer, **given) + room
+        budget = smallest_budget(probe, full, optimizer, **given) + room_bytes
         options.update(given)
-        commits = swapper.CommitPolicy(every=every)
         return swapper.SwapManager(self.directory / "run", budget, resume="auto", rng=True, commits=commits)
 
     def train(self, acting: Acting, *given: Any, **options: Any) -> None:
