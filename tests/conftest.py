@@ -73,7 +73,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep a sample, if that is asked for: of the tests those that `runs_now` names, and of a test's n cases n to the power of
-    0.33; and always those that are marked `whole`."""
+    0.33; and always those that are marked `whole`. A case that is named by an address has another name in each process."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: give its parameters ids that are the same in each process")
     if not runs_a_sample():
         return
     seed, costs = os.environ["SWAPPER_TEST_SEED"], costs_s()

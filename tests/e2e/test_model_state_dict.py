@@ -179,14 +179,18 @@ def test_it_is_taken_between_forward_and_backward_too(twins: MakeTwins) -> None:
     pair.finish()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"gradients": "nvme"}, {"device": HostDevice("late"), "device_memory": "8MiB", "update_on": "cpu"}],
-    ids=str,
-)
-def test_conversions_that_change_nothing_are_done(twins: MakeTwins, options: dict[str, Any]) -> None:
+AWAY: dict[str, dict[str, Any]] = {
+    "none": {},
+    "gradients on NVMe": {"gradients": "nvme"},
+    "gradients off the device": {"device": "late", "device_memory": "8MiB", "update_on": "cpu"},
+}
+
+
+@pytest.mark.parametrize("away", AWAY)
+def test_conversions_that_change_nothing_are_done(twins: MakeTwins, away: str) -> None:
     """Also of gradients that are away, as Lightning's trainer does with them when its training ends."""
-    pair = twins(layers(), **options)
+    given = AWAY[away]
+    pair = twins(layers(), **given | ({"device": HostDevice(given["device"])} if "device" in given else {}))
 
     def backward(model: nn.Module, optimizer: Any) -> torch.Tensor:
         loss = model(torch.randn(4, 256)).square().mean()
@@ -196,7 +200,7 @@ def test_conversions_that_change_nothing_are_done(twins: MakeTwins, options: dic
     pair.train(backward, steps=1)
     send_away(pair.manager)
     gradients = [parameter.grad for parameter in pair.swapped.parameters()]
-    assert any(isinstance(gradient, ColdGradient) for gradient in gradients) >= bool(options)
+    assert any(isinstance(gradient, ColdGradient) for gradient in gradients) >= bool(given)
     for convert in (
         lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.float(), lambda m: m.to(torch.float32),
         lambda m: m.to("cpu", torch.float32), lambda m: m[0].to(torch.device("cpu")), lambda m: m.to(torch.zeros(1)),
