@@ -15,10 +15,11 @@ otherwise, or if state stays on a device. A number commits every that many steps
 step's commit, so a process that is killed before its next forward resumes one step earlier. What follows the capture is
 in the next commit, or in one that closing makes. A snapshot, parking and added groups capture before the next forward:
 if the script changes settings, registered objects or `extra` after them, that forward, or closing, commits the step
-again. Changes of parameters in memory are not announced. While a commit writes these from there, a thread that changes one
-waits. Where ranks run together it could not, as gloo hangs if it may not receive into memory: there the capture waits for
-these writes. They are compared with the last commit where it counts whether it has them: before a step (which is not undone
-then), before parking, and at the end. Where the next step has begun, closing commits nothing: it would be a mix of two.
+again; where ranks run together, closing alone, since they would have to agree. Changes of parameters in memory are not announced.
+While a commit writes these from there, a thread that changes one waits. Where ranks run together it could not, as gloo hangs if
+it may not receive into memory: there the capture waits for these writes. They are compared with the last commit, and pages
+are searched for writes past the guard, where it counts whether it has them: before a step (which is not undone then), before
+parking, and at the end. Where the next step has begun, closing commits nothing: it would be a mix of two.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class Committer:
         self.edits = edits
         self._is_trained = is_trained
         self._is_behind = False  # changes from outside since the last commit are in no commit
+        self._taken_in = pager.taken_in  # writes past the guard that the last commit has
         # The last record was captured before the next forward: the script may change more.
         self._is_early = (last := way_back.commits[0]) is not None and bool(last.script)
         self._due: int | None = None  # the step to be written completely
@@ -162,7 +164,7 @@ class Committer:
         """
         self._publisher.settle()
         is_of_next_step = not (is_evaluation and self._is_trained)
-        if is_of_next_step and self._is_early:
+        if is_of_next_step and self._is_early and not self._way_back.is_of_all_ranks:
             self._take_in_script()
         if self._due is None or (self._record is None and not is_of_next_step):
             return
@@ -231,13 +233,15 @@ class Committer:
         self._publisher.finish()
 
     def take_in_unannounced(self) -> None:
-        """Note changes by hand of parameters in memory since the last commit, if that is of the present step. Call after `finish`.
+        """Note unannounced changes by hand since the last commit, if that is of the present step. Call after `finish`.
 
         Raises:
-            IoError: as `changed_from_outside`.
+            IoError: as `changed_from_outside`, or a page that was written past the guard could not be read or written.
         """
-        is_of_now = self.committed is not None and self.committed == self._pager.counters.step
-        if is_of_now and not all(map(self._is_committed, self._resident_params)):
+        if self.committed is None or self.committed != self._pager.counters.step:
+            return
+        self._pager.take_in_written()
+        if self._pager.taken_in != self._taken_in or not all(map(self._is_committed, self._resident_params)):
             self.changed_from_outside()
 
     def commit_changes(self) -> None:
@@ -253,7 +257,7 @@ class Committer:
     def _take_in_script(self) -> None:
         """Add to a record that was captured early what the script has changed since: settings, registered objects, `extra`.
 
-        If it is published, the step is due again. Not with ranks together, which would have to agree on it.
+        If it is published, the step is due again.
         """
         step, last = self._pager.counters.step, self._way_back.commits[0]
         with defer_signals:
@@ -472,10 +476,11 @@ class Committer:
         self._store.check_whole()
         whole = dataclasses.replace(record, files=self._store.names, sections=self._places())
         data = encode_commit(whole)
-        script = digest_of_script(record) if self._is_early and not self._way_back.is_of_all_ranks else b""
+        script = digest_of_script(record) if self._is_early else b""
         self._way_back.prepare()
         publish_commit(self._way_back.directory, data, self._way_back.durable)
         self._way_back.committed(Commit.of(whole, data, script))
+        self._taken_in = self._pager.taken_in
 
     def _check_frozen(self) -> None:
         """Check snapshots that are swap files too for changes, and find out what the run loses.

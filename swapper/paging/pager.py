@@ -52,6 +52,7 @@ class Pager:
 
     Attributes:
         end_copies: waits for copies of pages to a device, and ends their leases; set by what copies.
+        taken_in: how many pages `take_in_written` has read in.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Pager:
         self._writes_noted = writes_noted
         self._noted = writes_noted()  # of these none is to be taken in any more
         self._has_warned = False
+        self.taken_in = 0
 
     @property
     def broken_by(self) -> str:
@@ -295,6 +297,7 @@ class Pager:
                 "it is slow, and an fp32 master does not follow: change parameters inside `with manager.gather(..., write=True)`",
                 written[0].section.owner_at(self._frames.written_at(written[0])),
             )
+        self.taken_in += len(written)
         for page in written:
             access = Access(None, (page.index,), writes=frozenset((page.index,)))
             self.acquire(access)

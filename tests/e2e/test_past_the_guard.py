@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 import swapper
 from e2e.models import finish_step
-from e2e.twins import Twins, send_away
+from e2e.twins import Twins, fail_in_the_middle, send_away
 from swapper import _C
 from swapper.paging.residency import Residency
 
@@ -74,7 +74,7 @@ def make(twins: MakeTwins) -> Iterator[Callable[..., Twins]]:
         engine.close()
 
     def make_delayed(master: bool = False, **options: Any) -> Twins:
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+        model = same_model()
         pair = twins(model.bfloat16() if master else model, master=master, **options)
         engine = _C.Engine(backend="threads", chaos={"seed": 5, "delay": 0.7, "reorder": 0.5})
         made.append((pair, engine))
@@ -220,10 +220,45 @@ def test_what_is_written_is_in_all_that_is_made_of_the_model(make: MakeTwins, tm
             with pair.manager.gather(parameter):
                 found[name] = parameter.detach().clone()
     else:
-        pair.resume(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))
+        pair.resume(same_model())
         found = {name: value.clone() for name, value in pair.swapped.state_dict().items()}
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     pair.close()
+
+
+def same_model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+
+
+@pytest.mark.parametrize("early", ["snapshot", "resume"])
+def test_what_is_written_after_the_last_steps_commit_is_committed_by_closing(
+    make: MakeTwins, tmp_path: Path, early: str
+) -> None:
+    pair = make()
+    pair.train(step, steps=2)
+    if early == "snapshot":
+        pair.manager.snapshot(tmp_path / "s.pt").wait()
+    else:
+        pair.resume(same_model())
+    for number in (0, 9, 23):
+        write(pair, number, 7, 3.5)
+    pair.resume(same_model())
+    assert pair.manager.step == 2
+    assert_shown(pair, by_address)
+    pair.close()
+
+
+def test_a_step_that_fails_is_not_undone_without_what_was_written_before_it(make: MakeTwins) -> None:
+    """The last commit, which the step's forward has captured, lacks that."""
+    pair = make()
+    pair.train(step, steps=2)
+    pair.swapped(torch.randn(8, WIDTH)).square().mean().backward()
+    write(pair, 9, 7, 3.5)
+    fail_in_the_middle(pair)
+    with pytest.raises(RuntimeError, match="a fault in the middle"):
+        pair.optimizer.step()
+    with pytest.raises(RuntimeError, match="memory and files hold a mix of two steps"):
+        step(pair.swapped, pair.optimizer)
 
 
 def test_what_is_written_after_a_deferred_step_is_refused_since_that_was_to_come_before(make: MakeTwins) -> None:

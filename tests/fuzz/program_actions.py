@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import swapper
 from fuzz.export_sources import content_of
@@ -170,7 +171,12 @@ def load_more_state(side: Side) -> Any:
 
 def made_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return state of a parameter in place of another's, of numbers that it may have."""
-    return torch.full(parameter.shape, 1e-3, dtype=parameter.dtype) if parameter.dim() else value.reshape(-1)[0].clone()
+    if not parameter.dim():
+        return value.reshape(-1)[0].clone()
+    made = torch.full(parameter.shape, 1e-3, dtype=parameter.dtype)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(made, parameter.device_mesh, parameter.placements)
+    return made
 
 
 def scattered(tensor: torch.Tensor) -> torch.Tensor:

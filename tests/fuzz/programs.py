@@ -203,6 +203,7 @@ class Training:
 
     passes: ClassVar[dict[str, Action]] = PASSES
     actions: ClassVar[dict[str, Action]] = ACTIONS
+    resume_as = "auto"
     rank = 0
 
     def __init__(self, program: Program, directory: Path, drive: Drive | None) -> None:
@@ -350,7 +351,7 @@ class Training:
         commits = swapper.CommitPolicy(every=pair.commit_every)
         directories = [pair.directory, *pair.others]
         pair.manager = swapper.SwapManager(
-            directories, host_memory=budget, resume="auto", commits=commits, backend=pair.backend
+            directories, host_memory=budget, resume=self.resume_as, commits=commits, backend=pair.backend
         )
         _, optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(pair.options))
         for name, parameter in pair.swapped.named_parameters():

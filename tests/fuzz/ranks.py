@@ -151,7 +151,7 @@ BY_VALUES = {"experts", "by name", "dropped"}
 """Layers that choose by values, of which each rank has others: ranks would wait for each other for ever."""
 WITH_BUFFERS = {"batch norm", "buffers", "spectral norm"}
 NOT_OF_SHARDS = {
-    *("average gradients", "send", "load more state"),  # of parts of a tensor
+    *("average gradients", "send"),  # of parts of a tensor
     *("average", "average by torch", "by parts", "gradient penalty", "inner step", "park", "penalized", "together"),
     *("empty", "in double", "odd shapes", "own function", "bf16"),  # a layer has one dtype, and no single numbers
 }
@@ -173,22 +173,14 @@ class Replica(DistributedDataParallel):
             return getattr(self.module, name)
 
 
-def draw(seed: str) -> Program:
-    """Return the program of a seed."""
-    chance = random.Random(seed)
-    spread = chance.choice(SPREADS)
-    is_sharded = spread not in WHOLE
-    impossible = BY_VALUES | (NOT_OF_SHARDS if is_sharded else NOT_OF_REPLICAS if spread == "ddp" else set())
-    layers = draw_layers(chance, 4, impossible)
-    options = draw_options(chance)
-    if chance.random() < 0.2:
-        options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
-    if spread == "ddp":  # gradients are averaged where they are computed
-        options["update"] = chance.choice(["step", "deferred"])
-        options |= {"update_on": "device", "gradients": "device"} if "device" in options else {"gradients": "auto"}
-    rule = chance.choice([name for name in RULES if not (is_sharded and name in ("muon", "adafactor"))])
-    rule = "adamw" if rule == "adafactor" and any("empty" in layer for layer in layers) else rule
-    forbidden = impossible | forbidden_to(options, layers, [rule], master=False)
+def impossible_for(spread: str) -> set[str]:
+    """Return the layers and actions that do not go with how ranks have the model."""
+    return BY_VALUES | (NOT_OF_SHARDS if spread not in WHOLE else NOT_OF_REPLICAS if spread == "ddp" else set())
+
+
+def draw_loop(chance: random.Random, spread: str, layers: list[str], options: dict[str, Any], rule: str) -> list[Any]:
+    """Return the loop of a program for which this was drawn."""
+    forbidden = impossible_for(spread) | forbidden_to(options, layers, [rule], master=False)
     forbidden |= {"look", "average gradients"} if options["update"] == "backward" else set()
     forbidden |= {"average gradients"} if options["gradients"] == "nvme" or "device" in options else set()
     some = partial(draw_some, chance, forbidden=forbidden)
@@ -199,6 +191,24 @@ def draw(seed: str) -> Program:
         loop += some(STEPS, count=1) if chance.random() < 0.2 else [["step", 0]]
         loop += [["zero", 0]] * (chance.random() < 0.7)
         loop += some({**BETWEEN, **OWN_BETWEEN}, count=chance.choice([0, 1, 1, 2]))
+    return loop
+
+
+def draw(seed: str) -> Program:
+    """Return the program of a seed."""
+    chance = random.Random(seed)
+    spread = chance.choice(SPREADS)
+    is_sharded = spread not in WHOLE
+    layers = draw_layers(chance, 4, impossible_for(spread))
+    options = draw_options(chance)
+    if chance.random() < 0.2:
+        options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
+    if spread == "ddp":  # gradients are averaged where they are computed
+        options["update"] = chance.choice(["step", "deferred"])
+        options |= {"update_on": "device", "gradients": "device"} if "device" in options else {"gradients": "auto"}
+    rule = chance.choice([name for name in RULES if not (is_sharded and name in ("muon", "adafactor"))])
+    rule = "adamw" if rule == "adafactor" and any("empty" in layer for layer in layers) else rule
+    loop = draw_loop(chance, spread, layers, options, rule)
     failed = is_sharded and any(name == "interrupted" for name, _ in loop)
     if failed or (spread == "ddp" and any(kind in layer for layer in layers for kind in WITH_BUFFERS)):
         # What a new model has not: FSDP2 keeps something of a backward that failed, DDP whether it has averaged buffers.
@@ -346,13 +356,17 @@ def told(paths: Sequence[Path], may_end: bool = False) -> str | None:
 
 def run_case(program: Program, directory: Path) -> str | None:
     """Return as `told`."""
+    return run_ranks(program, directory, directory, RankTraining)
+
+
+def run_ranks(program: Program, directory: Path, meeting: Path, kind: type[Training]) -> str | None:
+    """Run a program on its ranks, which meet in a directory of their own. Returns as `told`."""
 
     def work() -> None:
-        path = directory / f"rank-{dist.get_rank()}"
-        report(path, lambda: programs.run_case(program, directory, RankTraining))
+        report(meeting / f"rank-{dist.get_rank()}", lambda: programs.run_case(program, directory, kind))
 
-    launch(program["size"], directory / "meeting", work)
-    return told([directory / f"rank-{rank}" for rank in range(program["size"])])
+    launch(program["size"], meeting / "meeting", work)
+    return told([meeting / f"rank-{rank}" for rank in range(program["size"])])
 
 
 def smaller(program: Program) -> Iterator[Program]:

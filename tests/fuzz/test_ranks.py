@@ -84,3 +84,20 @@ def test_a_shard_that_was_frozen_and_is_not_any_more_has_its_gradient_on_a_devic
     options = {**programs.PLAIN_OPTIONS, "device": "late", "update_on": "device"}
     program = {**PROGRAM, "spread": spread, "layers": layers, "alone": [True] * 3, "options": options}
     assert cases.watched(ranks.RANKS, {**program, "loop": [*loop, ["ordinary", 1]]}) is None
+
+
+CHANGES = [["other rate", 1], ["other decay", 2], ["schedule", 3], ["write", 601]]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change[0])
+@pytest.mark.parametrize("early", ["snapshot", "add group", "resume"])
+@pytest.mark.parametrize("spread", ["fsdp2", "ddp"])
+def test_what_changes_after_an_early_commit_is_committed_by_closing(spread: str, early: str, change: list[Any]) -> None:
+    program = {
+        **PROGRAM,
+        "spread": spread,
+        "groups": "last ones later",
+        "options": {**PROGRAM["options"], "commit_every": 1},
+    }
+    step = [["ordinary", 1], ["step", 2], ["zero", 3]]
+    assert cases.watched(ranks.RANKS, {**program, "loop": [*step, [early, 4], change, ["resume", 5], *step]}) is None
