@@ -26,7 +26,7 @@ from typing import Any
 import hypothesis
 import pytest
 from durations import Durations, costs_s
-from sampling import Case, choose, examples, runs_a_sample, runs_now, seed_of_commit
+from sampling import Case, choose, choose_tests, examples, runs_a_sample, seed_of_commit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -72,7 +72,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a sample, if that is asked for: of the tests those that `runs_now` names, and of a test's n cases n to the power of
+    """Keep a sample, if that is asked for: of the tests those that `choose_tests` names, and of a test's n cases n to the power of
     0.33; and always those that are marked `whole`. A case that is named by an address has another name in each process."""
     for item in items:
         if " at 0x" in item.nodeid:
@@ -84,9 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {item.nodeid for item in items if item.get_closest_marker("whole") is not None}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], {})[item.nodeid] = case_of(item)
-    for test, cases in tests.items():
-        if not kept.issuperset(cases) and runs_now(test, costs.get(test, 0), seed):
-            kept |= choose(cases, round(len(cases) ** 0.33), seed)
+    counts = {test: round(len(cases) ** 0.33) for test, cases in tests.items() if not kept.issuperset(cases)}
+    for test in choose_tests({test: costs.get(test, 0) for test in counts}, counts, seed):
+        kept |= choose(tests[test], counts[test], seed)
     ran = {name.partition("[")[0] for name in kept}
     LEFT_OUT[:] = [f"{len(items) - len(kept)} of {len(items)} cases", f"{len(tests) - len(ran)} of {len(tests)} tests"]
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])

@@ -5,6 +5,7 @@ A case is what it has: pairs of a parameter's name and its value.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import zlib
@@ -41,18 +42,34 @@ def seed_of_commit() -> str:
         return "0"
 
 
-def runs_now(test: str, cost_s: float, seed: str) -> bool:
-    """Return whether a test belongs to a sample.
+def share_of_seeds(cost_s: float) -> float:
+    """Return with which share of the seeds a test runs whose case takes `cost_s`: that with which it takes FREE_S on average, or
+    SELDOM, if that is more."""
+    return max(FREE_S / max(cost_s, FREE_S), SELDOM)
 
-    One whose case takes more than FREE_S runs with the share of seeds with which it takes FREE_S on average, at least SELDOM.
+
+def choose_tests(costs_s: Mapping[str, float], counts: Mapping[str, int], seed: str) -> set[str]:
+    """Choose tests, each with its share of the seeds. All samples take about as long: each has as many of those that take alike.
+
+    That is systematic sampling: tests that take alike lie next to each other, in an order of the seed's, each as long as its share;
+    those on which a mark falls run, of marks that are 1 apart.
 
     Args:
-        test: its name, without that of a case.
-        cost_s: seconds of the processors that a case of it takes.
-        seed: of the sample.
+        costs_s: of each test the seconds of the processors that a case of it takes.
+        counts: of each test how many of its cases run.
     """
-    chance = max(FREE_S / max(cost_s, FREE_S), SELDOM)
-    return zlib.crc32(f"{seed} {test}".encode()) < chance * 2**32
+
+    def place(test: str) -> tuple[int, int]:
+        takes_s = max(costs_s[test], FREE_S) * counts[test]
+        return round(math.log2(takes_s)), zlib.crc32(f"{seed} {test}".encode())
+
+    chosen, at = set(), zlib.crc32(seed.encode()) / 2**32
+    for test in sorted(costs_s, key=place):
+        end = at + share_of_seeds(costs_s[test])
+        if int(end) > int(at):
+            chosen.add(test)
+        at = end
+    return chosen
 
 
 def choose(cases: Mapping[str, Case], count: int, seed: str) -> set[str]:

@@ -325,7 +325,9 @@ class RankTraining(Training):
         try:
             return super().act(side, name)
         except RuntimeError as error:
-            if "Inference tensors" in str(error):  # the first forward of FSDP2's model must not be in inference_mode
+            if (
+                "inference tensor" in str(error).lower()
+            ):  # the first forward of FSDP2's model must not be in inference_mode
                 raise Impossible(str(error)) from error
             raise
 

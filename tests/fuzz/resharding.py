@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fuzz import ranks
 from fuzz.cases import Kind, Program, run
+from fuzz.program_actions import STEPS
 from fuzz.ranks import RankTraining
 
 NOT_HERE = {"nadam", "asgd"}
@@ -68,11 +69,11 @@ class Stage(RankTraining):
         self.finish()
 
     def finish(self) -> None:
+        ranks.reshard(self.pair.swapped)
         layout, manager = self.layout(), self.pair.manager
         super().finish()
         left = {"layout": layout, "step": manager.step, **self._of_plain()}
-        every = [left]
-        dist.broadcast_object_list(every, 0)  # all have come here
+        dist.barrier()  # after the others' last read of what was left before
         if self.rank == 0:
             torch.save(left, self._left)
 
@@ -120,12 +121,19 @@ def draw(seed: str) -> Program:
     layers, options = program["layers"], program["options"]
     stages: list[dict[str, Any]] = []
     for number in range(chance.choice([2, 2, 3])):
+        loop = ranks.draw_loop(chance, program["spread"], layers, options, program["rule"])
+        if [name for name, _ in loop if name in STEPS][-1:] != ["step"]:
+            loop += [
+                ["ordinary", number],
+                ["step", 0],
+                ["zero", 0],
+            ]  # what a forward changes after the last step is in no commit
         stages.append(
             {
                 "size": chance.choice([size for size in (1, 2, 2, 3, 4) if not number or size != stages[-1]["size"]]),
                 "alone": program["alone"] if chance.random() < 0.5 else [chance.random() < 0.6 for _ in layers],
                 "otherwise": chance.randrange(1000) if number and chance.random() < 0.3 else None,
-                "loop": ranks.draw_loop(chance, program["spread"], layers, options, program["rule"]),
+                "loop": loop,
             }
         )
     return {**program, "loop": [], "stages": stages}

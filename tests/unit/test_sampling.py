@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from durations import LONG_S, costs_s
-from sampling import FREE_S, SELDOM, choose, pairwise, runs_now
+from sampling import FREE_S, SELDOM, choose, choose_tests, pairwise
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,11 +31,20 @@ def test_with_one_seed_it_is_one_choice_and_with_many_it_is_all():
 
 
 def test_a_test_takes_on_average_what_is_free_and_each_runs_with_some_seed():
-    seeds = [str(number) for number in range(2000)]
-    shares = {cost: sum(runs_now("test", cost, seed) for seed in seeds) / len(seeds) for cost in (0, FREE_S, 1, 300)}
-    assert shares[0] == shares[FREE_S] == 1
-    assert shares[1] == pytest.approx(FREE_S, rel=0.3)
-    assert shares[300] == pytest.approx(SELDOM, rel=0.3)
+    costs = {"nothing": 0.0, "free": FREE_S, "a second": 1.0, "minutes": 300.0}
+    chosen = [choose_tests(costs, dict.fromkeys(costs, 1), str(number)) for number in range(2000)]
+    shares = {test: sum(test in tests for tests in chosen) / len(chosen) for test in costs}
+    assert shares["nothing"] == shares["free"] == 1
+    assert shares["a second"] == pytest.approx(FREE_S, rel=0.3)
+    assert shares["minutes"] == pytest.approx(SELDOM, rel=0.3)
+
+
+def test_each_sample_has_as_many_of_the_tests_that_take_alike():
+    costs = {f"test {number}": [0.02, 1.0, 10.0][number % 3] for number in range(600)}
+    samples = [choose_tests(costs, dict.fromkeys(costs, 1), str(number)) for number in range(40)]
+    for cost, expected in ((0.02, 200), (1.0, 200 * FREE_S), (10.0, 200 * SELDOM)):
+        assert all(abs(sum(costs[test] == cost for test in sample) - expected) <= 1 for sample in samples)
+    assert len({frozenset(sample) for sample in samples}) == len(samples)
 
 
 def test_what_is_known_to_take_long_is_a_test():
