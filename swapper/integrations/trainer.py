@@ -84,7 +84,7 @@ class OffloadTrainerMixin:
     Raises:
         As SwapManager and `manager.offload`.
         UnsupportedError: `model_init`, DeepSpeed, FSDP or DataParallel by the Trainer, `fp16_full_eval`, `bf16_full_eval`;
-            with `at_once`: a Trainer that counts its micro-batches (GRPO's), `activation_offloading`.
+            with `at_once`: several processes, a Trainer that counts its micro-batches (GRPO's), `activation_offloading`.
     """
 
     swapper_run: SwapManager | str | os.PathLike[str]
@@ -326,6 +326,11 @@ def _check_runs_together(trainer: Any) -> None:
     from transformers import Trainer
 
     check_at_once(trainer.swapper_at_once)
+    if trainer.args.world_size > 1:
+        raise UnsupportedError(
+            f"at_once={trainer.swapper_at_once} does not go with several processes: DistributedDataParallel averages gradients in "
+            "the backward of the last micro-batch alone, which has to follow the others: leave at_once= out"
+        )
     preparing = next(kind for kind in type(trainer).__mro__ if "_prepare_inputs" in vars(kind))
     if preparing is not Trainer:
         raise UnsupportedError(

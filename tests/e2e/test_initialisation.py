@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,49 @@ def test_a_model_from_meta_trains_as_the_one_that_was_whole(
                 assert torch.equal(mine, parameter), name
         for name, buffer in reference.named_buffers():
             assert torch.equal(model.get_buffer(name), buffer), name
+
+
+def make_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Model()
+
+
+def make_without_weights() -> nn.Module:
+    with swapper.without_weights():
+        return Model()
+
+
+@pytest.mark.parametrize("source", ["model.pt", "nested.pt", "model.safetensors"])
+@pytest.mark.parametrize("make", [make_on_meta, make_without_weights, Model])
+def test_buffers_of_a_checkpoint_are_taken_however_the_model_was_built(
+    tmp_path: Path, checkpoints: dict[str, Path], make: Callable[[], nn.Module], source: str
+) -> None:
+    """As parameters are: averages of batch norm go with its weights."""
+    reference, model = plain(torch.float32), make()
+    with swapper.SwapManager(tmp_path / "run", host_memory="16MiB") as manager:
+        model, optimizer = manager.offload(model, adamw(model), params="nvme", init=checkpoints[source])
+        assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
+        reference.eval(), model.eval()
+        assert_same(train(model, optimizer), train(reference, adamw(reference)))
+
+
+def test_buffers_that_a_checkpoint_lacks_or_that_belong_to_a_model_with_values_stay(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    """And those that no state dict has."""
+    model = make_without_weights()
+    model.register_buffer("lacking", torch.ones(3))
+    model.layers[0][1].register_buffer("running_mean", torch.ones(WIDTH), persistent=False)
+    with swapper.SwapManager(tmp_path / "one", host_memory="16MiB") as manager:
+        model, _ = manager.offload(model, adamw(model), params="nvme", init=checkpoints["model.pt"])
+        assert torch.equal(model.lacking, torch.ones(3))
+        assert torch.equal(model.layers[0][1].running_mean, torch.ones(WIDTH))
+        assert model.layers[1][1].running_mean.ne(0).all()
+    model = make_without_weights()
+    model.layers[0] = plain(torch.float32).layers[0]
+    with swapper.SwapManager(tmp_path / "two", host_memory="16MiB") as manager:
+        model, _ = manager.offload(model, adamw(model), params="nvme", init=checkpoints["model.pt"])
+        assert model.layers[1][1].running_mean.eq(0).all()
 
 
 @pytest.mark.parametrize("source", ["function", "model.pt"])

@@ -226,14 +226,22 @@ class Counting(Trainer):
     [
         (Counting, None, swapper.UnsupportedError, "at_once=None does not go with Counting, which prepares"),
         (Trainer, 4, swapper.UnsupportedError, "at_once=4 does not go with activation_offloading=True"),
+        (Trainer, 3, swapper.UnsupportedError, "at_once=3 does not go with several processes"),
         (Trainer, 0, swapper.ConfigError, "at_once=0 must be a positive number"),
     ],
 )
 def test_a_trainer_that_cannot_run_them_together_is_refused_at_once(
-    tmp_path: Path, kind: type, at_once: int | None, error: type[swapper.SwapperError], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+    at_once: int | None,
+    error: type[swapper.SwapperError],
+    message: str,
 ) -> None:
     arguments = arguments_of(tmp_path)
     arguments.activation_offloading = at_once == 4  # an option of TRL's SFTConfig and the like
+    if at_once == 3:
+        monkeypatch.setattr(type(arguments), "world_size", 2)  # as torchrun makes it
     with pytest.raises(error, match=message):
         offloaded(kind, tmp_path / "run", at_once=at_once)(small(), arguments, train_dataset=Lines())
     assert not (tmp_path / "run").exists()

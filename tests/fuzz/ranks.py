@@ -178,6 +178,12 @@ def impossible_for(spread: str) -> set[str]:
     return BY_VALUES | (NOT_OF_SHARDS if spread not in WHOLE else NOT_OF_REPLICAS if spread == "ddp" else set())
 
 
+def of_ddp(chance: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options that go with DDP: gradients are averaged where they are computed."""
+    of_device = {"update_on": "device", "gradients": "device"} if "device" in options else {"gradients": "auto"}
+    return {**options, "update": chance.choice(["step", "deferred"]), **of_device}
+
+
 def draw_loop(chance: random.Random, spread: str, layers: list[str], options: dict[str, Any], rule: str) -> list[Any]:
     """Return the loop of a program for which this was drawn."""
     forbidden = impossible_for(spread) | forbidden_to(options, layers, [rule], master=False)
@@ -191,6 +197,10 @@ def draw_loop(chance: random.Random, spread: str, layers: list[str], options: di
         loop += some(STEPS, count=1) if chance.random() < 0.2 else [["step", 0]]
         loop += [["zero", 0]] * (chance.random() < 0.7)
         loop += some({**BETWEEN, **OWN_BETWEEN}, count=chance.choice([0, 1, 1, 2]))
+    failed = spread not in WHOLE and any(name == "interrupted" for name, _ in loop)
+    if failed or (spread == "ddp" and any(kind in layer for layer in layers for kind in WITH_BUFFERS)):
+        # What a new model has not: FSDP2 keeps something of a backward that failed, DDP whether it has averaged buffers.
+        loop = [action for action in loop if not action[0].startswith("resume")]
     return loop
 
 
@@ -203,16 +213,11 @@ def draw(seed: str) -> Program:
     options = draw_options(chance)
     if chance.random() < 0.2:
         options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
-    if spread == "ddp":  # gradients are averaged where they are computed
-        options["update"] = chance.choice(["step", "deferred"])
-        options |= {"update_on": "device", "gradients": "device"} if "device" in options else {"gradients": "auto"}
+    if spread == "ddp":
+        options = of_ddp(chance, options)
     rule = chance.choice([name for name in RULES if not (is_sharded and name in ("muon", "adafactor"))])
     rule = "adamw" if rule == "adafactor" and any("empty" in layer for layer in layers) else rule
     loop = draw_loop(chance, spread, layers, options, rule)
-    failed = is_sharded and any(name == "interrupted" for name, _ in loop)
-    if failed or (spread == "ddp" and any(kind in layer for layer in layers for kind in WITH_BUFFERS)):
-        # What a new model has not: FSDP2 keeps something of a backward that failed, DDP whether it has averaged buffers.
-        loop = [action for action in loop if not action[0].startswith("resume")]
     return {
         "seed": chance.randrange(1 << 30),
         "size": chance.choice([2, 2, 2, 1, 3]),
@@ -358,17 +363,14 @@ def told(paths: Sequence[Path], may_end: bool = False) -> str | None:
 
 def run_case(program: Program, directory: Path) -> str | None:
     """Return as `told`."""
-    return run_ranks(program, directory, directory, RankTraining)
+    return run_ranks(program["size"], directory, lambda: programs.run_case(program, directory, RankTraining))
 
 
-def run_ranks(program: Program, directory: Path, meeting: Path, kind: type[Training]) -> str | None:
-    """Run a program on its ranks, which meet in a directory of their own. Returns as `told`."""
-
-    def work() -> None:
-        report(meeting / f"rank-{dist.get_rank()}", lambda: programs.run_case(program, directory, kind))
-
-    launch(program["size"], meeting / "meeting", work)
-    return told([meeting / f"rank-{rank}" for rank in range(program["size"])])
+def run_ranks(size: int, meeting: Path, act: Callable[[], str | None], may_end: bool = False) -> str | None:
+    """Have each rank do its part, which returns as `run_case`. They meet in a directory of their own. Returns as `told`."""
+    paths = [meeting / f"rank-{rank}" for rank in range(size)]
+    launch(size, meeting / "meeting", lambda: report(paths[dist.get_rank()], act))
+    return told(paths, may_end)
 
 
 def smaller(program: Program) -> Iterator[Program]:

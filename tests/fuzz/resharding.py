@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from e2e.racing_loops import Drive
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fuzz import ranks
+from fuzz import programs, ranks
 from fuzz.cases import Kind, Program, run
 from fuzz.program_actions import STEPS
 from fuzz.ranks import RankTraining
@@ -122,12 +123,12 @@ def draw(seed: str) -> Program:
     stages: list[dict[str, Any]] = []
     for number in range(chance.choice([2, 2, 3])):
         loop = ranks.draw_loop(chance, program["spread"], layers, options, program["rule"])
-        if [name for name, _ in loop if name in STEPS][-1:] != ["step"]:
+        if [name for name, _ in loop if name in STEPS or name.startswith("resume")][-1:] != ["step"]:
             loop += [
                 ["ordinary", number],
                 ["step", 0],
                 ["zero", 0],
-            ]  # what a forward changes after the last step is in no commit
+            ]  # else what changed since the last one may be in no commit
         stages.append(
             {
                 "size": chance.choice([size for size in (1, 2, 2, 3, 4) if not number or size != stages[-1]["size"]]),
@@ -144,7 +145,8 @@ def run_case(program: Program, directory: Path) -> str | None:
     for number, stage in enumerate(program["stages"]):
         place = directory / f"stage-{number}"
         place.mkdir()
-        problem = ranks.run_ranks({**program, **stage}, directory, place, Stage)
+        act = partial(programs.run_case, {**program, **stage}, directory, Stage)
+        problem = ranks.run_ranks(stage["size"], place, act)
         if problem is not None:
             return problem
     return None

@@ -87,6 +87,15 @@ ARGUMENTS: dict[str, list[Any]] = {
     "torch_empty_cache_steps": [2],
     "predict_with_generate": [True],
 }
+OF_RANKS: dict[str, list[Any]] = {
+    "ddp_find_unused_parameters": [True, False],
+    "ddp_bucket_cap_mb": [1],
+    "ddp_broadcast_buffers": [True],
+    "ddp_static_graph": [True],
+    "save_on_each_node": [True],
+    "accelerator_config": [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}],
+}
+"""What several ranks have besides."""
 EVENTS = (
     *("step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end"),
     *("log", "evaluate", "save", "epoch_begin", "epoch_end", "prediction_step"),

@@ -3,20 +3,24 @@
 Usage: tools/fuzz trainers [--minutes N] [--cases N] [--seed N] [--program JSON]
 
 A program is a model, TrainingArguments, what callbacks do at which step, how the training ends and goes on, what follows it, and
-options of `offloaded`, of the parts in trainer_parts.py. Losses, norms, rates, evaluations, checkpoints, parameters and optimizer
-states must be the plain Trainer's.
+options of `offloaded`, of the parts in trainer_parts.py; some are of two ranks, by DDP. Losses, norms, rates, evaluations,
+checkpoints, parameters and optimizer states must be the plain Trainer's.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from e2e.twins import smallest_budget
 from infer.host_device import ORDERS
 from peft import LoraConfig, get_peft_model
@@ -32,7 +36,8 @@ from transformers import (
 import swapper
 from fuzz.cases import Impossible, Kind, Program, assert_like, end_within, outcome, run
 from fuzz.programs import REFUSALS, draw_options, for_a_manager, smaller_options
-from fuzz.trainer_parts import ACTIONS, ARGUMENTS, EVENTS, MODELS, Acting, Lines
+from fuzz.ranks import of_ddp, run_ranks
+from fuzz.trainer_parts import ACTIONS, ARGUMENTS, EVENTS, MODELS, OF_RANKS, Acting, Lines
 from swapper.integrations.transformers import for_training, offloaded
 
 BEFORE_A_STEP = ("step_begin", "substep_end", "pre_optimizer_step", "optimizer_step")
@@ -40,6 +45,7 @@ BEFORE_A_STEP = ("step_begin", "substep_end", "pre_optimizer_step", "optimizer_s
 LAST = 1 << 20
 """The step of what follows the training."""
 PLAIN = {
+    "size": 1,
     "model": "llama",
     "lora": False,
     "from a file": False,
@@ -50,9 +56,10 @@ PLAIN = {
 }
 
 
-def draw_arguments(chance: random.Random, model: str) -> dict[str, Any]:
+def draw_arguments(chance: random.Random, model: str, size: int) -> dict[str, Any]:
     """Return TrainingArguments that a Trainer takes together."""
-    chosen = {name: chance.choice(values) for name, values in ARGUMENTS.items() if chance.random() < 0.2}
+    known = ARGUMENTS | (OF_RANKS if size > 1 else {})
+    chosen = {name: chance.choice(values) for name, values in known.items() if chance.random() < 0.2}
     if "eval_steps" in chosen or chosen.get("lr_scheduler_type") == "reduce_lr_on_plateau" or "eval_delay" in chosen:
         chosen.setdefault("eval_strategy", "steps")
     if "save_steps" in chosen or "save_total_limit" in chosen:
@@ -80,14 +87,18 @@ def draw(seed: str) -> Program:
     """Return the program of a seed."""
     chance = random.Random(seed)
     model = chance.choice(list(MODELS))
-    options = draw_options(chance)
+    size, options = chance.choice([1, 1, 1, 2]), draw_options(chance)
     if chance.random() < 0.3:
         options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
-    arguments = draw_arguments(chance, model)
+    if size > 1:
+        options = of_ddp(chance, options)
+    arguments = draw_arguments(chance, model, size)
     if options["update"] == "backward":  # what needs all gradients at once is refused
         arguments["max_grad_norm"] = 0.0
     patience, after = chance.choice([None, 1]), ["evaluate", "predict", "save", "train", "from a checkpoint"]
-    at_once = chance.choice([1, 1, 2, None])  # micro-batches that run together have run when their events come
+    at_once = chance.choice(
+        [1, 1, 2, None] if size == 1 else [1]
+    )  # those that run together have run when their events come
     actions = []
     for _ in range(chance.choice([0, 1, 2, 4])):
         name, event = chance.choice(list(ACTIONS)), chance.choice(EVENTS)
@@ -111,6 +122,7 @@ def draw(seed: str) -> Program:
         arguments = {name: value for name, value in arguments.items() if name not in lost}
     return {
         "seed": chance.randrange(1 << 30),
+        "size": size,
         "model": model,
         "lora": chance.random() < 0.2,
         "from a file": chance.random() < 0.3,
@@ -169,8 +181,9 @@ class Trained:
         torch.manual_seed(program["seed"])
         model = MODELS[program["model"]]()
         if program["from a file"]:
-            if not stored.exists():
+            if not stored.exists() and is_first_rank():
                 model.save_pretrained(stored)
+            meet()
             if options is not None and not program["lora"]:
                 model, options["init"] = for_training(type(model), stored)
             else:
@@ -222,6 +235,7 @@ class Trained:
                 self.results.append((LAST, 0, name, measured(found.metrics)))
             elif name == "save":
                 self.trainer.save_model(str(self.directory / "saved"))
+                meet()
                 self.results.append(
                     (LAST, 0, name, sorted(load_file(next((self.directory / "saved").glob("*.safetensors"))).items()))
                 )
@@ -232,17 +246,16 @@ class Trained:
                 if saved:
                     self.train(acting, resume_from_checkpoint=str(saved[0]))
 
-    def end_and_go_on(self) -> None:
-        """Do all of the program, whose training is ended and goes on."""
-        how, event, step = self.program["end"]
+    def begin(self, end: Callable[[], object]) -> None:
+        """Begin a training, which calls `end` at its place."""
+        _, event, step = self.program["end"]
+        acting = self.make()
+        acting.end = (event, step, end)
+        with self.trainer.manager:
+            self.train(acting)
 
-        def begin(end: Callable[[], object]) -> None:
-            acting = self.make()
-            acting.end = (event, step, end)
-            with self.trainer.manager:
-                self.train(acting)
-
-        end_within(begin, how, self.directory / "answer", REFUSALS)
+    def go_on(self) -> None:
+        """Do all of the program, after a training that was ended."""
         self.results = []
         acting = self.make()
         self.begun = self.trainer.manager.step
@@ -250,9 +263,21 @@ class Trained:
         self.follow(acting)
 
 
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def meet() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def measured(entry: dict[str, Any]) -> dict[str, Any]:
     """Return what a Trainer has logged, without times."""
-    return {k: v for k, v in entry.items() if not k.endswith(("_runtime", "_per_second")) and k != "total_flos"}
+    return {
+        k: v for k, v in entry.items() if not k.endswith(("_runtime", "_per_second", "_time")) and k != "total_flos"
+    }
 
 
 def compare(ours: Trained, plain: Trained) -> None:
@@ -303,11 +328,32 @@ def checkpoints(trained: Trained) -> dict[str, Any]:
 
 def run_case(program: Program, directory: Path) -> str | None:
     """Return what went wrong, None if nothing did; REFUSED and why, if swapper or a Trainer cannot do it."""
-    return outcome(lambda: run_both(program, directory), REFUSALS)
+    if program["size"] == 1:
+        return outcome(lambda: run_both(program, directory), REFUSALS)
+    is_killed = program["end"] is not None and program["end"][0] == "killed"
+    for name, act in [("killed", begin_and_be_killed)] * is_killed + [
+        ("whole", partial(run_both, has_ended=is_killed))
+    ]:
+        (place := directory / f"meeting-{name}").mkdir()
+        problem = run_ranks(program["size"], place, partial(of_rank, program, directory, act), may_end=name == "killed")
+        if problem is not None:
+            return problem
+    return None
 
 
-def run_both(program: Program, directory: Path) -> None:
-    """Raises AssertionError where the offloaded Trainer does other than the plain one."""
+def of_rank(program: Program, directory: Path, act: Callable[[Program, Path], None]) -> str | None:
+    """Do a rank's part, as a process that torchrun has started. Returns as `run_case`."""
+    rank, size = str(dist.get_rank()), str(program["size"])
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, ACCELERATE_USE_CPU="true")
+    return outcome(lambda: act(program, directory), REFUSALS)
+
+
+def begin_and_be_killed(program: Program, directory: Path) -> None:
+    Trained(program, directory / "ours", is_offloaded=True).begin(partial(os.kill, os.getpid(), signal.SIGKILL))
+
+
+def run_both(program: Program, directory: Path, has_ended: bool = False) -> None:
+    """Raises AssertionError where the offloaded Trainer does other than the plain one. `has_ended`: that has begun before."""
     plain, ours = (Trained(program, directory / name, name == "ours") for name in ("plain", "ours"))
     try:
         plain.run()
@@ -316,9 +362,12 @@ def run_both(program: Program, directory: Path) -> None:
     if program["end"] is None:
         ours.run()
     else:
-        ours.end_and_go_on()
+        if not has_ended:
+            end_within(ours.begin, program["end"][0], directory / "answer", REFUSALS)
+        ours.go_on()
         if ours.begun >= plain.trainer.state.global_step and program["patience"]:
             raise Impossible("a Trainer that has stopped early trains on when it begins again")
+    meet()
     with ours.trainer.manager:
         compare(ours, plain)
 

@@ -130,12 +130,16 @@ class Values:
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a shared one stays shared
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is None or not buffer.is_meta:
+                full_name = f"{prefix}.{name}" if prefix else name
+                if buffer is None or full_name not in self._stored:
                     continue
                 if id(buffer) not in made:
-                    made[id(buffer)] = buffer, torch.empty_like(buffer, device="cpu")
-                    self._read([(f"{prefix}.{name}" if prefix else name, made[id(buffer)][1])])
-                module._buffers[name] = made[id(buffer)][1]
+                    made[id(buffer)] = buffer, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                    self._read([(full_name, made[id(buffer)][1])])
+                if buffer.is_meta:
+                    module._buffers[name] = made[id(buffer)][1]
+                else:
+                    buffer.copy_(made[id(buffer)][1])
 
     def _read(self, targets: list[tuple[str, Any]]) -> None:
         """Read stored tensors into tensors in memory, converting dtypes."""
@@ -190,8 +194,22 @@ def ids_to_fill(model: nn.Module, external: Collection[str]) -> set[int]:
     return (absent or {id(parameter) for parameter in model.parameters()}) - in_place
 
 
+def buffers_to_fill(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that get initial values, by name: those on the meta device, and if the model keeps no values of its own,
+    as its parameters are all there, or none, the persistent ones. A shared one has several names."""
+    keeps_some = len({parameter.is_meta for parameter in model.parameters()}) > 1
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (
+                buffer.is_meta or not (keeps_some or name in module._non_persistent_buffers_set)
+            ):
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
 def find_stored(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, StoredTensor]:
-    """Return the stored tensor of each parameter with its id in `ids`, and of each buffer on meta, by name.
+    """Return the stored tensor of each parameter with its id in `ids`, and of each buffer that gets a value, by name.
+
+    Buffers that are not on the meta device may be missing.
 
     Raises:
         UnsupportedError: it lacks one, or has another shape.
@@ -205,11 +223,10 @@ def find_stored(source: Source, model: nn.Module, ids: Collection[int]) -> dict[
     prefixes = ["", "model."] if source.kind in ("torch", "dcp") else [""]
     aliases: dict[int, list[str]] = {}
     wanted: dict[str, torch.Tensor] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
-        if id(tensor) in ids or (tensor.is_meta and not isinstance(tensor, nn.Parameter)):
-            aliases.setdefault(id(tensor), []).append(name)
-            wanted[name] = tensor
+    parameters = ((name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in ids)
+    for name, tensor in (*parameters, *buffers_to_fill(model)):
+        aliases.setdefault(id(tensor), []).append(name)
+        wanted[name] = tensor
     found: dict[str, StoredTensor] = {}
     missing = []
     for names in aliases.values():
@@ -220,7 +237,7 @@ def find_stored(source: Source, model: nn.Module, ids: Collection[int]) -> dict[
                     f"{source.path} has {name} of shape {list(one.shape)}; the model's is {list(wanted[name].shape)}: "
                     "build the model of this checkpoint, or name the model's own"
                 )
-        if not stored:
+        if not stored and (wanted[names[0]].is_meta or isinstance(wanted[names[0]], nn.Parameter)):
             missing += names
         found.update(
             dict.fromkeys(names, next(reversed(stored.values()))) if stored else {}
