@@ -44,7 +44,8 @@ def replace_data(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
     (torch.utils.swap_tensors takes its attributes and hooks, and refuses those to which weak references are, as of nn.LSTM.)
     """
     hooks, later = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+    own = tensor.data  # counts versions by itself, and not with all that are views of the same memory
+    torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(own, requires_grad=parameter.requires_grad))
     if hooks:
         parameter._backward_hooks = hooks  # the new data has not been told
     if later:

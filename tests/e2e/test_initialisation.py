@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from infer.host_device import HostDevice
 from safetensors.torch import save_file
 from torch import nn
 
@@ -197,6 +198,20 @@ def test_what_parameters_on_meta_have_stays(tmp_path: Path) -> None:
         for name, parameter in reference.named_parameters():
             assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
         assert model[0].weight.tag == "ours"
+
+
+@pytest.mark.parametrize("has_device", [False, True])
+def test_parameters_from_meta_are_changed_apart(tmp_path: Path, checkpoints: dict[str, Path], has_device: bool) -> None:
+    """Autograd does not take a change of one for a change of another."""
+    model = make_on_meta()
+    options: dict[str, Any] = {"device": HostDevice("late"), "device_memory": "64MiB"} if has_device else {}
+    with swapper.SwapManager(tmp_path / "run", host_memory="64MiB") as manager:
+        model, _ = manager.offload(model, adamw(model), params="nvme", init=checkpoints["model.pt"], **options)
+        before = {name: parameter._version for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            model.layers[0][0].weight.mul_(2)
+        changed = {name for name, parameter in model.named_parameters() if parameter._version != before[name]}
+        assert changed == {"layers.0.0.weight"}
 
 
 def test_a_meta_model_without_values_is_refused(tmp_path: Path) -> None:

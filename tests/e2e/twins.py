@@ -79,7 +79,7 @@ class Twins:
         master: `master_weights=torch.float32`.
         budget: bytes, or None for the smallest that works and `room_bytes` more.
         select: what the optimizer is given of a model.
-        wait: True leaves the offload to the test, which calls `offload`.
+        wait: True leaves the offload to the test, which calls `offload`, and may set `init` before.
         options: of SwapManager.offload. With SWAPPER_TEST_DEVICE=late (or another order of tests/infer/host_device.py) in the
             environment, or a real device's name, runs that can be are on it, with a small budget there: whole suites can be run
             so. With SWAPPER_TEST_STAYS too, gradients and state stay there (and tests fail that assert what was paged).
@@ -134,6 +134,7 @@ class Twins:
         self.commit_every = commit_every
         self.check_reads = check_reads
         self.cold = cold
+        self.init: Any = None
         self.manager: swapper.SwapManager | None = None
         if not wait:
             self.offload()
@@ -142,7 +143,8 @@ class Twins:
         """Offload the swapped one."""
         self.give_device_memory()
         self.manager = self.make_manager()
-        model, self.optimizer = self.manager.offload(self.swapped, self.original, **for_offload(self.options))
+        init = {} if self.init is None else {"init": self.init}
+        model, self.optimizer = self.manager.offload(self.swapped, self.original, **init, **for_offload(self.options))
         assert model is self.swapped
         self.written_at_start = self.manager.counters.bytes_written
 
@@ -282,7 +284,7 @@ def smallest_budget(directory: Path, model: nn.Module, optimizer: Optimizer, **o
     """Return the smallest budget that works, in bytes, as the error names it. Everything is left as it was."""
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
-            manager.offload(model, optimizer, **for_offload(options))
+            manager.plan(model, optimizer, **for_offload(options))
         except swapper.BudgetError as error:
             return named_budget(error)
     raise AssertionError("a budget of one byte was enough")

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ from torch.optim import SGD, Adamax, Muon, RAdam, RMSprop
 
 import swapper
 from fuzz.cases import Impossible, Kind, Program, outcome, run
+from fuzz.loads import FILES
 from fuzz.program_actions import (
     ACTIONS,
     BEFORE_STEP,
@@ -57,6 +59,7 @@ PLAIN = {
     "master": False,
     "drives": 1,
     "hurries": None,
+    "init": None,
 }
 PLAIN_OPTIONS: dict[str, Any] = {
     "update": "step",
@@ -67,6 +70,12 @@ PLAIN_OPTIONS: dict[str, Any] = {
     "commit_every": "free",
 }
 """What a smaller program has, where it fails so too."""
+BUILT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "on meta": lambda: torch.device("meta"),
+    "without weights": swapper.without_weights,
+    "with other values": nullcontext,
+}
+"""How a model is built whose values are a checkpoint's."""
 GROUPS = ("all", "decay", "reversed", "by layer", "with frozen", "last ones later")
 
 
@@ -186,9 +195,16 @@ def draw(seed: str) -> Program:
         "master": master,
         "drives": chance.choice([1, 1, 1, 2, 3]),
         "hurries": draw_hurries(chance),
+        "init": draw_init(chance, layers, list(FILES)),
         "options": options,
         "loop": loop,
     }
+
+
+def draw_init(chance: random.Random, layers: Sequence[str], files: Sequence[str]) -> list[str] | None:
+    """Return a kind of checkpoint and how a model is built that gets its values; None: it has values."""
+    keeps_some = any("lazy" in layer for layer in layers)  # those get values when they are built
+    return [chance.choice(files), chance.choice(list(BUILT))] if chance.random() < 0.25 and not keeps_some else None
 
 
 def is_ours(error: Exception) -> bool:
@@ -216,7 +232,7 @@ class Training:
         for place in (*drives, self.probe):
             place.mkdir(exist_ok=True)
         self.pair = pair = self._make_pair(drives[0], others=drives[1:], wait=True, **options)
-        pair.swapped = self._model()
+        pair.swapped = self._model() if program["init"] is None else self._model_from_file(*program["init"])
         pair.original = self._optimizer(self._select(pair.swapped))
         if device is not None:
             pair.options |= self._device(device)
@@ -243,6 +259,22 @@ class Training:
         torch.manual_seed(self.program["seed"])
         model = Model(self.program["layers"], self.program["tied"])
         return model.bfloat16() if self.program["master"] else model
+
+    @torch.no_grad()
+    def _model_from_file(self, file: str, built: str) -> Model:
+        """Return a model of which a checkpoint of this kind has the values, which are the plain one's, also of buffers."""
+        values = Training._model(self)
+        stored = values.state_dict()
+        for model in (values, self.pair.plain):
+            for name, buffer in model.named_buffers():
+                if name in stored and buffer.is_floating_point():
+                    buffer.add_(0.125)
+        self.pair.init = FILES[file](values, Path(tempfile.mkdtemp(dir=self.directory)))
+        with BUILT[built]():
+            found = self._model()
+        for parameter in found.parameters() if built == "with other values" else ():
+            parameter.mul_(2)
+        return found
 
     def _optimizer(self, groups: Any) -> Any:
         rules = [self.program["rule"], *self.program["more_rules"]]

@@ -65,6 +65,7 @@ PLAIN = {
     "views of buckets": False,
     "drives": 1,
     "hurries": None,
+    "init": None,
 }
 
 
@@ -235,6 +236,9 @@ def draw(seed: str) -> Program:
         "master": False,
         "drives": chance.choice([1, 1, 1, 2]),
         "hurries": programs.draw_hurries(chance),
+        "init": programs.draw_init(chance, layers, ["torch", "safetensors"])
+        if spread != "ddp"
+        else None,  # which has other names
         "options": options,
         "loop": loop,
     }

@@ -93,7 +93,7 @@ OF_RANKS: dict[str, list[Any]] = {
     "ddp_broadcast_buffers": [True],
     "ddp_static_graph": [True],
     "save_on_each_node": [True],
-    "accelerator_config": [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}],
+    "accelerator_config": [{"split_batches": True}, {"dispatch_batches": True}],
 }
 """What several ranks have besides."""
 EVENTS = (
