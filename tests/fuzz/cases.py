@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from e2e.killed_run import fork
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import swapper
 
@@ -59,7 +60,8 @@ class Kind:
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape and bits; NaNs are alike."""
+    """Return whether two tensors have the same shape and bits, of shards on this rank; NaNs are alike."""
+    one, other = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
     both = [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for tensor in (one, other)]
     return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(
         *(t.view(-1).view(torch.uint8) for t in both)

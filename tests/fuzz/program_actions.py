@@ -156,7 +156,7 @@ def load_more_state(side: Side) -> Any:
         return
     number, known = next(iter(found["state"].items()))
     shape = parameters[number].shape
-    if any(value.shape not in ((), shape) for value in known.values()):  # Adafactor's rows and columns
+    if {"variance", "row_var"} & known.keys():  # Adafactor's, which are others for matrices
         return
     for other, parameter in enumerate(parameters):
         found["state"].setdefault(

@@ -3,7 +3,7 @@
 Usage: tools/fuzz trainers [--minutes N] [--cases N] [--seed N] [--program JSON]
 
 A program is a model, TrainingArguments, what callbacks do at which step, how the training ends and goes on, what follows it, and
-options of `offloaded`, of the parts in trainer_parts.py; some are of two ranks, by DDP. Losses, norms, rates, evaluations,
+options of `offloaded`, of the parts in trainer_parts.py; some are of two ranks, by DDP or FSDP2. Losses, norms, rates, evaluations,
 checkpoints, parameters and optimizer states must be the plain Trainer's.
 """
 
@@ -32,6 +32,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     Trainer,
 )
+from transformers.distributed import DistributedConfig
 
 import swapper
 from fuzz.cases import Impossible, Kind, Program, assert_like, end_within, outcome, run
@@ -44,8 +45,11 @@ BEFORE_A_STEP = ("step_begin", "substep_end", "pre_optimizer_step", "optimizer_s
 """Events after which nothing of the step before is to come."""
 LAST = 1 << 20
 """The step of what follows the training."""
+SHARDABLE = ("llama", "bert")
+"""Models that transformers can shard by FSDP2 as it loads them; of others its tied weights are two."""
 PLAIN = {
     "size": 1,
+    "sharded": False,
     "model": "llama",
     "lora": False,
     "from a file": False,
@@ -90,9 +94,13 @@ def draw(seed: str) -> Program:
     size, options = chance.choice([1, 1, 1, 2]), draw_options(chance)
     if chance.random() < 0.3:
         options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
-    if size > 1:
+    is_sharded = size > 1 and model in SHARDABLE and chance.random() < 0.5
+    if size > 1 and not is_sharded:
         options = of_ddp(chance, options)
     arguments = draw_arguments(chance, model, size)
+    if is_sharded:  # a Trainer saves no state of their optimizer, and asks for the norm of all gradients
+        arguments["save_only_model"] = True
+        options["update"] = chance.choice(["step", "deferred"])
     if options["update"] == "backward":  # what needs all gradients at once is refused
         arguments["max_grad_norm"] = 0.0
     patience, after = chance.choice([None, 1]), ["evaluate", "predict", "save", "train", "from a checkpoint"]
@@ -123,9 +131,10 @@ def draw(seed: str) -> Program:
     return {
         "seed": chance.randrange(1 << 30),
         "size": size,
+        "sharded": is_sharded,
         "model": model,
-        "lora": chance.random() < 0.2,
-        "from a file": chance.random() < 0.3,
+        "lora": chance.random() < 0.2 and not is_sharded,
+        "from a file": chance.random() < 0.3 or is_sharded,
         "at_once": at_once,
         "arguments": arguments,
         "patience": patience if "load_best_model_at_end" in arguments else None,
@@ -184,7 +193,10 @@ class Trained:
             if not stored.exists() and is_first_rank():
                 model.save_pretrained(stored)
             meet()
-            if options is not None and not program["lora"]:
+            if program["sharded"]:
+                distributed = DistributedConfig(fsdp_size=dist.get_world_size())
+                model = type(model).from_pretrained(stored, distributed_config=distributed)
+            elif options is not None and not program["lora"]:
                 model, options["init"] = for_training(type(model), stored)
             else:
                 model = type(model).from_pretrained(stored)
@@ -349,16 +361,22 @@ def of_rank(program: Program, directory: Path, act: Callable[[Program, Path], No
 
 
 def begin_and_be_killed(program: Program, directory: Path) -> None:
+    run_plain(Trained(program, directory / "tried", is_offloaded=False))
     Trained(program, directory / "ours", is_offloaded=True).begin(partial(os.kill, os.getpid(), signal.SIGKILL))
+
+
+def run_plain(plain: Trained) -> None:
+    """Raises Impossible: a Trainer of transformers cannot do it."""
+    try:
+        plain.run()
+    except Exception as error:
+        raise Impossible(f"{type(error).__name__}: {error}") from error
 
 
 def run_both(program: Program, directory: Path, has_ended: bool = False) -> None:
     """Raises AssertionError where the offloaded Trainer does other than the plain one. `has_ended`: that has begun before."""
     plain, ours = (Trained(program, directory / name, name == "ours") for name in ("plain", "ours"))
-    try:
-        plain.run()
-    except Exception as error:
-        raise Impossible(f"{type(error).__name__}: {error}") from error
+    run_plain(plain)
     if program["end"] is None:
         ours.run()
     else:
@@ -379,7 +397,9 @@ def smaller(program: Program) -> Iterator[Program]:
             yield {**program, name: program[name][:number] + program[name][number + 1 :]}
     for name in program["arguments"]:
         yield {**program, "arguments": {n: v for n, v in program["arguments"].items() if n != name}}
-    yield from ({**program, name: value} for name, value in PLAIN.items() if program[name] != value)
+    simpler = {name: value for name, value in PLAIN.items() if program[name] != value}
+    for name in simpler if not program["sharded"] else simpler.keys() - {"size", "from a file"}:
+        yield {**program, name: simpler[name]}
     yield from smaller_options(program)
 
 
