@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 from safetensors.torch import load_file
 
 from fuzz.library_parts import LibraryLoop, loader_of, loss_of
@@ -54,6 +54,7 @@ class AccelerateLoop(LibraryLoop):
             mixed_precision=given["mixed_precision"],
             step_scheduler_with_optimizer=given["step_scheduler_with_optimizer"],
             dataloader_config=DataLoaderConfiguration(use_seedable_sampler=given["seedable"]),
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
         self.loader = loader_of(given["lines"], seed=5 if given["shuffled"] else None)
         self.to_evaluate = accelerator.prepare(loader_of(5, 2))
@@ -201,6 +202,7 @@ def save_state(side: Side) -> Any:
     loop = side.kept["loop"]
     side.kept["saved"] = side.directory / f"state-{loop.step}"
     loop.accelerator.save_state(str(side.kept["saved"]))
+    loop.accelerator.wait_for_everyone()  # only the first rank writes
     found = {path.name: load_file(path) for path in side.kept["saved"].glob("*.safetensors")}
     return [sorted(each.items()) for each in found.values()], torch.load(side.kept["saved"] / "optimizer.bin")["state"]
 
@@ -211,10 +213,9 @@ def load_state(side: Side) -> Any:
 
 
 def save_model(side: Side) -> Any:
-    target = side.directory / f"model-{side.kept['loop'].step}"
-    side.kept["loop"].accelerator.save_model(
-        side.model, str(target), max_shard_size=side.chance.choice(["20KB", "5GB"])
-    )
+    target, accelerator = side.directory / f"model-{side.kept['loop'].step}", side.kept["loop"].accelerator
+    accelerator.save_model(side.model, str(target), max_shard_size=side.chance.choice(["20KB", "5GB"]))
+    accelerator.wait_for_everyone()
     return sorted(item for path in target.glob("*.safetensors") for item in load_file(path).items())
 
 

@@ -3,15 +3,19 @@
 Usage: tools/fuzz libraries [--minutes N] [--cases N] [--seed N] [--program JSON]
 
 A program is a small model of program_layers.py, an optimizer, a schedule, arguments of the library, actions at its events, how the
-training ends and goes on, or what follows it, and options of `offload`. Losses, norms, metrics, checkpoints, parameters and
-optimizer states must be those of the plain one.
+training ends and goes on, or what follows it, and options of `offload`; some loops of accelerate are of two ranks, by DDP.
+Losses, norms, metrics, checkpoints, parameters and optimizer states must be those of the plain one.
+Losses, norms, metrics, checkpoints, parameters and optimizer states must be those of the plain one.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from fuzz.cases import Impossible, Kind, Program, assert_like, end_within, outco
 from fuzz.library_parts import BEFORE_STEP, READS, SETTINGS, WRITES, LibraryLoop
 from fuzz.lightning_loops import LightningLoop
 from fuzz.programs import REFUSALS, RULES, draw_layers, draw_options, forbidden_to, is_ours, smaller_options
+from fuzz.ranks import impossible_for, of_ddp, run_parts
 
 LOOPS: dict[str, type[LibraryLoop]] = {"accelerate": AccelerateLoop, "lightning": LightningLoop}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -93,21 +98,28 @@ def draw(seed: str) -> Program:
     """Return the program of a seed."""
     chance = random.Random(seed)
     library = chance.choice(list(LOOPS))
-    layers = draw_layers(chance, 4)
+    size = chance.choice([1, 2]) if library == "accelerate" else 1
+    impossible = impossible_for("ddp") if size > 1 else set()
+    layers = draw_layers(chance, 4, impossible)
     options = draw_options(chance)
     if chance.random() < 0.25:
         options |= {"device": chance.choice(ORDERS), "update_on": chance.choice(["cpu", "device"])}
+    if size > 1:
+        options = of_ddp(chance, options)
     rule = chance.choice([name for name in RULES if name not in ("muon", "adafactor")])
     end = chance.choice([None, "interrupted", "killed"]) if library == "accelerate" else None
     arguments = (draw_accelerate if library == "accelerate" else draw_lightning)(chance, options)
+    if size > 1 and arguments["how"] == "together":
+        arguments["how"] = "plain"
     if end is not None:  # which layers had gradients of zeros, and how often loaders were shuffled, is in no commit
         arguments |= {"zero": "after", "seedable": True}
     if "bf16-mixed" in arguments.values() or "bf16" in arguments.values():
         # With a hook of anybody's torch evaluates these otherwise under autocast on the CPU.
         layers = [layer.replace("encoder", "linear") for layer in layers]
-    forbidden = forbidden_to(options, layers, [rule], master=False)
+    forbidden = forbidden_to(options, layers, [rule], master=False) | impossible
     return {
         "seed": chance.randrange(1 << 30),
+        "size": size,
         "library": library,
         "layers": layers,
         "tied": chance.random() < 0.3,
@@ -124,29 +136,40 @@ def draw(seed: str) -> Program:
     }
 
 
-def run_both(program: Program, directory: Path) -> None:
-    """Raises AssertionError where the offloaded one does other than the plain one."""
-    kind = LOOPS[program["library"]]
-    plain, ours = (kind(program, directory / name, name == "ours") for name in ("plain", "ours"))
+def run_plain(plain: LibraryLoop) -> None:
+    """Raises Impossible: the library cannot do it."""
     try:
         plain.run()
     except Exception as error:
         if is_ours(error):
             raise
         raise Impossible(f"{type(error).__name__}: {error}") from error
-    if program["end"] is not None:
-        how, event, step = program["end"]
 
-        def begin(end: Callable[[], object]) -> None:
-            begun = kind(program, directory / "ours", is_offloaded=True)
-            begun.end = (event, step, end)
-            try:
-                begun.run()
-            finally:
-                if begun.manager is not None:
-                    begun.manager.close()
 
-        end_within(begin, how, directory / "answer", REFUSALS)
+def begin(program: Program, directory: Path, end: Callable[[], object]) -> None:
+    """Begin the offloaded one, which calls `end` at its place."""
+    _, event, step = program["end"]
+    begun = LOOPS[program["library"]](program, directory / "ours", is_offloaded=True)
+    begun.end = (event, step, end)
+    try:
+        begun.run()
+    finally:
+        if begun.manager is not None:
+            begun.manager.close()
+
+
+def begin_and_be_killed(program: Program, directory: Path) -> None:
+    run_plain(LOOPS[program["library"]](program, directory / "tried", is_offloaded=False))
+    begin(program, directory, partial(os.kill, os.getpid(), signal.SIGKILL))
+
+
+def run_both(program: Program, directory: Path, has_ended: bool = False) -> None:
+    """Raises AssertionError where the offloaded one does other than the plain one. `has_ended`: that has begun before."""
+    kind = LOOPS[program["library"]]
+    plain, ours = (kind(program, directory / name, name == "ours") for name in ("plain", "ours"))
+    run_plain(plain)
+    if program["end"] is not None and not has_ended:
+        end_within(partial(begin, program, directory), program["end"][0], directory / "answer", REFUSALS)
     ours.run()
     compare(ours, plain)
     ours.manager.close()
@@ -163,7 +186,11 @@ def compare(ours: LibraryLoop, plain: LibraryLoop) -> None:
 
 def run_case(program: Program, directory: Path) -> str | None:
     """Return what went wrong, None if nothing did; REFUSED and why, if swapper or a library cannot do it."""
-    return outcome(lambda: run_both(program, directory), REFUSALS)
+    if program["size"] == 1:
+        return outcome(lambda: run_both(program, directory), REFUSALS)
+    is_killed = program["end"] is not None and program["end"][0] == "killed"
+    parts = [partial(begin_and_be_killed, program, directory)] if is_killed else []
+    return run_parts(program["size"], directory, [*parts, partial(run_both, program, directory, has_ended=is_killed)])
 
 
 def smaller(program: Program) -> Iterator[Program]:
@@ -178,7 +205,7 @@ def smaller(program: Program) -> Iterator[Program]:
             yield {**program, "arguments": left}
         elif value != defaults[name]:
             yield {**program, "arguments": {**program["arguments"], name: defaults[name]}}
-    plain = {"tied": False, "rule": "adamw", "end": None}
+    plain = {"size": 1, "tied": False, "rule": "adamw", "end": None}
     yield from ({**program, name: value} for name, value in plain.items() if program[name] != value)
     for number, layer in enumerate(program["layers"]):
         if layer != "linear":

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import swapper
 from fuzz import programs
-from fuzz.cases import REFUSED, Impossible, Kind, Program, run
+from fuzz.cases import REFUSED, Impossible, Kind, Program, outcome, run
 from fuzz.export_sources import content_of
 from fuzz.program_actions import ACTIONS, BEFORE_STEP, BETWEEN, STEPS
 from fuzz.program_passes import PASSES, Action, Side
@@ -375,6 +375,36 @@ def run_ranks(size: int, meeting: Path, act: Callable[[], str | None], may_end: 
     paths = [meeting / f"rank-{rank}" for rank in range(size)]
     launch(size, meeting / "meeting", lambda: report(paths[dist.get_rank()], act))
     return told(paths, may_end)
+
+
+def run_parts(size: int, directory: Path, parts: Sequence[Callable[[], None]]) -> str | None:
+    """Have ranks, as processes that torchrun has started, do one part after another. All but the last part may be killed.
+
+    Returns as `told`.
+    """
+
+    def act(part: Callable[[], None]) -> str | None:
+        rank = str(dist.get_rank())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return outcome(part, programs.REFUSALS)
+
+    for number, part in enumerate(parts, 1):
+        (meeting := directory / f"part-{number}").mkdir()
+        problem = run_ranks(size, meeting, partial(act, part), may_end=number < len(parts))
+        if problem is not None:
+            return problem
+    return None
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def meet() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def smaller(program: Program) -> Iterator[Program]:

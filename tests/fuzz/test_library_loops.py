@@ -16,7 +16,16 @@ from fuzz.program_actions import ACTIONS
 
 pytestmark = pytest.mark.usefixtures("prepared")
 OPTIONS = {**programs.PLAIN_OPTIONS, "commit_every": 1}
-PLAIN = {"seed": 1, "layers": ["linear"], "tied": False, "rule": "adamw", "actions": [], "end": None, "after": []}
+PLAIN = {
+    "seed": 1,
+    "size": 1,
+    "layers": ["linear"],
+    "tied": False,
+    "rule": "adamw",
+    "actions": [],
+    "end": None,
+    "after": [],
+}
 
 
 def program_of(library: str, arguments: dict[str, Any], **others: Any) -> cases.Program:
@@ -69,3 +78,12 @@ def test_the_fuzzer_notices(kind: str, library: str, check_noticed: Callable[...
     event = {"accelerate": "after step", "lightning": "train_batch_end"}[library]
     program = program_of(library, {}, actions=[[event, 2, "read", 1]], layers=["linear", "linear"])
     check_noticed(LIBRARIES, program, ACTIONS, "read", *BAD[kind])
+
+
+@pytest.mark.parametrize("end", [None, "interrupted", "killed"])
+@pytest.mark.parametrize("order", ["offload first", "prepare first"])
+def test_a_loop_of_accelerate_on_two_ranks_is_plain_torchs(order: str, end: str | None) -> None:
+    arguments = {"order": order, "accumulation": 2, "clip": "norm"}
+    actions = [["after step", 1, "save state", 1]]
+    program = program_of("accelerate", arguments, size=2, actions=actions, end=end and [end, "before step", 2])
+    assert cases.watched(LIBRARIES, program) is None

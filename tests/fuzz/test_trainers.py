@@ -48,6 +48,15 @@ def test_a_trainer_that_has_ended_goes_on(how: str) -> None:
     assert cases.watched(TRAINERS, {**PROGRAM, **GOES_ON[how]}) is None
 
 
+@pytest.mark.parametrize("end", [None, "interrupted", "killed"])
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_a_trainer_on_two_ranks_is_a_plain_one(is_sharded: bool, end: str | None) -> None:
+    """It evaluates, clips and saves; ended on all ranks, it goes on."""
+    arguments = {**EVALUATES, "save_strategy": "steps", "save_steps": 2, "save_only_model": is_sharded}
+    program = {**PROGRAM, "size": 2, "sharded": is_sharded, "from a file": True, "arguments": arguments}
+    assert cases.watched(TRAINERS, {**program, "after": ["predict"], "end": end and [end, "step_begin", 3]}) is None
+
+
 def test_a_trainer_takes_a_step_more_from_a_checkpoint_of_its_last_one() -> None:
     """As one without swapper does: the checkpoint is its own."""
     arguments = {"num_train_epochs": 0.5, "save_strategy": "steps", "save_steps": 3}

@@ -37,7 +37,7 @@ from transformers.distributed import DistributedConfig
 import swapper
 from fuzz.cases import Impossible, Kind, Program, assert_like, end_within, outcome, run
 from fuzz.programs import REFUSALS, draw_options, for_a_manager, smaller_options
-from fuzz.ranks import of_ddp, run_ranks
+from fuzz.ranks import is_first_rank, meet, of_ddp, run_parts
 from fuzz.trainer_parts import ACTIONS, ARGUMENTS, EVENTS, MODELS, OF_RANKS, Acting, Lines
 from swapper.integrations.transformers import for_training, offloaded
 
@@ -275,16 +275,6 @@ class Trained:
         self.follow(acting)
 
 
-def is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def meet() -> None:
-    """Wait for all ranks."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def measured(entry: dict[str, Any]) -> dict[str, Any]:
     """Return what a Trainer has logged, without times."""
     return {
@@ -343,21 +333,8 @@ def run_case(program: Program, directory: Path) -> str | None:
     if program["size"] == 1:
         return outcome(lambda: run_both(program, directory), REFUSALS)
     is_killed = program["end"] is not None and program["end"][0] == "killed"
-    for name, act in [("killed", begin_and_be_killed)] * is_killed + [
-        ("whole", partial(run_both, has_ended=is_killed))
-    ]:
-        (place := directory / f"meeting-{name}").mkdir()
-        problem = run_ranks(program["size"], place, partial(of_rank, program, directory, act), may_end=name == "killed")
-        if problem is not None:
-            return problem
-    return None
-
-
-def of_rank(program: Program, directory: Path, act: Callable[[Program, Path], None]) -> str | None:
-    """Do a rank's part, as a process that torchrun has started. Returns as `run_case`."""
-    rank, size = str(dist.get_rank()), str(program["size"])
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, ACCELERATE_USE_CPU="true")
-    return outcome(lambda: act(program, directory), REFUSALS)
+    parts = [partial(begin_and_be_killed, program, directory)] if is_killed else []
+    return run_parts(program["size"], directory, [*parts, partial(run_both, program, directory, has_ended=is_killed)])
 
 
 def begin_and_be_killed(program: Program, directory: Path) -> None:
