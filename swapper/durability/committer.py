@@ -15,11 +15,12 @@ otherwise, or if state stays on a device. A number commits every that many steps
 step's commit, so a process that is killed before its next forward resumes one step earlier. What follows the capture is
 in the next commit, or in one that closing makes. A snapshot, parking and added groups capture before the next forward:
 if the script changes settings, registered objects or `extra` after them, that forward, or closing, commits the step
-again; where ranks run together, closing alone, since they would have to agree. Changes of parameters in memory are not announced.
-While a commit writes these from there, a thread that changes one waits. Where ranks run together it could not, as gloo hangs if
-it may not receive into memory: there the capture waits for these writes. They are compared with the last commit, and pages
-are searched for writes past the guard, where it counts whether it has them: before a step (which is not undone then), before
-parking, and at the end. Where the next step has begun, closing commits nothing: it would be a mix of two.
+again; where ranks run together, closing alone. (Those that have changed other things there end with commits of other names, and
+resume from the one before, which all have.) Changes of parameters in memory are not announced. While a commit writes these from
+there, a thread that changes one waits. Where ranks run together it could not, as gloo hangs if it may not receive into memory:
+there the capture waits for these writes. They are compared with the last commit, and pages are searched for writes past the
+guard, where it counts whether it has them: before a step (which is not undone then), before parking, and at the end. Where the
+next step has begun, closing commits nothing: it would be a mix of two.
 """
 
 from __future__ import annotations

@@ -123,12 +123,9 @@ def draw(seed: str) -> Program:
     stages: list[dict[str, Any]] = []
     for number in range(chance.choice([2, 2, 3])):
         loop = ranks.draw_loop(chance, program["spread"], layers, options, program["rule"])
-        if [name for name, _ in loop if name in STEPS or name.startswith("resume")][-1:] != ["step"]:
-            loop += [
-                ["ordinary", number],
-                ["step", 0],
-                ["zero", 0],
-            ]  # else what changed since the last one may be in no commit
+        ends = [name for name, _ in loop if name in STEPS or name.startswith("resume")]
+        if ends[-1:] != ["step"]:  # what has changed since the last one may be in no commit
+            loop += [["ordinary", number], ["step", 0], ["zero", 0]]
         stages.append(
             {
                 "size": chance.choice([size for size in (1, 2, 2, 3, 4) if not number or size != stages[-1]["size"]]),

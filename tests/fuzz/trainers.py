@@ -111,6 +111,8 @@ def draw(seed: str) -> Program:
     for _ in range(chance.choice([0, 1, 2, 4])):
         name, event = chance.choice(list(ACTIONS)), chance.choice(EVENTS)
         event = "pre_optimizer_step" if name == "gradients" or (event == "substep_end" and at_once != 1) else event
+        if at_once != 1 and event == "step_begin" and name in ("stop", "stop epoch"):
+            event = "step_end"  # where a step ends after its first micro-batch, all have drawn their random numbers
         has_left = "device" in options or options["gradients"] == "nvme"
         name = "read" if name == "gradients" and has_left else name
         actions.append([event, chance.randint(0, 7), name, chance.randrange(1 << 16)])
