@@ -122,6 +122,21 @@ def _begin_and_answer(
         answer.write_text(problem)
 
 
+def enable_faulthandler() -> None:
+    """Have faulthandler write where this process, a child, crashes or hangs. Faults that swapper serves come to swapper first.
+
+    Where a test's process has faulthandler enabled, and swapper's handler installed over that, both stay: to enable it again only
+    tells it where to write. Where Lightning has reset all signals, faulthandler is installed again, and swapper does so by itself.
+    """
+    caught = int(Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+    is_reset = faulthandler.is_enabled() and not caught >> (signal.SIGABRT - 1) & 1
+    if is_reset:
+        faulthandler.disable()
+    faulthandler.enable(2)  # sys.stderr may be a test's
+    for number in (signal.SIGSEGV, signal.SIGBUS) if is_reset else ():
+        signal.signal(number, signal.SIG_DFL)
+
+
 def watched(kind: Kind, program: Program) -> str | None:
     """Run a case in a child. Returns as its `run_case`."""
     scratch = Path(tempfile.mkdtemp(prefix="swapper-fuzz-"))
@@ -131,8 +146,7 @@ def watched(kind: Kind, program: Program) -> str | None:
         has_run = False
         try:
             os.dup2(os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-            faulthandler.disable()  # see fuzz.py
-            faulthandler.enable(2)  # sys.stderr may be a test's
+            enable_faulthandler()
             torch.set_num_threads(1)  # threads that begin at once after a fork would race in making torch's pool
             problem = kind.run_case(program, scratch)
             if problem is not None:
