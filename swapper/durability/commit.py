@@ -205,6 +205,11 @@ def digest_of_script(record: CommitRecord) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
+def digest_of_settings(record: CommitRecord) -> bytes:
+    """Return a digest of the optimizer's settings alone, which are the same on all ranks. See `digest_of_script`."""
+    return digest_of_script(replace(record, registered={}, extra={}, rng=None, modules={}))
+
+
 def check_state(state: object) -> None:
     """Raise CheckpointError unless torch.load(weights_only=True) can read `state` back."""
     PreparedTail(_NO_PAYLOAD, state, lambda tensor: None)

@@ -15,8 +15,9 @@ otherwise, or if state stays on a device. A number commits every that many steps
 step's commit, so a process that is killed before its next forward resumes one step earlier. What follows the capture is
 in the next commit, or in one that closing makes. A snapshot, parking and added groups capture before the next forward:
 if the script changes settings, registered objects or `extra` after them, that forward, or closing, commits the step
-again; where ranks run together, closing alone. (Those that have changed other things there end with commits of other names, and
-resume from the one before, which all have.) Changes of parameters in memory are not announced. While a commit writes these from
+again. Where ranks run together, which would have to agree, closing alone does: a commit with other settings gets another name, so
+that ranks of which one is killed meanwhile resume from the one before; one with other objects or `extra`, which may be each
+rank's own, keeps its name. Changes of parameters in memory are not announced. While a commit writes these from
 there, a thread that changes one waits. Where ranks run together it could not, as gloo hangs if it may not receive into memory:
 there the capture waits for these writes. They are compared with the last commit, and pages are searched for writes past the
 guard, where it counts whether it has them: before a step (which is not undone then), before parking, and at the end. Where the
@@ -32,7 +33,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from swapper import _C
-from swapper.durability.commit import CommitRecord, SectionRecord, digest_of_script, encode_commit, publish_commit
+from swapper.durability.commit import (
+    CommitRecord,
+    SectionRecord,
+    digest_of_script,
+    digest_of_settings,
+    encode_commit,
+    publish_commit,
+)
 from swapper.durability.recovery import Commit, WayBack
 from swapper.durability.snapshot import Publisher, Snapshot
 from swapper.durability.verify import find_losses
@@ -141,6 +149,7 @@ class Committer:
         self._taken_in = pager.taken_in  # writes past the guard that the last commit has
         # The last record was captured before the next forward: the script may change more.
         self._is_early = (last := way_back.commits[0]) is not None and bool(last.script)
+        self._settings = b""  # digest of those in the last commit, if that was captured early
         self._due: int | None = None  # the step to be written completely
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the due step
@@ -266,7 +275,8 @@ class Committer:
                 edits, entries = self._record.edits, self._record.state_entries
                 self._record = dataclasses.replace(self._describe(self._due), edits=edits, state_entries=entries)
             elif self.committed == step and last is not None and self._has_changed_since(last):
-                self.edits += 1
+                has_other_settings = self._settings != digest_of_settings(self._describe(step))
+                self.edits += has_other_settings or not self._way_back.is_of_all_ranks
                 self._due = step
             self._is_early = False
             self._way_back.forget_script()
@@ -478,6 +488,7 @@ class Committer:
         whole = dataclasses.replace(record, files=self._store.names, sections=self._places())
         data = encode_commit(whole)
         script = digest_of_script(record) if self._is_early else b""
+        self._settings = digest_of_settings(record) if self._is_early else b""
         self._way_back.prepare()
         publish_commit(self._way_back.directory, data, self._way_back.durable)
         self._way_back.committed(Commit.of(whole, data, script))

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import swapper
-from e2e import killed_run
+from e2e import killed_ranks, killed_run
 from e2e.keywords import for_manager
 from e2e.twins import assert_same
 from swapper.durability.commit import encode_commit, files_of, publish_commit, read_commit
@@ -203,6 +204,38 @@ def test_what_a_script_changes_after_an_early_commit_belongs_to_its_step(
         model, optimizer, scheduler = begin(manager)
         assert (manager.step, scheduler.last_epoch, manager.extra) == (2, 3, {"position": 3})
         assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (rate, 0.5)
+
+
+def end_after_a_snapshot(directory: Path, change: str) -> None:
+    """Train one of two ranks. After the snapshot all set another rate, or the first one alone something of its own."""
+    model = nn.Linear(64, 64)
+    options = {"host_memory": killed_run.BUDGET, "commits": swapper.CommitPolicy(every=2)}
+    with swapper.SwapManager(directory / "run", resume="auto", **options) as manager:
+        _, optimizer = manager.offload(model, torch.optim.SGD(model.parameters(), lr=1.0), params="nvme")
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        manager.snapshot(directory / "snapshot.pt").wait()
+        if change == "the rate":
+            optimizer.param_groups[0]["lr"] = 0.5
+        elif dist.get_rank() == 0:
+            manager.extra["mine"] = 1
+
+
+def assert_goes_on(directory: Path, change: str) -> None:
+    model = nn.Linear(64, 64)
+    with swapper.SwapManager(directory / "run", host_memory=killed_run.BUDGET, resume="auto") as manager:
+        _, optimizer = manager.offload(model, torch.optim.SGD(model.parameters(), lr=1.0), params="nvme")
+        expected = {"mine": 1} if change != "the rate" and dist.get_rank() == 0 else {}
+        assert (manager.step, manager.extra) == (3, expected)
+        assert optimizer.param_groups[0]["lr"] == (0.5 if change == "the rate" else 1.0)
+
+
+@pytest.mark.parametrize("change", ["the rate", "one rank's own"])
+def test_what_ranks_change_after_a_snapshot_is_committed_by_closing(tmp_path: Path, change: str) -> None:
+    for number, work in enumerate((end_after_a_snapshot, assert_goes_on)):
+        assert killed_ranks.launch(2, tmp_path / f"meeting-{number}", lambda w=work: w(tmp_path, change)) == [0, 0]
 
 
 @pytest.mark.parametrize("is_again", [False, True])
