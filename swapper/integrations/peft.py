@@ -72,7 +72,8 @@ def _check_independent(config: Any) -> None:
 
 
 def base_names(model: nn.Module) -> dict[str, str]:
-    """Return, by a parameter's name without adapters, its name in `model`: a `rename` for `swapper.ExternalWeights`.
+    """Return, by the name of a parameter or buffer without adapters, its name in `model`: a `rename` for
+    `swapper.ExternalWeights`.
 
             plain, config = AutoModelForCausalLM.from_config(...), LoraConfig(...)
             model = get_peft_model(plain, config)
@@ -83,7 +84,8 @@ def base_names(model: nn.Module) -> dict[str, str]:
         model: a result of `get_peft_model`, peft's or this module's.
     """
     found: dict[str, str] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, _ in tensors:
         plain = name.removeprefix("base_model.model.")
         for part in WRAPPED:
             plain = plain.replace(part, ".")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from infer.host_device import HostDevice
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -194,6 +194,54 @@ def test_a_model_on_the_meta_device_with_first_values_for_the_rest(tmp_path: Pat
                 its.zero_grad()
         assert_same(dict(model.state_dict()), dict(plain.state_dict()))
         assert found_in(manager._directory.path, frozen(plain)) == []
+
+
+def normalizing() -> nn.Sequential:
+    """A frozen base with batch norm, whose averages are of no training yet, and a layer that is trained."""
+    base = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256)).requires_grad_(False)
+    return nn.Sequential(base, nn.Linear(256, 8))
+
+
+@pytest.mark.parametrize("save", [torch.save, save_file], ids=["torch", "safetensors"])
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_buffers_of_the_file_go_with_its_parameters(tmp_path: Path, save: Any, is_renamed: bool) -> None:
+    """Where the model has no values of its own; a run that goes on has them too."""
+    plain = normalizing()
+    plain(torch.randn(64, 256) + 3)
+    path = tmp_path / "base"
+    save({name: value.clone() for name, value in plain[0].state_dict().items()}, path)
+    rename = {name: f"0.{name}" for name in plain[0].state_dict()} if is_renamed else lambda name: f"0.{name}"
+
+    def offloaded(manager: swapper.SwapManager) -> nn.Sequential:
+        with swapper.without_weights():
+            model = normalizing()
+        model[1] = nn.Linear(256, 8)
+        model[1].load_state_dict(plain[1].state_dict())
+        external = ExternalWeights(path=path, rename=rename)
+        return manager.offload(model, trained(model), params="nvme", external=external)[0]
+
+    value = torch.randn(4, 256)
+    expected = plain.eval()(value)
+    for _ in range(2):
+        with swapper.SwapManager(tmp_path / "run", "16MiB", resume="auto") as manager:
+            model = offloaded(manager).eval()
+            assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+            assert torch.equal(model(value), expected)
+
+
+def test_buffers_of_a_file_that_are_others_than_the_models_are_refused(tmp_path: Path) -> None:
+    plain = normalizing()
+    state = {f"{name}": value for name, value in plain.state_dict().items() if name.startswith("0.")}
+    torch.save(state | {"0.1.running_mean": torch.zeros(3)}, tmp_path / "base.pt")
+    with swapper.without_weights():
+        model = normalizing()
+    model[1] = nn.Linear(256, 8)
+    with (
+        swapper.SwapManager(tmp_path / "run", "16MiB") as manager,
+        pytest.raises(swapper.CheckpointError, match=r"buffer 0\.1\.running_mean is \[256\], and in .*base\.pt \[3\]"),
+    ):
+        manager.offload(model, trained(model), params="nvme", external=ExternalWeights(path=tmp_path / "base.pt"))
+    assert not list((tmp_path / "run").rglob("*.swap"))
 
 
 def test_first_values_for_what_the_file_has_are_refused(tmp_path: Path) -> None:

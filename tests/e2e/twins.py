@@ -284,7 +284,7 @@ def smallest_budget(directory: Path, model: nn.Module, optimizer: Optimizer, **o
     """Return the smallest budget that works, in bytes, as the error names it. Everything is left as it was."""
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
-            manager.plan(model, optimizer, **for_offload(options))
+            manager.plan(model, optimizer, **for_offload({n: v for n, v in options.items() if n != "init"}))
         except swapper.BudgetError as error:
             return named_budget(error)
     raise AssertionError("a budget of one byte was enough")

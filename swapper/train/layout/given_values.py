@@ -21,7 +21,7 @@ from torch import nn
 
 from swapper import _C
 from swapper.errors import CheckpointError, ConfigError, InvariantError, UnsupportedError
-from swapper.formats.sources import FileStamp, Rename, Source, open_source, renamed
+from swapper.formats.sources import FileStamp, Rename, Source, open_source, opened, read_filled, renamed
 from swapper.formats.stored import StoredTensor, plan_runs
 from swapper.io.engines import Engine, all_over
 from swapper.modules.groups import Group
@@ -194,16 +194,20 @@ def ids_to_fill(model: nn.Module, external: Collection[str]) -> set[int]:
     return (absent or {id(parameter) for parameter in model.parameters()}) - in_place
 
 
-def buffers_to_fill(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that get initial values, by name: those on the meta device, and if the model keeps no values of its own,
-    as its parameters are all there, or none, the persistent ones. A shared one has several names."""
-    keeps_some = len({parameter.is_meta for parameter in model.parameters()}) > 1
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that a state dict has, by name. A shared one has several names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
-            if buffer is not None and (
-                buffer.is_meta or not (keeps_some or name in module._non_persistent_buffers_set)
-            ):
+            if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def buffers_to_fill(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that get initial values, by name: those on the meta device, and if the model keeps no values of its own,
+    as its parameters are all there, or none, the persistent ones."""
+    found = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
+    keeps_some = len({parameter.is_meta for parameter in model.parameters()}) > 1
+    return found if keeps_some else {**found, **dict(persistent_buffers(model))}
 
 
 def find_stored(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, StoredTensor]:
@@ -224,7 +228,7 @@ def find_stored(source: Source, model: nn.Module, ids: Collection[int]) -> dict[
     aliases: dict[int, list[str]] = {}
     wanted: dict[str, torch.Tensor] = {}
     parameters = ((name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in ids)
-    for name, tensor in (*parameters, *buffers_to_fill(model)):
+    for name, tensor in (*parameters, *buffers_to_fill(model).items()):
         aliases.setdefault(id(tensor), []).append(name)
         wanted[name] = tensor
     found: dict[str, StoredTensor] = {}
@@ -329,6 +333,39 @@ class FrozenFiles:
                 f"`swapper export {path} NEW --to safetensors`; or {REMEDY}"
             )
         return tensor
+
+    @torch.no_grad()
+    def fill_buffers(self, model: nn.Module, external: Collection[str]) -> None:
+        """Copy the file's persistent buffers to a model whose parameters that the file has are on the meta device.
+
+        Args:
+            external: names of the parameters.
+
+        Raises:
+            CheckpointError: a buffer has another shape.
+            IoError: the file cannot be read.
+        """
+        if not all(parameter.is_meta for name, parameter in model.named_parameters() if name in external):
+            return
+        stored = renamed(self.source, set(external), self._rename)
+        for name, buffer in persistent_buffers(model):
+            if name not in stored:
+                continue
+            if tuple(stored[name].shape) != tuple(buffer.shape):
+                raise CheckpointError(
+                    f"buffer {name} is {list(buffer.shape)}, and in {self.source.path} {list(stored[name].shape)}: build the model "
+                    f"of this file; or {REMEDY}"
+                )
+            buffer.copy_(self._read(self._check(name, stored[name].dtype, buffer.shape, stored[name])))
+
+    def _read(self, stored: StoredTensor) -> torch.Tensor:
+        content = bytearray()
+        for _, extent in self.source.extents(stored.path, stored.offset, stored.nbytes):
+            with opened(extent.path) as descriptor:
+                content += read_filled(descriptor, extent.path, extent.offset, extent.nbytes)
+        return (
+            torch.frombuffer(content, dtype=stored.dtype).view(stored.shape) if content else torch.empty(stored.shape)
+        )
 
     def plan(self, group: int, tensors: Iterable[tuple[TensorSpec, StoredTensor]]) -> list[SectionPlan]:
         """Return sections that hold `tensors`, one for each run of a file."""

@@ -108,6 +108,8 @@ class FirstSession:
         if self._earlier is not None:
             self._reshard(plan, self._earlier)
         else:
+            if record is None and request.frozen is not None:
+                request.frozen.fill_buffers(request.model.module, plan.inventory.external)
             current.open(
                 plan, Origin.new(request.optimizers, init) if record is None else Origin.resumed(record, self._fallback)
             )
